@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from array import array
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from enum import Enum
 from math import prod
 from pathlib import PurePath
 from typing import Any
@@ -71,13 +71,6 @@ class OnDevice:
         return self._kind(self._tensor.item())
 
 
-class _Fetching(threading.local):
-    """This thread's function that fetches tensors from a device while it packs; None: synchronous copies."""
-
-    fetch: Fetch | None = None
-
-
-_fetching = _Fetching()
 _encoder = msgspec.msgpack.Encoder(enc_hook=_read_later)
 _decoder = msgspec.msgpack.Decoder()
 
@@ -95,7 +88,7 @@ def encode(value: Any) -> bytes:
     Raises:
         UnsupportedStateError: a value has another type; names its path.
     """
-    return _encoder.encode(_pack(value, ""))
+    return _encoder.encode(_Packer().pack(value, ""))
 
 
 class Packed:
@@ -111,19 +104,9 @@ class Packed:
     """
 
     def __init__(self, value: Any, fetch: Fetch, token: Callable[[], Callable[[], None]]) -> None:
-        fetched = 0
-
-        def counting(tensor: Any) -> Any:
-            nonlocal fetched
-            fetched += 1
-            return fetch(tensor)
-
-        _fetching.fetch = counting
-        try:
-            self._tree = _pack(value, "")
-        finally:
-            _fetching.fetch = None
-        self._arrived: Callable[[], None] = token() if fetched else lambda: None
+        packer = _Packer(fetch)
+        self._tree = packer.pack(value, "")
+        self._arrived: Callable[[], None] = token() if packer.fetched else lambda: None
         self._encoded: bytes | None = None
 
     def joined(self, other: Packed) -> Packed:
@@ -176,7 +159,7 @@ def unencodable_paths(value: Any) -> list[str]:
     def refuse(path: str, type_name: str) -> None:
         found.append(f"{path} ({type_name})")
 
-    _pack(value, "", refuse)
+    _Packer(refuse=refuse).pack(value, "")
     return found
 
 
@@ -188,112 +171,124 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _pack(value: Any, path: str, refuse: Callable[[str, str], None] = _refuse) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is int:
-        return value if value in _INT_RANGE else [_MARK + "int", str(value)]
-    if kind is list:
-        packed = [
-            item if type(item) in _PLAIN else _pack(item, _join(path, index), refuse)
-            for index, item in enumerate(value)
+class _Packer:
+    """Replaces values without a msgpack type by tagged lists.
+
+    Args:
+        fetch: starts the copy of a tensor from a device; None: such copies are waited for.
+        refuse: called with path and type of a value that cannot be encoded.
+
+    Attributes:
+        fetched: whether a copy from a device has been started.
+    """
+
+    def __init__(self, fetch: Fetch | None = None, refuse: Callable[[str, str], None] = _refuse) -> None:
+        self._fetch = fetch
+        self._refuse = refuse
+        self.fetched = False
+
+    def pack(self, value: Any, path: str) -> Any:
+        """The tree of a value found at `path`."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if value in _INT_RANGE else [_MARK + "int", str(value)]
+        if kind is list:
+            packed = self._items(value, path)
+            if packed and isinstance(packed[0], str) and packed[0].startswith(_MARK):
+                return [_MARK + "list", *packed]
+            return packed
+        if kind is dict:
+            if _STRINGS.issuperset(map(type, value)):
+                return {
+                    key: item if type(item) in _PLAIN else self.pack(item, _join(path, key))
+                    for key, item in value.items()
+                }
+            return [_MARK + "dict", *self._mapping(value, path)]
+        if kind is tuple:
+            return [_MARK + "tuple", *self._items(value, path)]
+        return self._rare(value, path)
+
+    def _items(self, values: Iterable[Any], path: str) -> list[Any]:
+        return [
+            item if type(item) in _PLAIN else self.pack(item, _join(path, index)) for index, item in enumerate(values)
         ]
-        if packed and isinstance(packed[0], str) and packed[0].startswith(_MARK):
-            return [_MARK + "list", *packed]
+
+    def _mapping(self, value: Any, path: str) -> list[Any]:
+        packed: list[Any] = []
+        for key, item in value.items():
+            packed.append(self.pack(key, _join(path, f"key {key!r}")))
+            packed.append(self.pack(item, _join(path, key)))
         return packed
-    if kind is dict:
-        if _STRINGS.issuperset(map(type, value)):
-            return {
-                key: item if type(item) in _PLAIN else _pack(item, _join(path, key), refuse)
-                for key, item in value.items()
-            }
-        return [_MARK + "dict", *_pack_items(value, path, refuse)]
-    if kind is tuple:
-        return [_MARK + "tuple", *(_pack(item, _join(path, index), refuse) for index, item in enumerate(value))]
-    return _pack_rare(value, path, refuse)
 
-
-def _pack_items(value: Any, path: str, refuse: Callable[[str, str], None]) -> list[Any]:
-    packed: list[Any] = []
-    for key, item in value.items():
-        packed.append(_pack(key, _join(path, f"key {key!r}"), refuse))
-        packed.append(_pack(item, _join(path, key), refuse))
-    return packed
-
-
-def _pack_rare(value: Any, path: str, refuse: Callable[[str, str], None]) -> Any:
-    if isinstance(value, OrderedDict):
-        return [_MARK + "odict", *_pack_items(value, path, refuse)]
-    if isinstance(value, (defaultdict, dict)):
-        # Subclasses of dict are decoded as plain dicts: any further state of theirs is unknown.
-        return [_MARK + "dict", *_pack_items(value, path, refuse)]
-    if isinstance(value, (set, frozenset)):
-        tag = "set" if isinstance(value, set) else "frozenset"
-        return [_MARK + tag, *(_pack(item, _join(path, item), refuse) for item in value)]
-    if isinstance(value, deque):
-        items = [_pack(item, _join(path, index), refuse) for index, item in enumerate(value)]
-        return [_MARK + "deque", value.maxlen, *items]
-    if isinstance(value, complex):
-        return [_MARK + "complex", value.real, value.imag]
-    if isinstance(value, bytearray):
-        return [_MARK + "bytearray", bytes(value)]
-    if isinstance(value, array):
-        return [_MARK + "array", value.typecode, value.tobytes()]
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, OnDevice):
-        if _fetching.fetch is None:
-            return value.read()
-        value.fetch(_fetching.fetch)
-        return _Later(value.read)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        if isinstance(value, torch.Tensor):
-            return _pack_tensor(torch, value, path, refuse)
-        if isinstance(value, torch.Size):
-            return [_MARK + "size", *value]
-        if isinstance(value, torch.dtype):
-            return [_MARK + "dtype", str(value).removeprefix("torch.")]
-        if isinstance(value, torch.device):
-            return [_MARK + "device", str(value)]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
-        tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
-        return [_MARK + tag, value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]
-    # A subclass of str, int or float (a StrEnum member; numpy's float64 is handled above) is encoded as its plain
-    # value, except true enums: their identity would be lost.
-    if isinstance(value, (str, int, float)) and not _is_enum(value):
-        for plain in (str, int, float):
-            if isinstance(value, plain):
-                return _pack(plain(value), path, refuse)
-    refuse(path, f"{type(value).__module__}.{type(value).__qualname__}")
-    return None
-
-
-def _is_enum(value: object) -> bool:
-    enum = sys.modules.get("enum")
-    return enum is not None and isinstance(value, enum.Enum)
-
-
-def _pack_tensor(torch: Any, value: Any, path: str, refuse: Callable[[str, str], None]) -> Any:
-    mesh = sys.modules.get("torch.distributed.tensor")
-    if mesh is not None and isinstance(value, mesh.DTensor):
-        refuse(path, "torch.distributed.tensor.DTensor")  # its mesh could not be rebuilt here
+    def _rare(self, value: Any, path: str) -> Any:
+        if isinstance(value, OrderedDict):
+            return [_MARK + "odict", *self._mapping(value, path)]
+        if isinstance(value, dict):
+            # Subclasses of dict are decoded as plain dicts: any further state of theirs is unknown.
+            return [_MARK + "dict", *self._mapping(value, path)]
+        if isinstance(value, (set, frozenset)):
+            tag = "set" if isinstance(value, set) else "frozenset"
+            return [_MARK + tag, *(self.pack(item, _join(path, item)) for item in value)]
+        if isinstance(value, deque):
+            return [_MARK + "deque", value.maxlen, *self._items(value, path)]
+        if isinstance(value, complex):
+            return [_MARK + "complex", value.real, value.imag]
+        if isinstance(value, bytearray):
+            return [_MARK + "bytearray", bytes(value)]
+        if isinstance(value, array):
+            return [_MARK + "array", value.typecode, value.tobytes()]
+        if isinstance(value, PurePath):
+            return str(value)
+        if isinstance(value, OnDevice):
+            if self._fetch is None:
+                return value.read()
+            self.fetched = True
+            value.fetch(self._fetch)
+            return _Later(value.read)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            if isinstance(value, torch.Tensor):
+                return self._tensor(torch, value, path)
+            if isinstance(value, torch.Size):
+                return [_MARK + "size", *value]
+            if isinstance(value, torch.dtype):
+                return [_MARK + "dtype", str(value).removeprefix("torch.")]
+            if isinstance(value, torch.device):
+                return [_MARK + "device", str(value)]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
+            tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
+            return [_MARK + tag, value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]
+        # A subclass of str, int or float (a StrEnum member; numpy's float64 is handled above) is encoded as its plain
+        # value, except true enums: their identity would be lost.
+        if isinstance(value, (str, int, float)) and not isinstance(value, Enum):
+            for plain in (str, int, float):
+                if isinstance(value, plain):
+                    return self.pack(plain(value), path)
+        self._refuse(path, f"{type(value).__module__}.{type(value).__qualname__}")
         return None
-    tensor = value.detach()
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        refuse(path, f"torch.Tensor with layout {tensor.layout}")
-        return None
-    device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
-    name = str(tensor.dtype).removeprefix("torch.")
-    data: Any
-    if on_host(tensor) or _fetching.fetch is None:
-        data = _bytes_in(torch, tensor.to("cpu"))
-    else:
-        host = _fetching.fetch(tensor.contiguous())
-        data = _Later(lambda: _bytes_in(torch, host))
-    return [_MARK + "tensor", name, list(tensor.shape), device, data]
+
+    def _tensor(self, torch: Any, value: Any, path: str) -> Any:
+        mesh = sys.modules.get("torch.distributed.tensor")
+        if mesh is not None and isinstance(value, mesh.DTensor):
+            self._refuse(path, "torch.distributed.tensor.DTensor")  # its mesh could not be rebuilt here
+            return None
+        tensor = value.detach()
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            self._refuse(path, f"torch.Tensor with layout {tensor.layout}")
+            return None
+        device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
+        name = str(tensor.dtype).removeprefix("torch.")
+        data: Any
+        if on_host(tensor) or self._fetch is None:
+            data = _bytes_in(torch, tensor.to("cpu"))
+        else:
+            self.fetched = True
+            host = self._fetch(tensor.contiguous())
+            data = _Later(lambda: _bytes_in(torch, host))
+        return [_MARK + "tensor", name, list(tensor.shape), device, data]
 
 
 def _bytes_in(torch: Any, tensor: Any) -> bytes:
@@ -320,9 +315,14 @@ def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     return list(zip(unpacked[::2], unpacked[1::2], strict=True))
 
 
-def _unpack_tensor(items: list[Any]) -> Any:
+def _torch() -> Any:
     import torch
 
+    return torch
+
+
+def _unpack_tensor(items: list[Any]) -> Any:
+    torch = _torch()
     name, shape, device, data = items
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not isinstance(device, str):
@@ -359,25 +359,12 @@ def _unpack_array(items: list[Any]) -> Any:
     return numpy.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-def _unpack_size(items: list[Any]) -> Any:
-    import torch
-
-    return torch.Size(items)
-
-
 def _unpack_dtype(items: list[Any]) -> Any:
-    import torch
-
+    torch = _torch()
     dtype = getattr(torch, items[0], None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedStateError(f"rank state has an unknown dtype {items[0]!r}")
     return dtype
-
-
-def _unpack_device(items: list[Any]) -> Any:
-    import torch
-
-    return torch.device(items[0])
 
 
 def _unpack_typed_array(items: list[Any]) -> Any:
@@ -401,7 +388,7 @@ _UNPACKERS: dict[str, Callable[[list[Any]], Any]] = {
     "tensor": _unpack_tensor,
     "ndarray": _unpack_array,
     "npscalar": lambda items: _unpack_array(items)[()],
-    "size": _unpack_size,
+    "size": lambda items: _torch().Size(items),
     "dtype": _unpack_dtype,
-    "device": _unpack_device,
+    "device": lambda items: _torch().device(items[0]),
 }
