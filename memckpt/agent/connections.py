@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
 from memckpt.node.attempt import TrainerHandle
-from memckpt.processes.address import AgentAddress, Listener, peer
+from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.handles import ProcessHandle
+from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.trainer import Refused

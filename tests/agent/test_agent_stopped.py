@@ -11,8 +11,9 @@ import pytest
 
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.processes.address import AgentAddress, Listener
+from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
+from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import Credit, Leaving
