@@ -10,9 +10,11 @@ import typer
 
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.doctor import doctor
+from memckpt.cli.export import export
+from memckpt.cli.ls import ls
 from memckpt.cli.status import status, stop
-from memckpt.cli.storage import export, ls, verify
 from memckpt.cli.tidying import gc, pin, rm
+from memckpt.cli.verify import verify
 from memckpt.config import AgentConfig
 from memckpt.errors import MemckptError
 from memckpt.processes.address import AgentAddress

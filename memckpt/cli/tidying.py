@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from memckpt.cli.common import AsJson, Node, Run, Url, count, err, nbytes_text, out, print_json, store_of
-from memckpt.cli.storage import Adopt, catalog_of, check_owner
+from memckpt.cli.run_store import Adopt, catalog_of, check_owner
 from memckpt.errors import MemckptError, NothingHeldError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status

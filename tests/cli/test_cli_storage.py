@@ -12,7 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from memckpt.cli import storage as storage_commands
+from memckpt.cli import export as export_command
+from memckpt.cli import run_store
+from memckpt.cli import verify as verify_command
 from memckpt.errors import (
     ConfigurationError,
     DamagedStateError,
@@ -142,14 +144,14 @@ def test_an_old_checkpoint_without_all_parts_is_damage(run: Path) -> None:
 
 
 def test_what_retention_deletes_meanwhile_is_not_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examine = storage_commands.examine
+    examine = verify_command.examine
 
     def examine_late(store: Store, files: list[StoredFile], progress: Callable[[int], None] | None) -> Examined:
         if any("000000000001" in file.path for file in files):
             remove(store, read_catalog(store).checkpoints[1])
         return examine(store, files, progress)
 
-    monkeypatch.setattr(storage_commands, "examine", examine_late)
+    monkeypatch.setattr(verify_command, "examine", examine_late)
     code, found = invoke_json("verify", run)
     assert code == 0
     assert found["steps"] == [2]
@@ -157,7 +159,7 @@ def test_what_retention_deletes_meanwhile_is_not_damage(run: Path, monkeypatch: 
 
 def test_verify_shows_how_far_it_is_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(force_terminal=True, width=120, record=True)
-    monkeypatch.setattr(storage_commands, "err", console)
+    monkeypatch.setattr(run_store, "err", console)
     assert invoke("verify", run)[0] == 0
     assert "step 1" in console.export_text()
 
@@ -190,7 +192,7 @@ def test_a_run_that_trains_may_delete_what_is_being_exported(
 ) -> None:
     """Its newest step is wanted, whichever that is by then."""
     store = LocalStore(run / "storage")
-    original = getattr(storage_commands, when)
+    original = getattr(export_command, when)
 
     def while_training(*args: Any) -> Any:
         if not (run / "storage" / part_of(3).commit_path).exists():
@@ -199,7 +201,7 @@ def test_a_run_that_trains_may_delete_what_is_being_exported(
                 remove(store, one)
         return original(*args)
 
-    monkeypatch.setattr(storage_commands, when, while_training)
+    monkeypatch.setattr(export_command, when, while_training)
     code, found = invoke_json("export", run, "--format", "dcp", "--to", tmp_path / "out")
     assert code == 0
     assert found["step"] == 3
@@ -223,7 +225,7 @@ def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
 
 def test_without_room_nothing_is_begun(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(storage_commands.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(export_command.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageFullError, match="found 10 B"):
         invoke("export", run, "--to", tmp_path / "new" / "out")
     assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "new" / "out") == StorageFullError.exit_code
