@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from memckpt.cli.common import count, seconds_text
+from memckpt.cli.run_view import Stored
 from memckpt.protocol.status import Status
-
-
-class HasStored(Protocol):
-    """Findings in storage; see :class:`memckpt.cli.status.Stored`."""
-
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def problem(self) -> str: ...
-    @property
-    def damaged(self) -> int: ...
-    @property
-    def unreadable(self) -> int: ...
-    @property
-    def missing(self) -> int: ...
 
 
 def alarms_of(agent: Status) -> Iterator[str]:
@@ -39,7 +24,7 @@ def alarms_of(agent: Status) -> Iterator[str]:
 
 
 def problems_of(
-    agent: Status, stored: HasStored | None, max_behind: int | None, max_age: float | None = None
+    agent: Status, stored: Stored | None, max_behind: int | None, max_age: float | None = None
 ) -> Iterator[str]:
     """Problems of a run that should be training and protected, one sentence each.
 

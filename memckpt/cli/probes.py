@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from memckpt.cli.checks import DiskFacts, StoreFacts
-from memckpt.cli.status import read_within
+from memckpt.cli.run_view import read_within
 from memckpt.config import ErasureConfig, MirrorConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from memckpt.cli import run_view
 from memckpt.cli import status as status_module
 from memckpt.cli.alarms import problems_of
 from memckpt.cli.peers import ranks_text
-from memckpt.cli.status import Looker, Stored, View, render
+from memckpt.cli.run_view import Looker, Stored, View
+from memckpt.cli.status_table import render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.processes.address import AgentAddress
@@ -218,7 +220,7 @@ def test_ranks_are_shown_as_spans() -> None:
 
 
 def test_peers_as_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent(peers=some_peers()))
+    monkeypatch.setattr(run_view, "ask_status", lambda address: an_agent(peers=some_peers()))
     found = invoke_json("status", run, "--memory")[1]["agent"]["peers"]
     assert found["watermark"] == 9
     assert found["acknowledged"] == [[[0, 1], 10], [[2, 3], 9], [[4, 5], 10]]
@@ -230,7 +232,7 @@ def test_peers_as_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "problem": "",
     }
     assert found["gap"] is None
-    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent())
+    monkeypatch.setattr(run_view, "ask_status", lambda address: an_agent())
     assert invoke_json("status", run, "--memory")[1]["agent"]["peers"] is None
 
 
@@ -293,7 +295,7 @@ def test_storage_that_cannot_be_opened_is_an_error_without_an_agent_and_a_line_w
 ) -> None:
     with pytest.raises(ConfigurationError, match="quux"):
         invoke("status", run, "--url", "quux://x")
-    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent())
+    monkeypatch.setattr(run_view, "ask_status", lambda address: an_agent())
     code, found = invoke_json("status", run, "--url", "quux://x")
     assert code == 0
     assert found["agent"]["step"] == 10
@@ -305,7 +307,7 @@ def test_an_agent_that_does_not_answer_in_time_is_told_from_none(run: Path, monk
     def hang(address: AgentAddress) -> None:
         raise AgentGoneError("no answer within 10 s")
 
-    monkeypatch.setattr(status_module, "ask_status", hang)
+    monkeypatch.setattr(run_view, "ask_status", hang)
     code, found = invoke_json("status", run)
     assert code == AgentGoneError.exit_code
     assert found["agent_problem"] == "no answer within 10 s"
@@ -317,11 +319,11 @@ def test_an_object_store_is_listed_again_only_when_the_agent_has_written(
 ) -> None:
     url = f"memory://{tmp_path.name}"
     listed = []
-    read = status_module.read_catalog
-    monkeypatch.setattr(status_module, "read_catalog", lambda store: listed.append(store.url) or read(store))
+    read = run_view.read_catalog
+    monkeypatch.setattr(run_view, "read_catalog", lambda store: listed.append(store.url) or read(store))
     stored_steps = iter([1, 1, 2])
     monkeypatch.setattr(
-        status_module,
+        run_view,
         "ask_status",
         lambda address: an_agent(storage=StorageStatus(url, next(stored_steps), 60.0, None, None, False, "")),
     )
@@ -454,7 +456,7 @@ def test_records_that_do_not_come_are_noticed() -> None:
 
 def test_a_check_has_an_exit_status(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_status(monkeypatch, "status", run, "--check") == 11
-    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent(storage=None))
+    monkeypatch.setattr(run_view, "ask_status", lambda address: an_agent(storage=None))
     assert invoke("status", run, "--check") == (
         0,
         "well: step 10 in memory, the last commit 0.2 s ago, storage 8 steps behind\n",
