@@ -11,8 +11,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from memckpt.cli.checks import DiskFacts, StoreFacts
 from memckpt.cli.run_view import read_within
+from memckpt.cli.storage_checks import DiskFacts, StoreFacts
 from memckpt.config import ErasureConfig, MirrorConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from memckpt.cli import checks, doctor
+from memckpt.cli import checks, doctor, storage_checks
 from memckpt.cli import probes as facts
-from memckpt.cli.checks import Check, DiskFacts, StoreFacts
+from memckpt.cli.checks import Check
+from memckpt.cli.storage_checks import DiskFacts, StoreFacts
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.errors import AgentError, ConfigurationError
 from memckpt.memory import cgroup
@@ -84,9 +85,12 @@ def test_optional_packages() -> None:
 
 
 def test_the_driver_of_an_object_store() -> None:
-    assert checks.check_driver("/runs/one", {}) is None
-    assert checks.check_driver("memory://x", {}) is None
-    missing, there = checks.check_driver("s3://bucket/x", {}), checks.check_driver("gs://b/x", {"gcsfs": "2024.2"})
+    assert storage_checks.check_driver("/runs/one", {}) is None
+    assert storage_checks.check_driver("memory://x", {}) is None
+    missing, there = (
+        storage_checks.check_driver("s3://bucket/x", {}),
+        storage_checks.check_driver("gs://b/x", {"gcsfs": "2024.2"}),
+    )
     assert missing is not None
     assert there is not None
     assert outcomes(missing, there) == ["problem", "ok"]
@@ -233,11 +237,13 @@ def test_agent() -> None:
     ],
 )
 def test_disk(disk: DiskFacts, expected: list[str]) -> None:
-    assert outcomes(*checks.check_disk(disk)) == expected
+    assert outcomes(*storage_checks.check_disk(disk)) == expected
 
 
 def test_store() -> None:
-    assert outcomes(checks.check_store("s3://b", 0.1, ""), checks.check_store("s3://b", 0, "denied")) == [
+    assert outcomes(
+        storage_checks.check_store("s3://b", 0.1, ""), storage_checks.check_store("s3://b", 0, "denied")
+    ) == [
         "ok",
         "problem",
     ]
@@ -352,7 +358,7 @@ def test_the_trial_of_a_disk_leaves_room(
     assert sizes == [written]
     assert (found.bytes_per_second is not None) == rated
     assert found.problem == ""
-    said = checks.check_disk(found)[0].text
+    said = storage_checks.check_disk(found)[0].text
     assert ("no rate was measured" in said) != rated
     assert list(tmp_path.iterdir()) == []
 
@@ -426,28 +432,28 @@ def test_limits_on_descriptors_are_those_of_the_kernel(monkeypatch: pytest.Monke
 
 def test_the_content_of_a_store() -> None:
     assert outcomes(
-        checks.check_content(StoreFacts("/s")),
-        checks.check_content(StoreFacts("/s", checkpoints=2, step=7)),
-        checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
-        checks.check_content(StoreFacts("/s", problem="not mounted")),
-        checks.check_content(StoreFacts("/s", foreign="another's")),
+        storage_checks.check_content(StoreFacts("/s")),
+        storage_checks.check_content(StoreFacts("/s", checkpoints=2, step=7)),
+        storage_checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
+        storage_checks.check_content(StoreFacts("/s", problem="not mounted")),
+        storage_checks.check_content(StoreFacts("/s", foreign="another's")),
     ) == ["ok", "ok", "warning", "problem", "problem"]
     assert outcomes(
-        checks.check_other_runs(StoreFacts("/s", beside=("B",))),
-        checks.check_other_runs(StoreFacts("/s", others=("C",))),
+        storage_checks.check_other_runs(StoreFacts("/s", beside=("B",))),
+        storage_checks.check_other_runs(StoreFacts("/s", others=("C",))),
     ) == ["ok", "warning"]
 
 
 def test_the_room_of_this_very_run() -> None:
     def outcome(nbytes: int, free: int, available: int | None = None) -> list[str]:
-        return outcomes(*checks.check_room(nbytes, DiskFacts("/s", "ext4", free, 1e9), available))
+        return outcomes(*storage_checks.check_room(nbytes, DiskFacts("/s", "ext4", free, 1e9), available))
 
     assert outcome(10 * GIB, 40 * GIB) == ["ok"]
     assert outcome(10 * GIB, 20 * GIB) == ["warning"]
     assert outcome(10 * GIB, 9 * GIB) == ["problem"]
     assert outcome(10 * GIB, 40 * GIB, 100 * GIB) == ["ok", "ok"]
     assert outcome(10 * GIB, 40 * GIB, 12 * GIB) == ["ok", "warning"]
-    assert outcomes(*checks.check_room(10 * GIB, None, None)) == []
+    assert outcomes(*storage_checks.check_room(10 * GIB, None, None)) == []
 
 
 def test_a_store_is_looked_into(tmp_path: Path) -> None:
