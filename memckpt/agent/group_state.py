@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from memckpt.agent.held_generations import HeldGenerations
 from memckpt.agent.host import Host, Siblings
 from memckpt.agent.resumed_state import ResumedState
 from memckpt.agent.slots_wanted import SlotsWanted
 from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation_regions import Allowance
-from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation, branch_off
 from memckpt.node.inventory import describe
@@ -53,9 +53,8 @@ class GroupState:
         siblings: the other groups of the node.
 
     Attributes:
-        held: the newest complete generation; None while nothing is held.
-        before: those before it, oldest first, until it is known that every rank of the job has got past them: a rank
-            that is killed while it writes a generation leaves only what it had before, and all go back to that.
+        generations: those that are complete.
+        saver: their way to storage.
     """
 
     def __init__(self, node: str, ranks: RankGroup, name: str, host: Host, siblings: Siblings) -> None:
@@ -63,10 +62,6 @@ class GroupState:
         self.ranks = ranks
         self._host = host
         self._siblings = siblings
-        self.held: Generation | None = None
-        self.before: list[Generation] = []
-        #: The record up to which peers let redo go on; None: as far as it likes.
-        self._redo_limit: int | None = None
         self._pending = PendingGeneration(lambda message: host.notify(ranks, message), self._make_room)
         #: What the present attempt has gone on from; None: it has not, or not yet.
         self._resumed: ResumedState | None = None
@@ -81,6 +76,7 @@ class GroupState:
             lambda record: siblings.announce(ranks, record),
             siblings.hurry,
         )
+        self.generations = HeldGenerations(ranks, self.saver.forget)
 
     def _tell(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
         """Send a message to the trainers of these ranks."""
@@ -95,27 +91,20 @@ class GroupState:
         return self._history
 
     @property
+    def held(self) -> Generation | None:
+        """The newest complete generation; None while nothing is held."""
+        return self.generations.newest
+
+    @property
     def nbytes(self) -> int:
         """Shared memory of all its generations."""
-        return sum(one.nbytes for one in (*self.before, self.held, self._pending.generation) if one is not None)
+        pending = self._pending.generation
+        return self.generations.nbytes + (pending.nbytes if pending is not None else 0)
 
     def close(self) -> None:
         self.saver.close()
-        self.let_go()
+        self.generations.let_go()
         self._pending.drop()
-
-    def let_go(self) -> None:
-        """Hold nothing any more; what is being written goes on."""
-        self._let_go_of_before()
-        held, self.held = self.held, None
-        if held is not None:
-            self.saver.forget(held)
-            held.close()
-
-    def _let_go_of_before(self) -> None:
-        before, self.before = self.before, []
-        for generation in before:
-            generation.close()
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead, and all that they had sent is read."""
@@ -123,20 +112,8 @@ class GroupState:
         if self._pending.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
         self._pending.forget()
-        self._resumed = self._redo_limit = None
+        self._resumed = self.generations.redo_limit = None
         self._wanted.clear()
-
-    # What it can produce
-
-    def standing_still(self) -> dict[int, Generation]:
-        """The records that can be produced while no trainer runs, oldest first, each with the generation that can."""
-        found: dict[int, Generation] = {}
-        for generation in (*self.before, self.held):
-            if generation is not None:
-                if generation.replica is not None:
-                    generation.replica.freeze()
-                found |= dict.fromkeys(generation.reachable(), generation)
-        return found
 
     def inventory(self, fingerprint: tuple[str, ...] | None) -> HeldRecords:
         """Its part of what the recovery plan is made from.
@@ -150,7 +127,7 @@ class GroupState:
         difference = first_difference(held.spec.fingerprint(), fingerprint) if fingerprint is not None else None
         if difference is not None:
             return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
-        steps = {record: one.ledger.step_of(record) or 0 for record, one in self.standing_still().items()}
+        steps = {record: one.ledger.step_of(record) or 0 for record, one in self.generations.standing_still().items()}
         return describe(held.spec, self._node, self.ranks, self._history, steps, held.common)
 
     # What trainers say
@@ -160,8 +137,7 @@ class GroupState:
         differing = self._pending.ask(rank, message)
         if differing is not None:
             self._bring_together(message.record, differing)
-        held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
-        generation, fresh = self._pending.allocate(rank, message, held, self._beside())
+        generation, fresh = self._pending.allocate(rank, message, self.generations.nbytes, self._beside())
         generation.reason = message.reason
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
@@ -181,7 +157,7 @@ class GroupState:
             self._tell(Gap("the ranks of this node differ in their parameters or optimizers"))
 
     def _make_room(self, reason: str) -> None:
-        self.let_go()
+        self.generations.let_go()
         self._tell(Gap(reason))
 
     def resume(self, message: Resume) -> tuple[Generation, Prepared]:
@@ -197,45 +173,15 @@ class GroupState:
         return self.held, self._resumed.prepared()
 
     def _go_back(self, record: int, repeat: bool) -> ResumedState:
-        generation = self._able_to_produce(record)
-        resumed = ResumedState(generation, record, repeat)
-        self.stand_at(record, resumed.behind)
+        resumed = ResumedState(self.generations.able_to_produce(record), record, repeat)
+        self.generations.stand_at(record, resumed.behind)
         return resumed
-
-    def why_not_repeated(self, record: int) -> str:
-        """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
-        generation = self.standing_still().get(record)
-        return generation.why_not_repeated(record) if generation is not None else f"record {record} is not held"
 
     def advance(self, rank: int, message: Advance) -> Advanced | None:
         """A rank does not need the state before the resumed record any more; the answer once no rank does."""
         if self._resumed is None or self.held is None:
             raise AgentError(f"expected to have been resumed, found a wish to advance to record {message.record}")
         return self._resumed.advance(rank, message.record)
-
-    def stand_at(self, record: int, behind: int = 0) -> Generation:
-        """Go back to a record that can be produced; later records are dropped.
-
-        Args:
-            behind: by how many records the replica stays behind it.
-        """
-        generation = self._able_to_produce(record)
-        if generation is not self.held:
-            _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
-            self.before.remove(generation)
-            self.let_go()
-            self.held = generation
-        self._let_go_of_before()
-        generation.settle(record, behind)
-        if generation.replica is not None:
-            generation.replica.freeze()
-        return generation
-
-    def _able_to_produce(self, record: int) -> Generation:
-        generation = self.standing_still().get(record)
-        if generation is None:
-            raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
-        return generation
 
     # What peers have given back
 
@@ -248,36 +194,30 @@ class GroupState:
         number = self._pending.next_number()
 
         def make() -> Generation:
-            held = self._beside() + sum(one.nbytes for one in (*self.before, self.held) if one is not None)
-            return Generation(number, spec, Allowance(held, budget), threads=1, notify=lambda _: None)
+            held = Allowance(self._beside() + self.generations.nbytes, budget)
+            return Generation(number, spec, held, threads=1, notify=lambda _: None)
 
         try:
             return make()
         except MemckptError:
             if self.held is None:
                 raise
-            self.let_go()
+            self.generations.let_go()
             return make()
 
     def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
         """What was fetched is held from now on, in the place of what was."""
-        self.let_go()
-        self.held, self._history = generation, history
+        self.generations.take_over(generation)
+        self._history = history
 
-    def raise_redo_limit(self, record: int | None) -> None:
-        """Let redo go on up to a record (None: as far as it likes), and let go of what peers make needless."""
-        self._redo_limit = record
-        if self.held is not None and self.held.complete:
-            self.held.raise_redo_limit(record)
-            if self.before:
-                self._let_go_up_to(self.held.newest)
+    # A generation that has begun
 
     def generation_committed(self, rank: int, message: GenerationCommit) -> None:
         """A rank has written its part of a new generation."""
         generation = self._generation(message.generation)
         if generation is None:
             return
-        generation.redo_limit = self._redo_limit
+        generation.redo_limit = self.generations.redo_limit
         if not generation.start(rank, message):
             return
         if generation is self._pending.generation:
@@ -286,34 +226,9 @@ class GroupState:
     def _take_built(self, generation: Generation, record: int) -> None:
         """A new generation is complete after a record: it is what is held."""
         self._pending.take()
-        old, self.held = self.held, generation
-        if old is not None:
-            self.saver.forget(old)
-            self.before.append(old)
-            self._let_go_up_to(record)
+        self.generations.follow_with(generation, record)
         _log.info("generation %d is complete after record %d", generation.number, record)
         self._tell(Protected(generation.number, record))
-
-    def _let_go_up_to(self, record: int) -> None:
-        """Our ranks have got to `record`: let go of generations that nobody in the job can need any more.
-
-        They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
-        where it could not stage it and begins a generation with the next; then the job goes back to the one before.
-        """
-        assert self.held is not None
-        redo_limit = self._redo_limit
-        # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
-        later = AGREEMENT_RECORDS if self.held.spec.mode == "lazy" else 0
-        if len(self.ranks) == self.held.spec.world_size:
-            # No rank is elsewhere: once the generation is complete, all of the job have it.
-            self._let_go_of_before()
-            return
-        bases = [one.base or 0 for one in (*self.before[1:], self.held)]
-        while self.before and record > bases[0] + 1 + later and (redo_limit is None or redo_limit >= bases[0]):
-            bases.pop(0)
-            self.before.pop(0).close()
-
-    # The slots of a generation that has begun
 
     def want_slots(self, rank: int, message: NeedSlots) -> None:
         """A rank has written its part of a start, and waits for :meth:`make_slots`."""
@@ -343,12 +258,12 @@ class GroupState:
             # One that has asked has written its part, and has let go of the old one's memory.
             if not now and self._wanted.awaits_more(self.ranks, generation, attempt):
                 return
-            if generation is self.held and self.before:
+            if generation is self.held and self.generations.before:
                 known = elsewhere(generation.base or 0)
                 if known is None and not now:
                     return
                 if known:
-                    self._let_go_of_before()
+                    self.generations.let_go_of_before()
         try:
             self._make_whole(generation, or_gap=known is False and attempt.all_connected)
         except MemckptError as error:
@@ -362,10 +277,10 @@ class GroupState:
         try:
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
         except MemckptError as error:
-            if not or_gap or not self.before:
+            if not or_gap or not self.generations.before:
                 raise
             _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
-            self._let_go_of_before()
+            self.generations.let_go_of_before()
             self._tell(Gap(str(error)))
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
@@ -373,22 +288,17 @@ class GroupState:
         self._wanted.clear()
         self._tell(answer)
 
-    def can_go_back_to(self, record: int) -> bool:
-        """Whether it can produce the state after a record now."""
-        return any(record in one.reachable() for one in (*self.before, self.held) if one is not None)
-
     def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
         """A rank's part of a record is whole."""
         generation = self._generation(message.generation)
         if generation is None:
             return
-        generation.redo_limit = self._redo_limit
+        generation.redo_limit = self.generations.redo_limit
         generation.commit(rank, message)
         if generation is self._pending.generation and generation.complete:
             self._take_built(generation, message.record)
         if generation is self.held:
-            if self.before:
-                self._let_go_up_to(message.record)
+            self.generations.let_go_up_to(message.record)
             self.saver.after_commit(generation, attempt)
 
     def _generation(self, number: int) -> Generation | None:

@@ -128,7 +128,7 @@ class GroupStates:
             return False  # other nodes have some of them
         if any(attempt.is_here(rank) and not attempt.is_through(rank, record) for rank in ranks):
             return None
-        return all(one.can_go_back_to(record) for one in others)
+        return all(one.generations.can_go_back_to(record) for one in others)
 
     # What groups tell each other
 
@@ -164,7 +164,7 @@ class GroupStates:
         """What is held is not wanted any more."""
         units = attempt.units
         for group in self:
-            group.let_go()
+            group.generations.let_go()
             if group.ranks not in units:
                 del self._all[group.ranks]
                 group.close()
@@ -205,7 +205,7 @@ class GroupStates:
         ranks = {rank for one in held for rank in one.spec.local_ranks}
         if not held or ranks < set(range(held[0].spec.world_size)):
             return None
-        each = [set(one.standing_still()) for one in self if one.held is not None]
+        each = [set(one.generations.standing_still()) for one in self if one.held is not None]
         return max(set.intersection(*each), default=None)
 
     # On the way to storage
@@ -251,7 +251,7 @@ class GroupStates:
         record = self.common() if len(self.complete_generations) > 1 else None
         for one in self:
             if one.held is not None:
-                generation = one.held if record is None else one.standing_still()[record]
+                generation = one.held if record is None else one.generations.standing_still()[record]
                 one.saver.save_held(generation, as_checkpoint, record)
 
     def save_asked(self) -> None:
@@ -259,7 +259,7 @@ class GroupStates:
         record = self.common() if len(self.complete_generations) > 1 else None
         for one in self:
             if one.held is not None:
-                one.saver.save_asked(one.held if record is None else one.standing_still()[record], record)
+                one.saver.save_asked(one.held if record is None else one.generations.standing_still()[record], record)
 
     def save_to(self, url: str, done: Done, training: bool, ahead: int) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -292,7 +292,7 @@ class GroupStates:
 
     def save_record(self, record: int, url: str, done: Done) -> None:
         """Write all that is held of one record; `done` is told once it is there."""
-        if any(record not in one.standing_still() for one in self if one.held is not None):
+        if any(record not in one.generations.standing_still() for one in self if one.held is not None):
             problem = (
                 f"record {record} cannot be produced on node {self._node}, which holds an older one if it sat out the "
                 f"last attempt: `memckpt stop RUN --node {self._node}` lets go of it"
@@ -304,7 +304,7 @@ class GroupStates:
     def _save_record(self, record: int, url: str, answers: _Answers) -> None:
         for one in self:
             if one.held is not None:
-                one.saver.save_record(one.standing_still()[record], record, url, answers)
+                one.saver.save_record(one.generations.standing_still()[record], record, url, answers)
 
 
 def _missing_tensors(held: list[Generation]) -> str:

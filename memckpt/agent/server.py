@@ -242,7 +242,7 @@ class Agent:
 
     def _raise_redo_limits(self) -> None:
         for group in self._groups:
-            group.raise_redo_limit(self._peers.redo_limit(group))
+            group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
@@ -272,7 +272,7 @@ class Agent:
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
         if isinstance(message, Alarm):
             _log.error("%s", message.reason)
-            group.let_go()
+            group.generations.let_go()
         self.tell(ranks, message)
 
     # Messages

@@ -110,7 +110,7 @@ class TrainerMessages:
             case Join():
                 self._peers.join(message)
                 for each in self._groups:
-                    each.raise_redo_limit(self._peers.redo_limit(each))
+                    each.generations.raise_redo_limit(self._peers.redo_limit(each))
             case AskPhases():
                 ranks = attempt.local_ranks
                 answer, fd = self._peers.phases(ranks.index(trainer.rank), len(ranks))
@@ -146,7 +146,7 @@ class TrainerMessages:
     def _hand_to_peers(self, group: GroupState) -> None:
         """Something of a group is whole: peers get it, and say up to where it may be redone."""
         self._peers.sync(group)
-        group.raise_redo_limit(self._peers.redo_limit(group))
+        group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
     def _advance(self, group: GroupState, trainer: TrainerHandle, message: Advance) -> None:
         """All of its ranks get the answer at once: until then one of them may still read the state before."""

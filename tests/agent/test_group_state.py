@@ -122,8 +122,8 @@ def test_whenever_a_job_dies_all_ranks_can_go_back_to_the_newest_record_of_all(
                 _, prepared = one.group.resume(Resume(expected, Timeline(2, "b"), 1.0))
                 assert prepared.record == expected
                 assert len(prepared.metas) == one.spec.period
-                assert list(one.group.standing_still())[-1] == expected
-                assert not one.group.before
+                assert list(one.group.generations.standing_still())[-1] == expected
+                assert not one.group.generations.before
     finally:
         for one in job:
             one.group.close()
@@ -135,14 +135,14 @@ def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_
         one.begins(0, 1)
         one.commits(0, 2)
         one.begins(0, 3)
-        assert list(one.group.standing_still()) == [1, 2, 3]
+        assert list(one.group.generations.standing_still()) == [1, 2, 3]
         both = one.group.nbytes
         # Other ranks may find two records later that they have not agreed on the start of theirs.
         for record in (4, 5, 6):
             one.commits(0, record)
-            assert list(one.group.standing_still()) == list(range(1, record + 1))
+            assert list(one.group.generations.standing_still()) == list(range(1, record + 1))
         one.commits(0, 7)
-        assert list(one.group.standing_still()) == [4, 5, 6, 7]
+        assert list(one.group.generations.standing_still()) == [4, 5, 6, 7]
         assert one.group.nbytes == both // 2
     finally:
         one.group.close()
@@ -153,7 +153,7 @@ def test_alone_it_keeps_one_generation() -> None:
     try:
         one.begins(0, 1)
         one.begins(0, 2)
-        assert list(one.group.standing_still()) == [2]
+        assert list(one.group.generations.standing_still()) == [2]
     finally:
         one.group.close()
 
@@ -164,7 +164,7 @@ def test_going_back_behind_the_newer_generation_drops_it() -> None:
         one.begins(0, 1)
         one.commits(0, 2)
         one.begins(0, 3)
-        (before,) = one.group.before
+        (before,) = one.group.generations.before
         one.group.begin_attempt()
         generation, prepared = one.group.resume(Resume(2, Timeline(2, "b"), 1.0))
         assert generation is before is one.group.held

@@ -117,11 +117,11 @@ class Node(QuietHost):
 
     def held(self, rank: int) -> list[int]:
         """Records that its unit can produce."""
-        return list(self.groups[self.units[rank]].standing_still())
+        return list(self.groups[self.units[rank]].generations.standing_still())
 
     def generations(self, rank: int) -> int:
         group = self.groups[self.units[rank]]
-        return len(group.before) + (group.held is not None)
+        return len(group.generations.before) + (group.held is not None)
 
 
 @pytest.fixture

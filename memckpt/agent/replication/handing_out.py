@@ -88,12 +88,12 @@ def stand_still(
             if not behind:
                 standbys.close_one(CloseStandby(ranks, standby.opened.generation))
             return f"the replica of ranks {list(ranks)}: {error}"
-    if behind and (group is None or group.why_not_repeated(record)):
-        reason = group.why_not_repeated(record) if group is not None else "no replica here has both"
+    if behind and (group is None or group.generations.why_not_repeated(record)):
+        reason = group.generations.why_not_repeated(record) if group is not None else "no replica here has both"
         return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
     if group is None:
         raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
-    return Standing(group.stand_at(record, behind), group.history)
+    return Standing(group.generations.stand_at(record, behind), group.history)
 
 
 def hand_out(
