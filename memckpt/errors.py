@@ -11,7 +11,7 @@
      |- MemoryBudgetError (MemoryError)     the node has no room for base and log
      |- RunBusyError (RuntimeError)         a live trainer holds this run
      |- DamagedStateError (ValueError)      bytes that fail validation
-     |   '- DamagedPiecesError              too few pieces of a record are intact
+     |   '- DamagedFragmentsError              too few fragments of a record are intact
      |- StorageError (OSError)              a disk or object store that fails
      |   |- StorageFullError                it has no room for the write
      |   '- StorageAwayError                it is no longer at its place
@@ -108,14 +108,14 @@ class DamagedStateError(MemckptError, ValueError):
     exit_code = 8
 
 
-class DamagedPiecesError(DamagedStateError):
-    """Fewer pieces of a record are intact than are needed to decode it, or they contradict each other.
+class DamagedFragmentsError(DamagedStateError):
+    """Fewer fragments of a record are intact than are needed to decode it, or they contradict each other.
 
     Attributes:
         owner: the ranks whose record it is.
         record, stripe: number of the record, and index of the stripe in it.
-        bad: sources of pieces that failed validation.
-        good, needed: number of intact pieces, and number needed.
+        bad: sources of fragments that failed validation.
+        good, needed: number of intact fragments, and number needed.
     """
 
     def __init__(
@@ -128,8 +128,9 @@ class DamagedPiecesError(DamagedStateError):
         self.good = good
         self.needed = needed
         super().__init__(
-            f"stripe {stripe} of record {record} of ranks {list(owner)}: expected {needed} intact pieces that agree, "
-            f"found {good}{f' ({found})' if found else ''}; the record is lost to its peers, and the next tier serves"
+            f"stripe {stripe} of record {record} of ranks {list(owner)}: expected {needed} intact fragments that "
+            f"agree, found {good}{f' ({found})' if found else ''}; the record is lost to its peers, and the next tier "
+            "serves"
         )
 
 

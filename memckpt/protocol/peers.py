@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from memckpt.state.records import HeldPieces, RankGroup
+from memckpt.state.records import HeldFragments, RankGroup
 
 
 class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +43,7 @@ class Listening(msgspec.Struct, frozen=True, tag="listening"):
     """Answer to Listen: where peers find this node's replicator, and what it keeps of others' records."""
 
     address: str
-    pieces: tuple[HeldPieces, ...] = ()
+    fragments: tuple[HeldFragments, ...] = ()
 
 
 class PeerNode(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
 
     Attributes:
         generation: generation of the fragments.
-        pieces: (node, index) of all fragments that hold some of what is needed, ascending; more than are needed, so
+        fragments: (node, index) of all fragments that hold some of what is needed, ascending; more than are needed, so
             that damaged ones can be skipped.
         data: k, the number of different fragments needed.
         period: T, the number of records that make a state; 1 where there is a replica.
@@ -28,7 +28,7 @@ class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
     """
 
     generation: str
-    pieces: tuple[tuple[str, int], ...]
+    fragments: tuple[tuple[str, int], ...]
     data: int
     period: int
     replica: tuple[str, RankGroup] | None = None

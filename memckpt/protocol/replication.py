@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from memckpt.state.records import Branch, HeldPieces, RankGroup
+from memckpt.state.records import Branch, HeldFragments, RankGroup
 from memckpt.state.spec import StateSpec
 
 
@@ -117,24 +117,26 @@ class Halted(msgspec.Struct, frozen=True, tag="halted"):
     """Answer to Halt: of the attempt nothing more comes from the replicator."""
 
 
-class ListPieces(msgspec.Struct, frozen=True, tag="pieces?"):
-    """To the replicator. Answer: Pieces; what belongs to another model than this fingerprint's has a problem."""
+class ListFragments(msgspec.Struct, frozen=True, tag="fragments?"):
+    """To the replicator. Answer: Fragments; what belongs to another model than this fingerprint's has a problem."""
 
     fingerprints: dict[int, tuple[str, ...]]
 
 
-class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
-    """Answer to ListPieces."""
+class Fragments(msgspec.Struct, frozen=True, tag="fragments"):
+    """Answer to ListFragments."""
 
-    pieces: tuple[HeldPieces, ...]
+    fragments: tuple[HeldFragments, ...]
 
 
 class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
-    """From the replicator: memory in which it keeps pieces; its descriptor comes along. The agent has it as long as the
-    replicator does not let go of it, and hands it to the next replicator with this very message, before Listen.
+    """From the replicator: memory in which it keeps fragments; its descriptor comes along.
+
+    The agent has it until the replicator drops it, and hands it to the next replicator with this very message, before
+    Listen.
 
     Attributes:
-        owner, generation: of the window whose pieces lie there.
+        owner, generation: of the window whose fragments lie there.
         window: what its owner has said of it, encoded.
         unit, slot: as in Place.
     """

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memckpt.protocol.recovery import FromFragments, FromNode
-from memckpt.state.records import Branch, HeldPieces, HeldRecords, RankGroup, Timeline, timeline_of
+from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class BadSource:
     Attributes:
         node: name of its node.
         ranks: the ranks whose state it holds.
-        generation: generation of its pieces; empty: the live state of these ranks on that node.
+        generation: generation of its fragments; empty: the live state of these ranks on that node.
         damaged: False if other nodes only could not fetch the live state: the node itself continues with it.
     """
 
@@ -70,9 +70,9 @@ def place_of(held: HeldRecords) -> tuple[object, ...]:
     return held.node, held.ranks, held.standby, held.history if held.standby else ()
 
 
-def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
+def newest_history(inventories: Iterable[HeldRecords], fragments: Iterable[HeldFragments]) -> tuple[Branch, ...]:
     """The history of the latest attempt in any inventory; empty if there is none."""
-    both: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
+    both: list[HeldRecords | HeldFragments] = [*inventories, *fragments]
     known = [held.history for held in both if held.history]
     return max(known, key=lambda each: (each[-1].timeline, len(each), each), default=())
 
@@ -107,7 +107,7 @@ class _Live:
 
 @dataclass
 class _Generation:
-    """The pieces of one generation of one unit on any nodes, as far as they lie on the newest history."""
+    """The fragments of one generation of one unit on any nodes, as far as they lie on the newest history."""
 
     name: str
     base: int
@@ -117,10 +117,10 @@ class _Generation:
     shared: _Shared
     latest: Timeline
     steps: dict[int, int] = field(default_factory=dict)
-    #: By record, the indices of pieces that are complete on some node.
+    #: By record, the indices of fragments that are complete on some node.
     complete: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     static: set[int] = field(default_factory=set)
-    #: (node, piece index): the records complete there, and whether the data sent once per generation are.
+    #: (node, fragment index): the records complete there, and whether the data sent once per generation are.
     kept: dict[tuple[str, int], tuple[frozenset[int], bool]] = field(default_factory=dict)
 
     @property
@@ -128,54 +128,54 @@ class _Generation:
         """Sort key by age; the newest comes last."""
         return self.latest, self.base, self.name
 
-    def add(self, held: HeldPieces, steps: dict[int, int]) -> None:
+    def add(self, held: HeldFragments, steps: dict[int, int]) -> None:
         self.latest = max(self.latest, held.history[-1].timeline)
         self.steps |= steps
         for record in steps:
-            self.complete[record].add(held.piece)
+            self.complete[record].add(held.index)
         if held.static:
-            self.static.add(held.piece)
-        self.kept[held.node, held.piece] = frozenset(steps), held.static
+            self.static.add(held.index)
+        self.kept[held.node, held.index] = frozenset(steps), held.static
 
     def window(self, record: int) -> range:
         return range(record - self.period + 1, record + 1)
 
     def decodes(self, record: int) -> bool:
-        """Whether enough pieces exist for the state after `record`, or for the unit's private part of it."""
+        """Whether enough fragments exist for the state after `record`, or for the unit's private part of it."""
         enough = all(len(self.complete.get(one, ())) >= self.data for one in self.window(record))
         return record >= self.base and enough and len(self.static) >= self.data
 
     def sources(self, record: int) -> tuple[tuple[str, int], ...]:
-        """The (node, piece index) pairs that hold any piece needed to decode `record`."""
+        """The (node, fragment index) pairs that hold any fragments needed to decode `record`."""
         window = set(self.window(record))
         return tuple(sorted(where for where, (records, static) in self.kept.items() if static or records & window))
 
     def missing(self) -> str:
         """The reason why it decodes nothing."""
-        pieces = {piece for _, piece in self.kept}
-        if len(pieces) < self.data:
-            return f"{len(pieces)} of {self.data} pieces needed are left"
+        fragments = {index for _, index in self.kept}
+        if len(fragments) < self.data:
+            return f"{len(fragments)} of {self.data} fragments needed are left"
         if len(self.static) < self.data:
-            return f"static tensors are left in {len(self.static)} of {self.data} pieces needed"
+            return f"static tensors are left in {len(self.static)} of {self.data} fragments needed"
         newest = max(self.steps)
         left = min(len(self.complete.get(record, ())) for record in self.window(newest))
-        return f"{left} of {self.data} pieces needed are left of the {self.period} records up to {newest}"
+        return f"{left} of {self.data} fragments needed are left of the {self.period} records up to {newest}"
 
 
 class Sources:
-    """Everything that the nodes of a job hold on its newest history, live and as pieces.
+    """Everything that the nodes of a job hold on its newest history, live and as fragments.
 
     Several attempts may have made records of one number. A record counts only if it was made on the timeline that the
     newest history has for that number.
 
     Args:
         inventories: live state of the nodes; repeated ones are counted once.
-        pieces: pieces that they keep of others' records.
+        fragments: those that they keep of others' records.
         without: sources to leave out.
 
     Attributes:
         history: the newest history.
-        units: units of which anything is held, live or as pieces.
+        units: units of which anything is held, live or as fragments.
         held: (ranks, world size, sharding digest) of these.
         newest: the newest record known to be committed; 0 if there is none.
     """
@@ -183,11 +183,11 @@ class Sources:
     def __init__(
         self,
         inventories: Iterable[HeldRecords],
-        pieces: Iterable[HeldPieces] = (),
+        fragments: Iterable[HeldFragments] = (),
         without: Collection[BadSource] = (),
     ) -> None:
-        inventories, pieces = list(inventories), list(pieces)
-        self.history = newest_history(inventories, pieces)
+        inventories, fragments = list(inventories), list(fragments)
+        self.history = newest_history(inventories, fragments)
         self.units: set[RankGroup] = set()
         self.held: set[tuple[RankGroup, int, str]] = set()
         self.newest = 0
@@ -196,7 +196,7 @@ class Sources:
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
         self._coded: dict[RankGroup, list[_Generation]] = {}
         self._add_live(inventories, without)
-        self._add_pieces(pieces, without)
+        self._add_fragments(fragments, without)
 
     def _add_live(self, inventories: Iterable[HeldRecords], without: Collection[BadSource]) -> None:
         for held in inventories:
@@ -216,10 +216,10 @@ class Sources:
             for live in by_place.values():
                 self._alike[live.shared].append(live)
 
-    def _add_pieces(self, pieces: Iterable[HeldPieces], without: Collection[BadSource]) -> None:
+    def _add_fragments(self, fragments: Iterable[HeldFragments], without: Collection[BadSource]) -> None:
         bad = {(one.node, one.ranks, one.generation) for one in without if one.generation}
         found: dict[RankGroup, dict[tuple[object, ...], _Generation]] = defaultdict(dict)
-        for held in pieces:
+        for held in fragments:
             steps = self._on_history(held)
             if held.problem or not held.history:
                 continue
@@ -248,7 +248,7 @@ class Sources:
         timeline = timeline_of(self.history, record)
         return timeline is not None and timeline_of(history, record) == timeline
 
-    def _on_history(self, held: HeldRecords | HeldPieces) -> dict[int, int]:
+    def _on_history(self, held: HeldRecords | HeldFragments) -> dict[int, int]:
         """Its records that count, with their steps."""
         both = zip(held.records, held.steps, strict=True)
         return {record: step for record, step in both if self._counts(held.history, record)}
@@ -313,7 +313,7 @@ class Sources:
         return found
 
     def _replicas(self, generation: _Generation, node: str | None) -> list[_Live]:
-        """Live units with the state that private pieces leave out."""
+        """Live units with the state that private fragments leave out."""
         return [live for live in self._alike.get(generation.shared, ()) if generation.private and live.serves(node)]
 
     def fetches(self, record: int, places: Mapping[RankGroup, str], before: bool = False) -> tuple[Fetch, ...]:
@@ -359,7 +359,7 @@ class Sources:
                 replica = best.node, best.ranks
             source = FromFragments(
                 generation=generation.name,
-                pieces=tuple(sorted({one for number in wanted for one in generation.sources(number)})),
+                fragments=tuple(sorted({one for number in wanted for one in generation.sources(number)})),
                 data=generation.data,
                 period=generation.period,
                 replica=replica,
@@ -376,11 +376,11 @@ class Sources:
         if lacking:
             return "memory cannot produce the states of all ranks (" + "; ".join(lacking) + ")"
         spans = "; ".join(f"ranks {list(unit)}: {min(each)} to {max(each)}" for unit, each in found.items())
-        return f"the states and pieces that nodes hold have no record in common ({spans})"
+        return f"the states and fragments that nodes hold have no record in common ({spans})"
 
     def _missing(self, unit: RankGroup) -> str:
         generations = self._coded.get(unit, ())
         for generation in generations:
             if any(generation.decodes(record) for record in generation.steps):
-                return "no node holds the state that they share with other ranks at the records whose pieces are left"
-        return generations[0].missing() if generations else "no node holds them or pieces of them"
+                return "no node holds the state that they share with other ranks at records whose fragments are left"
+        return generations[0].missing() if generations else "no node holds them or fragments of them"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.recovery.peers import BadSource, Fetch, Sources, place_of
-from memckpt.state.records import Branch, HeldPieces, HeldRecords, RankGroup, Timeline, timeline_of
+from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
 
@@ -73,7 +73,7 @@ def make_plan(
     stored: Sequence[StoredPoint] = (),
     latest_attempt: int = 0,
     shardings: Sequence[str] = (),
-    pieces: Sequence[HeldPieces] = (),
+    fragments: Sequence[HeldFragments] = (),
     units: Sequence[tuple[str, RankGroup]] = (),
     without: Collection[BadSource] = (),
     before: bool = False,
@@ -89,7 +89,7 @@ def make_plan(
         stored: the complete states in storage, newest first.
         latest_attempt: the highest number of an attempt that has begun to write to storage.
         shardings: by rank, digest of its shards in this attempt; empty: nothing is sharded.
-        pieces: pieces on every rank's node of other nodes' records; ranks of one node repeat them.
+        fragments: those on every rank's node of other nodes' records; ranks of one node repeat them.
         units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
             where every node restores what it holds itself.
         without: sources that an earlier plan used and that proved bad.
@@ -100,9 +100,9 @@ def make_plan(
         ForeignStateError: the held state belongs to another model, optimizer or world size.
         NothingHeldError: something must be restored and nothing can be.
     """
-    assert units or not pieces, "pieces require units"
+    assert units or not fragments, "fragments require units"
     nodes = list({place_of(inventory): inventory for inventory in inventories}.values())
-    everything: list[HeldRecords | HeldPieces] = [*nodes, *pieces]
+    everything: list[HeldRecords | HeldFragments] = [*nodes, *fragments]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored), default=0)
     timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
@@ -111,7 +111,7 @@ def make_plan(
         return StartOver(timeline, "resume='never'", discard=something, asked=True)
     memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_standbys(nodes), world_size, shardings)
     if units:
-        memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings, before)
+        memory = _PeersMemory(nodes, fragments, without, units, world_size, shardings, before)
     # Memory is older than storage: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
     if not stale:
@@ -146,7 +146,7 @@ def must_reshard(
     inventories: Sequence[HeldRecords],
     world_size: int,
     shardings: Sequence[str],
-    pieces: Sequence[HeldPieces] = (),
+    fragments: Sequence[HeldFragments] = (),
     units: Sequence[tuple[str, RankGroup]] = (),
 ) -> bool:
     """Whether the held state cannot be restored directly: another number of ranks, or other shards.
@@ -154,7 +154,7 @@ def must_reshard(
     With peers (`units`), also if ranks that shared a node no longer do. Arguments as for :func:`make_plan`.
     """
     if units:
-        return bool(_PeersMemory(inventories, pieces, (), units, world_size, shardings).changed)
+        return bool(_PeersMemory(inventories, fragments, (), units, world_size, shardings).changed)
     return bool(_OwnMemory(_without_standbys(inventories), world_size, shardings).changed)
 
 
@@ -168,7 +168,7 @@ def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice |
 
 def plan_to_reshard(
     inventories: Sequence[HeldRecords],
-    pieces: Sequence[HeldPieces],
+    fragments: Sequence[HeldFragments],
     resume: ResumeChoice | int,
     nodes: Sequence[str],
     nonce: str,
@@ -179,16 +179,16 @@ def plan_to_reshard(
     Units whose node is gone are fetched by a remaining one.
 
     Args:
-        inventories, pieces, resume, nonce, without: as for :func:`make_plan`.
+        inventories, fragments, resume, nonce, without: as for :func:`make_plan`.
         nodes: names of this attempt's nodes, each once.
 
     Returns:
         RestoreStored, without candidates, if memory cannot produce the record asked for.
     """
     timeline = Timeline(0, nonce)  # no training happens on it
-    sources = Sources(inventories, pieces, without)
+    sources = Sources(inventories, fragments, without)
     places = sources.homes(nodes)
-    everything: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
+    everything: list[HeldRecords | HeldFragments] = [*inventories, *fragments]
     problem = next((held.problem for held in everything if held.problem), "")
     if resume == "never" or problem:
         return RestoreStored(timeline, (), problem or "resume='never'")
@@ -265,7 +265,7 @@ class _OwnMemory:
 
 
 class _PeersMemory:
-    """Every node restores what it holds of its ranks, or what others hold of them, live or as pieces.
+    """Every node restores what it holds of its ranks, or what others hold of them, live or as fragments.
 
     Attributes as for :class:`_OwnMemory`.
     """
@@ -275,7 +275,7 @@ class _PeersMemory:
     def __init__(
         self,
         nodes: Sequence[HeldRecords],
-        pieces: Sequence[HeldPieces],
+        fragments: Sequence[HeldFragments],
         without: Collection[BadSource],
         units: Sequence[tuple[str, RankGroup]],
         world_size: int,
@@ -284,7 +284,7 @@ class _PeersMemory:
     ) -> None:
         self._nodes = nodes
         self._before = before
-        self._sources = Sources(nodes, pieces, without)
+        self._sources = Sources(nodes, fragments, without)
         self._places = {unit: node for node, unit in units}
         self.changed = ""
         if _is_other(self._sources.held, world_size, shardings):
@@ -304,7 +304,7 @@ class _PeersMemory:
     def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
         """Refuse a changed run whose live state is not in storage yet.
 
-        Pieces and standby replicas cannot be written there first: for these an older state in storage suffices.
+        Fragments and standby replicas cannot be written there first: for these an older state in storage suffices.
         """
         own = _without_standbys(self._nodes)
         unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None
@@ -333,7 +333,7 @@ def _is_other(held: Iterable[tuple[RankGroup, int, str]], world_size: int, shard
     )
 
 
-def _refuse_problems(everything: Iterable[HeldRecords | HeldPieces]) -> None:
+def _refuse_problems(everything: Iterable[HeldRecords | HeldFragments]) -> None:
     for held in everything:
         if held.problem:
             raise ForeignStateError(

@@ -188,4 +188,4 @@ def _sources_of(fetch: Fetch) -> set[BadSource]:
     source = fetch.source
     if isinstance(source, FromNode):
         return {BadSource(source.node, fetch.ranks, damaged=False)}
-    return {BadSource(node, fetch.ranks, source.generation) for node, _ in source.pieces}
+    return {BadSource(node, fetch.ranks, source.generation) for node, _ in source.fragments}

@@ -21,7 +21,7 @@ from memckpt.session.link import AgentLink
 from memckpt.session.own_address import own_address
 from memckpt.session.peer_recovery import PeerRecovery
 from memckpt.session.ranks import Ranks
-from memckpt.state.records import HeldPieces, RankGroup
+from memckpt.state.records import HeldFragments, RankGroup
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
@@ -68,7 +68,7 @@ class Peers:
 
     # Start
 
-    def listen(self) -> list[HeldPieces]:
+    def listen(self) -> list[HeldFragments]:
         """Have all nodes listen with new keys; collective.
 
         Returns:
@@ -112,7 +112,7 @@ class Peers:
         )
         if ranks.rank == 0:
             _log.info("memckpt: peers are placed by %s: %s", level.name, level.reason)
-        return [piece for answer, _ in found.values() if answer is not None for piece in answer.pieces]
+        return [held for answer, _ in found.values() if answer is not None for held in answer.fragments]
 
     def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | str, alone: bool) -> Listening | None:
         address = own_address(config.host, alone)
@@ -247,7 +247,7 @@ def _try_code(config: ErasureConfig | MirrorConfig) -> None:
     """Check that this node can encode.
 
     Raises:
-        ConfigurationError: the backend is not installed, or does not support so many pieces.
+        ConfigurationError: the backend is not installed, or does not support so many fragments.
     """
     from memckpt.replication.coding.code import Code
 

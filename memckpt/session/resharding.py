@@ -15,7 +15,7 @@ from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.peers import Peers
 from memckpt.session.storage_tier import RESHARDING
-from memckpt.state.records import HeldPieces, HeldRecords
+from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
@@ -58,7 +58,7 @@ class Resharding:
         self,
         own: Sequence[HeldRecords],
         held: Sequence[HeldRecords],
-        pieces: Sequence[HeldPieces],
+        fragments: Sequence[HeldFragments],
         resume: ResumeChoice | int,
         spec: StateSpec,
     ) -> None:
@@ -67,20 +67,24 @@ class Resharding:
         Args:
             own: held records of this node.
             held: held records of all nodes.
-            pieces: pieces of other nodes' records that nodes keep.
+            fragments: those of other nodes' records that nodes keep.
             resume: choice of the user.
             spec: layout of the live state.
 
         Raises:
             StorageError: it could not be written.
         """
-        record = self._bring_together(held, pieces, resume, spec)
+        record = self._bring_together(held, fragments, resume, spec)
         storage = self.storage_for(True)
         assert storage is not None
         self._ranks.together(lambda: self._save(own, record, storage))
 
     def _bring_together(
-        self, held: Sequence[HeldRecords], pieces: Sequence[HeldPieces], resume: ResumeChoice | int, spec: StateSpec
+        self,
+        held: Sequence[HeldRecords],
+        fragments: Sequence[HeldFragments],
+        resume: ResumeChoice | int,
+        spec: StateSpec,
     ) -> int | None:
         """Fetch states of lost nodes. Returns the record that nodes then have of all ranks; None if there is none."""
         if not self._peers.active:
@@ -88,7 +92,7 @@ class Resharding:
         nodes = self._peers.node_names
 
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
-            return plan_to_reshard(held, pieces, resume, nodes, self._ranks.nonce, bad)
+            return plan_to_reshard(held, fragments, resume, nodes, self._ranks.nonce, bad)
 
         plan = self._peers.carry_out(plan_without, spec, adopt=True)
         if isinstance(plan, RestoreRecord):

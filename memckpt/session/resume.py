@@ -120,10 +120,10 @@ class Resumption:
         own = answers[ranks.rank][0]
         held = [each for inventories, _ in answers for each in inventories]
         shardings = [sharding for _, sharding in answers]
-        pieces = self._peers.listen()
-        resharding = must_reshard(held, ranks.world_size, shardings, pieces, self._peers.units)
+        fragments = self._peers.listen()
+        resharding = must_reshard(held, ranks.world_size, shardings, fragments, self._peers.units)
         if resharding:
-            self._resharding.save(own, held, pieces, resume, spec)
+            self._resharding.save(own, held, fragments, resume, spec)
         step = resume if isinstance(resume, int) else None
         storage = self._resharding.storage_for(resharding)
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
@@ -138,7 +138,7 @@ class Resumption:
                 tier.points,
                 latest_attempt=tier.catalog.latest_attempt,
                 shardings=shardings,
-                pieces=pieces,
+                fragments=fragments,
                 units=self._peers.units,
                 without=bad,
                 before=before,

@@ -129,15 +129,15 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     standby: bool = False
 
 
-class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
-    """Erasure-coded pieces of another node's records in a node's memory: its part of the inventory for the plan.
+class HeldFragments(msgspec.Struct, frozen=True, array_like=True):
+    """Erasure-coded fragments of another node's records in a node's memory: its part of the inventory for the plan.
 
     Attributes:
         node: name of the node that keeps them.
         owner: the ranks whose records these are; they share a node and its shards.
-        piece: index of the piece among the k + m - 1 of each record; any k different ones decode it.
+        index: index of the fragments, of k + m - 1 of each stripe; any k different ones decode it.
         data: k.
-        generation: unique name of the owner's generation. Pieces of different generations do not fit together.
+        generation: unique name of the owner's generation. Fragments of different generations do not fit together.
         base: the record after which the generation began; virtual records up to `base` hold its state.
         period: T, the number of records up to and including one that make its state; 1 if each record stands alone.
         private: whether only state private to these ranks is here (rank states, by-value tensors): every rank of
@@ -155,7 +155,7 @@ class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
 
     node: str
     owner: RankGroup
-    piece: int
+    index: int
     data: int
     generation: str
     base: int

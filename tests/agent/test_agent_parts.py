@@ -27,7 +27,7 @@ from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import INLINE_BYTES, Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.peers import PhasesAre
-from memckpt.protocol.replication import Halt, Halted, ListPieces, Pieces
+from memckpt.protocol.replication import Fragments, Halt, Halted, ListFragments
 from memckpt.protocol.trainer import Commit, Credit, Goodbye
 from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
@@ -194,7 +194,7 @@ def replicator() -> Iterator[Replicator]:
     with selectors.DefaultSelector() as selector:
         process = HelperProcess("memckpt.replication.process", [], selector, received.append, ended.append)
         try:
-            process.ask(ListPieces({}), Pieces, 20)
+            process.ask(ListFragments({}), Fragments, 20)
             yield process, selector, received, ended
         finally:
             process.close()
@@ -206,7 +206,7 @@ def test_what_a_process_that_stands_still_does_not_take_waits_for_it(replicator:
     before = len(os.listdir("/proc/self/fd"))
     page = PhasesPage.create(1)
     for _ in range(2000):
-        process.send(ListPieces({0: ("x" * 100,)}), [])
+        process.send(ListFragments({0: ("x" * 100,)}), [])
     process.send(PhasesAre(), [page.fd])
     page.close()
     assert len(process._waiting) > 1000
@@ -228,7 +228,7 @@ def test_an_answer_comes_behind_what_waits(replicator: Replicator) -> None:
     process, _, received, _ = replicator
     process._process.send_signal(signal.SIGSTOP)
     while not process._waiting:
-        process.send(ListPieces({}), [])
+        process.send(ListFragments({}), [])
     process._process.send_signal(signal.SIGCONT)
     assert process.ask(Halt(), Halted, 20) == Halted()
     assert received
@@ -242,7 +242,7 @@ def test_no_more_than_so_much_waits_for_a_process(replicator: Replicator, monkey
 
     def send_for_ever() -> None:
         while True:
-            process.send(ListPieces({}), [])
+            process.send(ListFragments({}), [])
 
     with pytest.raises(AgentGoneError, match=r"reads nothing, and \d+ bytes wait"):
         send_for_ever()

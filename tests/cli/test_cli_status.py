@@ -171,7 +171,7 @@ def test_peers_that_protect() -> None:
 
 def test_peers_that_do_not_protect() -> None:
     cut = PeerLinkStatus("c", False, 1 << 20, None, "[Errno 113] no route")
-    lying = PeerLinkStatus("d", True, 0, 0.1, "its pieces are damaged")
+    lying = PeerLinkStatus("d", True, 0, 0.1, "its fragments are damaged")
     peers = some_peers(
         scheme="mirror, 2 copies",
         security="plain",
@@ -194,7 +194,7 @@ def test_peers_that_do_not_protect() -> None:
         "mirror, 2 copies; neither encrypted nor authenticated (plain); ack proceed",
         "not connected, silent for 3 min",
         "not connected, never heard, 1.0 MiB behind: [Errno 113] no route",
-        "connected, silent for 0.1 s: its pieces are damaged",
+        "connected, silent for 0.1 s: its fragments are damaged",
         "1 message of strangers, or damaged",
         "records 4 to 7 were in no peer's memory",
         "ranks 2-3 from b, 40%",

@@ -15,7 +15,7 @@ from memckpt.memory import reservation
 from memckpt.memory.reservation import Reservation
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyOpened, StandbyRefused
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.process import piece_memory
+from memckpt.replication.process import fragment_memory
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.peers_harness import wait_for
@@ -72,9 +72,9 @@ def test_what_the_kernel_does_not_have_is_an_error_when_it_is_taken(kernel: Kern
     before = set(os.listdir("/proc/self/fd"))
     kernel.room = 3 * CHUNK
     kernel.go_on()
-    made = Reservation("pieces", 5 * CHUNK)
+    made = Reservation("fragments", 5 * CHUNK)
     wait_for(lambda: made.over, "the kernel has said no")
-    with pytest.raises(MemoryBudgetError, match="of memory for pieces"):
+    with pytest.raises(MemoryBudgetError, match="of memory for fragments"):
         made.take()
     made.close()
     assert set(os.listdir("/proc/self/fd")) == before
@@ -94,7 +94,7 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
 
 
 def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_memory, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(fragment_memory, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
         node.fragment_store._reserve = node.replicator._memory.reserve
         opened = Open(node.window("a"))
@@ -114,7 +114,7 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
 
 
 def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piece_memory, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(fragment_memory, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
         node.fragment_store._reserve = node.replicator._memory.reserve
         node.says("a", Open(node.window("a")))
@@ -129,7 +129,7 @@ def test_a_replicator_does_not_wait_for_its_agent_to_make_a_replica() -> None:
     with closing(Node()) as node:
         standby_feed = StandbyFeed(FragmentStore("b", MemoryRoom), asked.append, told.append)
         standby_feed.begin("a1", 0, node.code)
-        window = node.window("a", standby=True, data=1, tolerate=2, piece=0)
+        window = node.window("a", standby=True, data=1, tolerate=2, index=0)
         for _ in range(2):
             answer = standby_feed.open(window)
             assert isinstance(answer, NotStored)

@@ -13,7 +13,7 @@ from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import BadSource, Fetch, newest_history, serves
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, must_reshard
-from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline
+from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import FORMAT_VERSION, Part
 
@@ -36,11 +36,11 @@ def live(node: str, rank: int, records: range = range(5, 9), **settings: Any) ->
     return HeldRecords(steps=tuple(10 * one for one in arguments["records"]), **arguments)
 
 
-def pieces(node: str, rank: int, piece: int, records: range = range(-1, 9), **settings: Any) -> HeldPieces:
+def fragments(node: str, rank: int, index: int, records: range = range(-1, 9), **settings: Any) -> HeldFragments:
     arguments: dict[str, Any] = {
         "node": node,
         "owner": (rank,),
-        "piece": piece,
+        "index": index,
         "data": 2,
         "generation": "g",
         "base": 0,
@@ -51,17 +51,17 @@ def pieces(node: str, rank: int, piece: int, records: range = range(-1, 9), **se
         "history": FIRST,
         "world_size": WORLD,
     } | settings
-    return HeldPieces(steps=tuple(10 * one for one in arguments["records"]), **arguments)
+    return HeldFragments(steps=tuple(10 * one for one in arguments["records"]), **arguments)
 
 
-def plan(inventories: Iterable[HeldRecords], kept: Iterable[HeldPieces] = (), **settings: Any) -> Any:
+def plan(inventories: Iterable[HeldRecords], kept: Iterable[HeldFragments] = (), **settings: Any) -> Any:
     arguments: dict[str, Any] = {"resume": "auto", "nonce": "n", "units": PLACES} | settings
-    return make_plan(list(inventories), world_size=WORLD, pieces=list(kept), **arguments)
+    return make_plan(list(inventories), world_size=WORLD, fragments=list(kept), **arguments)
 
 
 #: Rank 2 was on a node that is lost; node c is empty.
 SURVIVORS = [live("a", 0), live("b", 1), HeldRecords(node="c"), live("d", 3)]
-ITS_PIECES = [pieces("a", 2, 0), pieces("b", 2, 1), pieces("d", 2, 2)]
+ITS_FRAGMENTS = [fragments("a", 2, 0), fragments("b", 2, 1), fragments("d", 2, 2)]
 
 
 def node_of(fetch: Fetch) -> str | None:
@@ -75,12 +75,12 @@ def generation_of(fetch: Fetch) -> str | None:
 
 
 def test_nothing_is_fetched_where_every_node_holds_its_own() -> None:
-    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], ITS_PIECES)
+    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], ITS_FRAGMENTS)
     assert found == RestoreRecord(Timeline(2, "n"), 8, 80, "local memory", 0, (), FIRST)
 
 
-def test_a_lost_unit_is_decoded_from_all_pieces_that_are_left() -> None:
-    found = plan(SURVIVORS, ITS_PIECES)
+def test_a_lost_unit_is_decoded_from_all_fragments_that_are_left() -> None:
+    found = plan(SURVIVORS, ITS_FRAGMENTS)
     assert (found.record, found.step, found.tier, found.lost) == (8, 80, "peers", 0)
     left = (("a", 0), ("b", 1), ("d", 2))
     assert found.fetches == (Fetch((2,), "c", 8, FromFragments("g", left, 2, 2)),)
@@ -89,14 +89,14 @@ def test_a_lost_unit_is_decoded_from_all_pieces_that_are_left() -> None:
 
 def test_a_unit_that_another_node_holds_live_is_not_decoded() -> None:
     moved = [("b", (0,)), ("a", (1,)), ("c", (2,)), ("d", (3,))]
-    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], [pieces("d", 0, 0)], units=moved)
+    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], [fragments("d", 0, 0)], units=moved)
     assert found.fetches == (Fetch((0,), "b", 8, FromNode("a")), Fetch((1,), "a", 8, FromNode("b")))
     assert [serves(found.fetches, node) for node in "abcd"] == [((0,),), ((1,),), (), ()]
 
 
-def test_all_go_back_to_the_newest_record_that_pieces_produce() -> None:
-    # Piece 1 lacks record 6, so that 6 and 7 have no whole window; 9 is not complete anywhere else.
-    kept = [pieces("a", 2, 0, range(-1, 10)), pieces("b", 2, 1, records=(-1, 0, 1, 2, 3, 4, 5, 7, 8))]
+def test_all_go_back_to_the_newest_record_that_fragments_produce() -> None:
+    # Fragment 1 lacks record 6, so that 6 and 7 have no whole window; 9 is not complete anywhere else.
+    kept = [fragments("a", 2, 0, range(-1, 10)), fragments("b", 2, 1, records=(-1, 0, 1, 2, 3, 4, 5, 7, 8))]
     assert plan(SURVIVORS, kept).record == 8
     found = plan(SURVIVORS_AT_7, kept)
     assert (found.record, found.lost) == (5, 4)
@@ -108,17 +108,23 @@ SURVIVORS_AT_7 = [live("a", 0, range(5, 8)), live("b", 1), HeldRecords(node="c")
 @pytest.mark.parametrize(
     ("kept", "why"),
     [
-        ([], r"ranks \[2\]: no node holds them or pieces of them"),
-        (ITS_PIECES[:1], r"ranks \[2\]: 1 of 2 pieces needed are left\)"),
-        ([pieces("a", 2, 0), pieces("b", 2, 0)], "1 of 2 pieces needed are left"),
-        ([pieces("a", 2, 0), pieces("b", 2, 1, generation="h")], "1 of 2 pieces needed are left"),
-        ([pieces("a", 2, 0), pieces("b", 2, 1, digest="x")], "1 of 2 pieces needed are left"),
-        ([pieces("a", 2, 0), pieces("b", 2, 1, static=False)], "static tensors are left in 1 of 2 pieces"),
-        ([pieces("a", 2, 0, range(8, 9)), pieces("b", 2, 1)], "1 of 2 pieces needed are left of the 2 records up to 8"),
-        ([pieces("a", 2, 0, range(-1, 3)), pieces("b", 2, 1)], r"no record in common \(ranks \[0\]: 5 to 8; .* 0 to 2"),
+        ([], r"ranks \[2\]: no node holds them or fragments of them"),
+        (ITS_FRAGMENTS[:1], r"ranks \[2\]: 1 of 2 fragments needed are left\)"),
+        ([fragments("a", 2, 0), fragments("b", 2, 0)], "1 of 2 fragments needed are left"),
+        ([fragments("a", 2, 0), fragments("b", 2, 1, generation="h")], "1 of 2 fragments needed are left"),
+        ([fragments("a", 2, 0), fragments("b", 2, 1, digest="x")], "1 of 2 fragments needed are left"),
+        ([fragments("a", 2, 0), fragments("b", 2, 1, static=False)], "static tensors are left in 1 of 2 fragments"),
+        (
+            [fragments("a", 2, 0, range(8, 9)), fragments("b", 2, 1)],
+            "1 of 2 fragments needed are left of the 2 records up to 8",
+        ),
+        (
+            [fragments("a", 2, 0, range(-1, 3)), fragments("b", 2, 1)],
+            r"no record in common \(ranks \[0\]: 5 to 8; .* 0 to 2",
+        ),
     ],
 )
-def test_what_is_missing_is_said(kept: list[HeldPieces], why: str) -> None:
+def test_what_is_missing_is_said(kept: list[HeldFragments], why: str) -> None:
     with pytest.raises(NothingHeldError, match=why):
         plan(SURVIVORS, kept, resume="require")
     stored = checkpoint(8)
@@ -135,44 +141,44 @@ def checkpoint(record: int, number: int = 1) -> Any:
 
 
 def test_a_node_that_has_only_what_is_static_is_read_too() -> None:
-    kept = [pieces("a", 2, 0), pieces("b", 2, 1, static=False), pieces("d", 2, 2, range(0))]
-    assert plan(SURVIVORS, kept).fetches[0].source.pieces == (("a", 0), ("b", 1), ("d", 2))
+    kept = [fragments("a", 2, 0), fragments("b", 2, 1, static=False), fragments("d", 2, 2, range(0))]
+    assert plan(SURVIVORS, kept).fetches[0].source.fragments == (("a", 0), ("b", 1), ("d", 2))
 
 
 def test_what_has_no_history_counts_for_nothing() -> None:
     assert isinstance(plan([live(node, rank, history=()) for node, (rank,) in PLACES]), StartOver)
 
 
-def test_a_step_that_only_pieces_have_is_found() -> None:
-    found = plan(SURVIVORS, ITS_PIECES, resume=60)
+def test_a_step_that_only_fragments_have_is_found() -> None:
+    found = plan(SURVIVORS, ITS_FRAGMENTS, resume=60)
     assert (found.record, found.lost) == (6, 2)
     with pytest.raises(NothingHeldError, match=r"expected step 40, found steps \[50, 60, 70, 80\] in memory"):
-        plan(SURVIVORS, ITS_PIECES, resume=40)
+        plan(SURVIVORS, ITS_FRAGMENTS, resume=40)
 
 
 def test_the_newest_generation_is_preferred_and_an_older_one_will_do() -> None:
     newer = [
-        pieces("a", 2, 0, range(4, 9), generation="f", base=5),
-        pieces("b", 2, 1, range(4, 9), generation="f", base=5),
+        fragments("a", 2, 0, range(4, 9), generation="f", base=5),
+        fragments("b", 2, 1, range(4, 9), generation="f", base=5),
     ]
-    assert generation_of(plan(SURVIVORS, ITS_PIECES + newer).fetches[0]) == "f"
-    assert generation_of(plan(SURVIVORS, ITS_PIECES + newer[:1]).fetches[0]) == "g"
+    assert generation_of(plan(SURVIVORS, ITS_FRAGMENTS + newer).fetches[0]) == "f"
+    assert generation_of(plan(SURVIVORS, ITS_FRAGMENTS + newer[:1]).fetches[0]) == "g"
 
 
-# Replicated shards: pieces have only what is a rank's own
+# Replicated shards: fragments have only what is a rank's own
 
 
-PRIVATE = [pieces(node, 2, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")]
+PRIVATE = [fragments(node, 2, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")]
 
 
-def test_private_pieces_need_a_replica_and_one_record_only() -> None:
-    kept = [pieces("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
+def test_private_fragments_need_a_replica_and_one_record_only() -> None:
+    kept = [fragments("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     found = plan(SURVIVORS, kept)
     assert found.fetches == (Fetch((2,), "c", 8, FromFragments("g", (("a", 0),), 1, 1, ("a", (0,)))),)
     assert serves(found.fetches, "a") == ((0,),)
 
 
-def fetched_before(survivors: list[HeldRecords], kept: list[HeldPieces]) -> list[bool]:
+def fetched_before(survivors: list[HeldRecords], kept: list[HeldFragments]) -> list[bool]:
     found = plan(survivors, kept, before=True)
     assert found.record == 8
     assert [one.before for one in plan(survivors, kept).fetches] == [False] * len(found.fetches)
@@ -180,48 +186,50 @@ def fetched_before(survivors: list[HeldRecords], kept: list[HeldPieces]) -> list
 
 
 def test_the_record_before_is_fetched_where_all_units_can_get_it() -> None:
-    assert fetched_before(SURVIVORS, ITS_PIECES) == [True]
-    exact = [pieces(node, 2, index, range(7, 9)) for index, node in enumerate("abd")]
+    assert fetched_before(SURVIVORS, ITS_FRAGMENTS) == [True]
+    exact = [fragments(node, 2, index, range(7, 9)) for index, node in enumerate("abd")]
     assert fetched_before(SURVIVORS, exact) == [False]
-    assert fetched_before(SURVIVORS, [pieces(node, 2, index, base=8) for index, node in enumerate("abd")]) == [False]
+    assert fetched_before(SURVIVORS, [fragments(node, 2, index, base=8) for index, node in enumerate("abd")]) == [False]
     # One that goes on with its own has no earlier one.
     survivors = [live("a", 0, range(8, 9)), *SURVIVORS[1:]]
-    assert fetched_before(survivors, ITS_PIECES) == [False]
+    assert fetched_before(survivors, ITS_FRAGMENTS) == [False]
     # Another one is handed out where it is, by its own agent or as a replica.
     for moved in (live("x", 0), live("b", 0, standby=True)):
-        assert fetched_before([moved, *SURVIVORS[1:]], ITS_PIECES) == [True, True]
+        assert fetched_before([moved, *SURVIVORS[1:]], ITS_FRAGMENTS) == [True, True]
     stands = live("b", 0, range(8, 9), standby=True)
-    assert fetched_before([stands, *SURVIVORS[1:]], ITS_PIECES) == [False, False]
+    assert fetched_before([stands, *SURVIVORS[1:]], ITS_FRAGMENTS) == [False, False]
 
 
 def test_the_record_before_decides_who_hands_out() -> None:
     """A replica that has gone past it is done without."""
     past, behind = live("b", 0, range(8, 9), standby=True), live("d", 0, range(7, 9), standby=True)
-    found = plan([past, behind, *SURVIVORS[1:]], ITS_PIECES, before=True)
+    found = plan([past, behind, *SURVIVORS[1:]], ITS_FRAGMENTS, before=True)
     assert [(one.ranks, node_of(one), one.before) for one in found.fetches] == [((0,), "d", True), ((2,), None, True)]
-    found = plan([past, *SURVIVORS[1:]], [*ITS_PIECES, pieces("b", 0, 0), pieces("d", 0, 1)], before=True)
+    found = plan([past, *SURVIVORS[1:]], [*ITS_FRAGMENTS, fragments("b", 0, 0), fragments("d", 0, 1)], before=True)
     assert [(one.ranks, node_of(one), one.before) for one in found.fetches] == [((0,), None, True), ((2,), None, True)]
 
 
-def test_the_record_before_of_private_pieces_comes_with_a_replica_that_has_it() -> None:
-    both = [pieces("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
+def test_the_record_before_of_private_fragments_comes_with_a_replica_that_has_it() -> None:
+    both = [fragments("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, both) == [True]
     [found] = plan([live("a", 0, range(8, 9)), *SURVIVORS[1:], live("d", 0, standby=True)], both, before=True).fetches
     assert (found.before, found.server) == (False, ("a", (0,)))  # rank 0 itself has none
-    newest = [pieces("a", 2, 0, range(8, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
+    newest = [fragments("a", 2, 0, range(8, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, newest) == [False]
 
 
 def test_all_that_have_a_part_of_the_record_before_are_asked() -> None:
-    kept = [pieces("a", 2, 0), pieces("b", 2, 1), pieces("d", 2, 2, range(6, 7), static=False)]
-    assert [one.source.pieces for one in plan(SURVIVORS, kept).fetches] == [(("a", 0), ("b", 1))]
-    assert [one.source.pieces for one in plan(SURVIVORS, kept, before=True).fetches] == [(("a", 0), ("b", 1), ("d", 2))]
+    kept = [fragments("a", 2, 0), fragments("b", 2, 1), fragments("d", 2, 2, range(6, 7), static=False)]
+    assert [one.source.fragments for one in plan(SURVIVORS, kept).fetches] == [(("a", 0), ("b", 1))]
+    assert [one.source.fragments for one in plan(SURVIVORS, kept, before=True).fetches] == [
+        (("a", 0), ("b", 1), ("d", 2))
+    ]
 
 
 def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
     units = [("a", (0,)), ("b", (1,)), ("x", (2,)), ("y", (3,))]
     kept = PRIVATE + [
-        pieces(node, 3, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")
+        fragments(node, 3, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")
     ]
     survivors = [live("a", 0), live("b", 1)]
     found = plan(survivors, kept, units=units)
@@ -236,7 +244,7 @@ def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
     ]
 
 
-def test_private_pieces_without_a_replica_are_of_no_use() -> None:
+def test_private_fragments_without_a_replica_are_of_no_use() -> None:
     others = [live("a", 0, replicas=(0, 1)), live("b", 1, replicas=(0, 1)), live("d", 3, replicas=(2, 3), sharding="s")]
     with pytest.raises(NothingHeldError, match=r"ranks \[2\]: no node holds the state that they share"):
         plan(others, PRIVATE, resume="require", shardings=["", "", "", "s"])
@@ -247,23 +255,23 @@ def test_private_pieces_without_a_replica_are_of_no_use() -> None:
 
 def test_a_bad_source_is_left_out() -> None:
     without = [BadSource("a", (2,), "g")]
-    assert plan(SURVIVORS, ITS_PIECES, without=without).fetches[0].source.pieces == (("b", 1), ("d", 2))
-    found = plan(SURVIVORS, ITS_PIECES, without=[*without, BadSource("d", (2,), "g")], resume="auto")
+    assert plan(SURVIVORS, ITS_FRAGMENTS, without=without).fetches[0].source.fragments == (("b", 1), ("d", 2))
+    found = plan(SURVIVORS, ITS_FRAGMENTS, without=[*without, BadSource("d", (2,), "g")], resume="auto")
     assert isinstance(found, StartOver)
-    assert "ranks [2]: 1 of 2 pieces needed are left" in found.reason
+    assert "ranks [2]: 1 of 2 fragments needed are left" in found.reason
 
 
 def test_what_a_node_itself_holds_is_decoded_if_it_is_damaged() -> None:
     everybody = [live("a", 0), live("b", 1), live("c", 2), live("d", 3)]
-    assert plan(everybody, ITS_PIECES, without=[BadSource("c", (2,), damaged=False)]).tier == "local memory"
-    found = plan(everybody, ITS_PIECES, without=[BadSource("c", (2,))])
+    assert plan(everybody, ITS_FRAGMENTS, without=[BadSource("c", (2,), damaged=False)]).tier == "local memory"
+    found = plan(everybody, ITS_FRAGMENTS, without=[BadSource("c", (2,))])
     assert [(one.node, generation_of(one)) for one in found.fetches] == [("c", "g")]
 
 
 def test_what_others_cannot_get_at_is_decoded() -> None:
     moved = [("a", (0,)), ("b", (1,)), ("d", (2,)), ("c", (3,))]
     everybody = [live("a", 0), live("b", 1), live("c", 2), live("d", 3)]
-    found = plan(everybody, ITS_PIECES, units=moved, without=[BadSource("c", (2,), damaged=False)])
+    found = plan(everybody, ITS_FRAGMENTS, units=moved, without=[BadSource("c", (2,), damaged=False)])
     assert [(one.ranks, node_of(one), generation_of(one)) for one in found.fetches] == [
         ((2,), None, "g"),
         ((3,), "d", None),
@@ -285,51 +293,51 @@ def test_ranks_that_are_grouped_in_another_way_are_resumed_from_storage() -> Non
     for stored in ([], [checkpoint(7)]):
         with pytest.raises(ForeignStateError, match=r"distributed .* the same ranks together on a node as before"):
             plan(together, stored=stored)
-    # What only pieces have cannot be saved first: what storage has is taken, if there is anything.
-    coded = [pieces(node, 0, piece, owner=(0, 1)) for piece, node in enumerate("ab")]
+    # What only fragments have cannot be saved first: what storage has is taken, if there is anything.
+    coded = [fragments(node, 0, index, owner=(0, 1)) for index, node in enumerate("ab")]
     assert must_reshard(together[1:], WORLD, [], coded, PLACES)
     assert isinstance(plan(together[1:], coded, stored=[checkpoint(7)]), RestoreStored)
     with pytest.raises(ForeignStateError, match="distributed over nodes in another way"):
         plan(together[1:], coded)
 
 
-def test_pieces_of_other_shards_are_resumed_from_storage() -> None:
-    assert not must_reshard(SURVIVORS, WORLD, [], ITS_PIECES, PLACES)
-    other = [pieces("a", 2, 0, world_size=3), pieces("a", 2, 0, sharding="s")]
+def test_fragments_of_other_shards_are_resumed_from_storage() -> None:
+    assert not must_reshard(SURVIVORS, WORLD, [], ITS_FRAGMENTS, PLACES)
+    other = [fragments("a", 2, 0, world_size=3), fragments("a", 2, 0, sharding="s")]
     for each in other:
         assert must_reshard([], WORLD, [], [each], PLACES)
         found = plan([], [each], stored=[checkpoint(2)])
         assert found.reason == "memory holds a run with another number of ranks, or other shards"
 
 
-def test_another_model_in_pieces_is_refused() -> None:
+def test_another_model_in_fragments_is_refused() -> None:
     with pytest.raises(ForeignStateError, match="the state held on node b belongs to another model or optimizer"):
-        plan(SURVIVORS, [*ITS_PIECES, pieces("b", 3, 0, range(0), problem="w [3]")])
+        plan(SURVIVORS, [*ITS_FRAGMENTS, fragments("b", 3, 0, range(0), problem="w [3]")])
 
 
-def test_pieces_of_an_attempt_that_was_left_behind_are_not_used() -> None:
+def test_fragments_of_an_attempt_that_was_left_behind_are_not_used() -> None:
     later = (Branch(Timeline(1, "a"), 6), Branch(Timeline(2, "b"), None))
-    found = plan([*SURVIVORS[1:], live("a", 0, history=later)], ITS_PIECES)
+    found = plan([*SURVIVORS[1:], live("a", 0, history=later)], ITS_FRAGMENTS)
     assert (found.record, found.timeline) == (6, Timeline(3, "n"))
     assert found.history == later
     # A node that comes back with an old attempt decides nothing, not even how many ranks there are.
     stale = live("c", 0, range(20, 24), world_size=2, ranks=(0, 1))
-    kept = pieces("c", 9, 0, range(20, 24), world_size=10)
+    kept = fragments("c", 9, 0, range(20, 24), world_size=10)
     news = [live(node, rank, history=later) for rank, node in enumerate("abcd")]
     assert not must_reshard([*news, stale], WORLD, [], [kept], PLACES)
     found = plan([*news, stale], [kept])
     assert (found.record, found.lost, found.tier) == (8, 0, "local memory")
 
 
-def test_storage_that_has_seen_a_later_attempt_than_pieces_comes_first() -> None:
-    found = plan([], ITS_PIECES, stored=[checkpoint(3, number=2)])
+def test_storage_that_has_seen_a_later_attempt_than_fragments_comes_first() -> None:
+    found = plan([], ITS_FRAGMENTS, stored=[checkpoint(3, number=2)])
     assert isinstance(found, RestoreStored)
     assert found.reason == "memory holds an older attempt than storage"
     assert found.timeline == Timeline(3, "n")
 
 
-def test_never_drops_pieces_too() -> None:
-    found = plan([], ITS_PIECES, resume="never")
+def test_never_drops_fragments_too() -> None:
+    found = plan([], ITS_FRAGMENTS, resume="never")
     assert found == StartOver(Timeline(2, "n"), "resume='never'", discard=True, asked=True)
 
 
@@ -340,14 +348,14 @@ def test_the_plan_depends_on_neither_order_nor_repetition(
     by_rank = [PLACES[index] for index in third]  # repeated by the ranks of a unit, in whatever order
     found = plan(
         [SURVIVORS[index] for index in [*first, first[0]]],
-        [ITS_PIECES[index] for index in [*second, second[0]]],
+        [ITS_FRAGMENTS[index] for index in [*second, second[0]]],
         units=[*by_rank, by_rank[0]],
     )
-    assert found == plan(SURVIVORS, ITS_PIECES)
+    assert found == plan(SURVIVORS, ITS_FRAGMENTS)
 
 
 def test_the_newest_history_is_that_of_the_latest_attempt() -> None:
     longer = (Branch(Timeline(1, "a"), 6), Branch(Timeline(2, "b"), None))
     short = (Branch(Timeline(2, "b"), None),)
-    assert newest_history([live("a", 0), live("b", 1, history=short)], [pieces("c", 2, 0, history=longer)]) == longer
+    assert newest_history([live("a", 0), live("b", 1, history=short)], [fragments("c", 2, 0, history=longer)]) == longer
     assert newest_history([HeldRecords(node="a")], []) == ()

@@ -1,4 +1,4 @@
-"""The recovery plan with peers, against a model that knows what every record and every piece of it contains."""
+"""The recovery plan with peers, against a model that knows what every record and every fragment of it contains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memckpt.node.generation import branch_off
 from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import serves
 from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan
-from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline
+from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 
 Unit = tuple[int, ...]
 Chain = tuple[str, ...]
@@ -31,11 +31,11 @@ class Lived:
 
 @dataclass
 class Kept:
-    """A piece that a node keeps: by record, the contents that it is a part of."""
+    """A fragment that a node keeps: by record, the contents that it is a part of."""
 
     attempt: str
     history: tuple[Branch, ...]
-    piece: int
+    index: int
     base: int
     contents: dict[int, Chain]
     static: bool
@@ -75,16 +75,16 @@ class Job:
                 found.append(HeldRecords(node.name, records, steps, unit, held.history, self.world))
         return found
 
-    def pieces(self, nodes: Iterable[Node]) -> list[HeldPieces]:
+    def fragments(self, nodes: Iterable[Node]) -> list[HeldFragments]:
         found = []
         for node in nodes:
             for (unit, name), kept in node.kept.items():
                 records = tuple(sorted(kept.contents))
                 found.append(
-                    HeldPieces(
+                    HeldFragments(
                         node.name,
                         unit,
-                        kept.piece,
+                        kept.index,
                         self.data,
                         name,
                         kept.base,
@@ -103,8 +103,8 @@ class Job:
     def plan(self, places: dict[Unit, Node], nonce: str, before: bool = False) -> Any:
         by_rank = [(node.name, unit) for unit, node in places.items() for _ in unit]
         used = list(places.values())
-        held, kept = self.inventories(used), self.pieces(used)
-        return make_plan(held, "auto", self.world, nonce, pieces=kept, units=by_rank, before=before)
+        held, kept = self.inventories(used), self.fragments(used)
+        return make_plan(held, "auto", self.world, nonce, fragments=kept, units=by_rank, before=before)
 
     # The model
 
@@ -119,7 +119,7 @@ class Job:
         return lambda record: start[: record + 1] + (attempt,) * (record + 1 - len(start))
 
     def can_get(self, unit: Unit, record: int, nodes: list[Node], right: Any) -> bool:
-        """Try all ways to get it: any node that holds it, any k pieces for each record of the window."""
+        """Try all ways to get it: any node that holds it, any k fragments for each record of the window."""
         if any(self.holds(node, unit, record, right) for node in nodes):
             return True
         if self.private and not any(self.holds(node, one, record, right) for node in nodes for one in self.units):
@@ -139,7 +139,7 @@ class Job:
 
         def enough(fits: Any) -> bool:
             groups = itertools.combinations([one for one in there if fits(one)], self.data)
-            return any(len({one.piece for one in group}) == self.data for group in groups)
+            return any(len({one.index for one in group}) == self.data for group in groups)
 
         return (
             all(one.base <= record for one in there)
@@ -170,23 +170,23 @@ def draw_attempt(
         oldest = max(newest - data.draw(st.integers(0, 2)), base)
         node.live[unit] = Lived(nonce, history, {one: chain[: one + 1] for one in range(oldest, newest + 1)})
         holders = [other for other in used if other is not node][: job.data + job.spare]
-        for piece, holder in enumerate(data.draw(st.permutations(holders))):
+        for index, holder in enumerate(data.draw(st.permutations(holders))):
             first = data.draw(st.integers(base - job.period + 1, newest))
             last = data.draw(st.integers(newest - 1, newest))
             numbers = set(range(first, last + 1)) - set(data.draw(st.sampled_from([[], [], [first + 1]])))
             holder.kept[unit, f"{nonce}.{unit}"] = Kept(
                 nonce,
                 history,
-                piece % (job.data + job.spare),
+                index % (job.data + job.spare),
                 base,
                 {one: chain[: max(one, base) + 1] for one in numbers},
                 data.draw(st.integers(0, 9)) > 0,
             )
     for node in used:
-        fate = data.draw(st.sampled_from(["stays", "stays", "stays", "is lost", "forgets old pieces"]))
+        fate = data.draw(st.sampled_from(["stays", "stays", "stays", "is lost", "forgets old fragments"]))
         if fate == "is lost":
             node.live, node.kept = {}, {}
-        elif fate == "forgets old pieces":
+        elif fate == "forgets old fragments":
             node.kept = {key: one for key, one in node.kept.items() if one.attempt == nonce}
 
 
@@ -211,7 +211,7 @@ def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObje
         used = list(places.values())
         found = job.plan(places, nonce)
         right = job.right(used)
-        numbers = {record for one in (*job.inventories(used), *job.pieces(used)) for record in one.records}
+        numbers = {record for one in (*job.inventories(used), *job.fragments(used)) for record in one.records}
         common = [
             record for record in numbers if right and all(job.can_get(unit, record, used, right) for unit in units)
         ]
@@ -247,7 +247,7 @@ def check_before(job: Job, found: RestoreRecord, places: dict[Unit, Node], right
             assert job.holds(nodes[name], ranks, record, right)
         if isinstance(fetch.source, FromFragments):
             source = fetch.source
-            kept = [(name, nodes[name].kept.get((fetch.ranks, source.generation))) for name, _ in source.pieces]
+            kept = [(name, nodes[name].kept.get((fetch.ranks, source.generation))) for name, _ in source.fragments]
             assert job.can_decode(kept, record, right)
     return True
 
@@ -266,9 +266,9 @@ def check_fetches(job: Job, found: RestoreRecord, places: dict[Unit, Node], righ
             assert source.node in holders
             continue
         assert not holders or fetch.before
-        kept = [(name, nodes[name].kept.get((unit, source.generation))) for name, _ in source.pieces]
+        kept = [(name, nodes[name].kept.get((unit, source.generation))) for name, _ in source.fragments]
         assert all(
-            one is not None and one.piece == piece for (_, one), (_, piece) in zip(kept, source.pieces, strict=True)
+            one is not None and one.index == index for (_, one), (_, index) in zip(kept, source.fragments, strict=True)
         )
         assert job.can_decode(kept, found.record, right)
         if source.replica is not None:

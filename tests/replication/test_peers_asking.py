@@ -22,7 +22,7 @@ from tests.support.cluster.peers_records import layout_spec
 
 
 class Question:
-    """Of a state of which two nodes have pieces, or with another's for what all replicas have."""
+    """Of a state of which two nodes have fragments, or with another's for what all replicas have."""
 
     def __init__(self, node: str = "", replica: tuple[str, RankGroup] | None = None) -> None:
         source: FromNode | FromFragments = FromNode(node)
@@ -105,7 +105,7 @@ def test_those_that_are_silent_do_not_hold_it_up_for_ever() -> None:
     assert question.result == Described((0,), None, question.result.problem, silent("a", "b", "c"))
 
 
-@pytest.mark.parametrize("first", ["pieces", "replica"])
+@pytest.mark.parametrize("first", ["fragments", "replica"])
 def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
     for said, fits in ((SPEC, True), (OTHER, False), (None, False), (b"x", False)):
         question = Question(replica=("a", (2,)))
@@ -113,7 +113,7 @@ def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
             question.says("a", said, LIVE_SHARED)
         for peer in "abc":
             question.says(peer, SPEC)
-        if first == "pieces":
+        if first == "fragments":
             question.says("a", said, LIVE_SHARED)
         assert (question.result.spec == SPEC) == fits
         if not fits:

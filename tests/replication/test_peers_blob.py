@@ -92,7 +92,7 @@ def test_other_bytes_are_refused_or_stay_in_their_room(
 def test_what_does_not_fit_is_refused(extents: tuple[Extent, ...], body: bytes) -> None:
     tail = msgspec.msgpack.encode(RecordTail(1, b"", {}, extents))
     reader = BlobReader([Room(0, memoryview(bytearray(8)))])
-    with pytest.raises(DamagedStateError, match="a record of pieces"):  # noqa: PT012  either of them finds it
+    with pytest.raises(DamagedStateError, match="a record of fragments"):  # noqa: PT012  either of them finds it
         reader.take(len(tail).to_bytes(8, "little") + tail + body)
         reader.finish()
 

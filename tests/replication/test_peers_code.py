@@ -1,4 +1,4 @@
-"""Stripes to pieces and back, with every choice of k pieces."""
+"""Stripes to fragments and back, with every choice of k fragments."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def code(request: pytest.FixtureRequest) -> Iterator[Code]:
 
 @given(st.binary(min_size=1, max_size=300))
 @settings(max_examples=40, deadline=None)
-def test_any_k_pieces_give_the_stripe_back(code: Code, stripe: bytes) -> None:
-    pieces = code.encode(stripe)
-    assert len(pieces) == code.pieces == code.data + code.tolerate - 1
-    assert {len(piece) for piece in pieces} == {code.fragment_bytes(len(stripe))}
-    assert b"".join(pieces[: code.data])[: len(stripe)] == stripe
-    for choice in itertools.combinations(range(code.pieces), code.data):
+def test_any_k_fragments_give_the_stripe_back(code: Code, stripe: bytes) -> None:
+    fragments = code.encode(stripe)
+    assert len(fragments) == code.fragments == code.data + code.tolerate - 1
+    assert {len(fragment) for fragment in fragments} == {code.fragment_bytes(len(stripe))}
+    assert b"".join(fragments[: code.data])[: len(stripe)] == stripe
+    for choice in itertools.combinations(range(code.fragments), code.data):
         # The order in which they are found must not matter.
-        assert code.decode({number: pieces[number] for number in reversed(choice)}, len(stripe)) == stripe
+        assert code.decode({number: fragments[number] for number in reversed(choice)}, len(stripe)) == stripe
 
 
 @pytest.mark.parametrize("length", [1, STRIPE_BYTES - 1, STRIPE_BYTES])
-def test_a_whole_stripe_comes_back_from_its_last_pieces(code: Code, length: int) -> None:
+def test_a_whole_stripe_comes_back_from_its_last_fragments(code: Code, length: int) -> None:
     stripe = bytes(range(251)) * (STRIPE_BYTES // 251 + 1)
-    pieces = code.encode(memoryview(stripe)[:length])
-    last = {number: pieces[number] for number in range(code.pieces - code.data, code.pieces)}
+    fragments = code.encode(memoryview(stripe)[:length])
+    last = {number: fragments[number] for number in range(code.fragments - code.data, code.fragments)}
     assert code.decode(last, length) == stripe[:length]
-    # k pieces of ceil(length / k), and what a backend rounds up to.
+    # k fragments of ceil(length / k), and what a backend rounds up to.
     assert -(-length // code.data) <= code.fragment_bytes(length) <= -(-length // code.data) + 2
 
 
@@ -54,8 +54,8 @@ def test_lengths_that_come_and_go_are_decoded() -> None:
     with closing(Code(2, 2)) as code:
         for length in [*range(1, 200), *range(1, 200)]:
             stripe = bytes(length - 1) + b"x"
-            pieces = code.encode(stripe)
-            assert code.decode({1: pieces[1], 2: pieces[2]}, length) == stripe
+            fragments = code.encode(stripe)
+            assert code.decode({1: fragments[1], 2: fragments[2]}, length) == stripe
             assert len(code._headers) <= 64
 
 
@@ -71,17 +71,24 @@ def test_a_backend_that_takes_nothing_but_bytes(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ec_iface.ECDriver, "encode", picky)
     with closing(Code(3, 2)) as code:
-        pieces = code.encode(memoryview(b"a stripe"))
-        assert code.decode(dict(enumerate(pieces[1:], 1)), 8) == b"a stripe"
+        fragments = code.encode(memoryview(b"a stripe"))
+        assert code.decode(dict(enumerate(fragments[1:], 1)), 8) == b"a stripe"
     assert len(taken) == 2
 
 
-def test_too_few_or_odd_pieces_are_refused(code: Code) -> None:
+def test_too_few_or_odd_fragments_are_refused(code: Code) -> None:
     stripe = bytes(range(100))
-    pieces = dict(enumerate(code.encode(stripe)))
-    few = {number: pieces[number] for number in range(code.data - 1)}
-    for wrong in (few, pieces | {0: pieces[0][:-1]}, pieces | {0: b""}, pieces | {code.pieces: pieces[0]}):
-        with pytest.raises(ValueError, match=rf"expected {code.data} of {code.pieces} pieces of \d+ bytes, found"):
+    fragments = dict(enumerate(code.encode(stripe)))
+    few = {number: fragments[number] for number in range(code.data - 1)}
+    for wrong in (
+        few,
+        fragments | {0: fragments[0][:-1]},
+        fragments | {0: b""},
+        fragments | {code.fragments: fragments[0]},
+    ):
+        with pytest.raises(
+            ValueError, match=rf"expected {code.data} of {code.fragments} fragments of \d+ bytes, found"
+        ):
             code.decode(wrong, len(stripe))
 
 
@@ -89,8 +96,8 @@ def test_too_few_or_odd_pieces_are_refused(code: Code) -> None:
     ("data", "tolerate", "backend", "message"),
     [
         (2, 2, "zebra", "expected one that this machine has, .*isa_l_rs_cauchy.*, found 'zebra'"),
-        (4, 3, "isa_l_rs_lrc", "takes 4 pieces of data and 2 of parity, .*; there are .*isa_l_rs_cauchy"),
-        (10, 6, "flat_xor_hd_3", "any 10 of 15 pieces give a record back, found that those numbered .* do not"),
+        (4, 3, "isa_l_rs_lrc", "takes 4 fragments of data and 2 of parity, .*; there are .*isa_l_rs_cauchy"),
+        (10, 6, "flat_xor_hd_3", "any 10 of 15 fragments give a record back, found that those numbered .* do not"),
         (20, 14, "isa_l_rs_vand", "found 573166440 choices, too many to try; choose one of isa_l_rs_cauchy"),
         (0, 1, "isa_l_rs_cauchy", "k and m of 1 or more, found k=0, m=1"),
     ],
@@ -104,16 +111,16 @@ def test_a_backend_that_does_not_do_is_refused(data: int, tolerate: int, backend
 def test_every_backend_is_taken_or_refused_in_words(backend: str) -> None:
     for data, tolerate in [(2, 2), (5, 3), (8, 4), (10, 6)]:
         with contextlib.suppress(ConfigurationError), closing(Code(data, tolerate, backend)) as code:
-            pieces = code.encode(b"a stripe")
-            assert code.decode(dict(enumerate(pieces[-data:], code.pieces - data)), 8) == b"a stripe"
+            fragments = code.encode(b"a stripe")
+            assert code.decode(dict(enumerate(fragments[-data:], code.fragments - data)), 8) == b"a stripe"
 
 
 @pytest.mark.parametrize(("data", "tolerate"), [(32, 2), (2, 32), (32, 32), (20, 14)])
-def test_the_most_pieces_that_are_configurable(data: int, tolerate: int) -> None:
+def test_the_most_fragments_that_are_configurable(data: int, tolerate: int) -> None:
     with closing(Code(data, tolerate)) as code:
         stripe = bytes(range(200)) * 7
-        pieces = code.encode(stripe)
-        last = {number: pieces[number] for number in range(code.pieces - code.data, code.pieces)}
+        fragments = code.encode(stripe)
+        last = {number: fragments[number] for number in range(code.fragments - code.data, code.fragments)}
         assert code.decode(last, len(stripe)) == stripe
 
 

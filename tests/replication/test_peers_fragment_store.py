@@ -69,11 +69,11 @@ class Shelf:
 
 
 def sealed(
-    record: int, stripe: int, stripes: int, data: bytes, piece: int = 0, generation: str = "g", code: Code = CODE
+    record: int, stripe: int, stripes: int, data: bytes, index: int = 0, generation: str = "g", code: Code = CODE
 ) -> tuple[Fragment, bytes]:
     fragment, payload = seal_stripe(
         code, data, generation=generation, owner=(0, 1), record=record, stripe=stripe, stripes=stripes
-    )[piece]
+    )[index]
     return fragment, bytes(payload)
 
 
@@ -83,7 +83,7 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     assert shelf.put(3, stripes=3) == [None, None, Stored((0, 1), "g", 3)]
     assert shelf.put(STATIC)[-1] == Stored((0, 1), "g", STATIC)
     [held] = shelf.fragment_store.held(lambda window: None)
-    assert (held.records, held.steps, held.static, held.piece, held.node) == ((3,), (103,), True, 0, "n")
+    assert (held.records, held.steps, held.static, held.index, held.node) == ((3,), (103,), True, 0, "n")
     window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     found = window.manifest(3)
@@ -357,7 +357,7 @@ WRONG_LAYOUTS: dict[str, dict[str, Any]] = {
     "a rank outside": {"local_ranks": (0, 9)},
     "a rank below": {"replicas": (-1, 0, 1)},
     "an optimizer too few": {"optimizers": ()},
-    "a piece twice": {"static": (PIECE, msgspec.structs.replace(PIECE, shard=Shard((4,), (8,))))},
+    "a fragment twice": {"static": (PIECE, msgspec.structs.replace(PIECE, shard=Shard((4,), (8,))))},
 }
 
 
@@ -390,7 +390,7 @@ def test_a_fragment_that_cannot_be_is_refused(records: Records) -> None:
     shelf.fragment_store.open(records.window("g", CODE))
     stripe = bytes(100)
     wrong = [
-        sealed(3, 0, 1, stripe, piece=1),
+        sealed(3, 0, 1, stripe, index=1),
         sealed(3, 0, 1, stripe, code=Code(3, 1)),
         sealed(3, 0, 2, stripe),  # only the last stripe is shorter
         sealed(3, 0, 1 << 40, bytes(STRIPE_BYTES)),

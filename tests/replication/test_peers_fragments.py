@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.errors import DamagedPiecesError, DamagedStateError
+from memckpt.errors import DamagedFragmentsError, DamagedStateError
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import Candidate, Fragment, _checksum, check, decode_stripe, seal_stripe
 
@@ -30,7 +30,7 @@ def code(request: pytest.FixtureRequest) -> Iterator[Code]:
 
 def seal(code: Code, data: bytes = STRIPE, **other: Any) -> list[Candidate]:
     sealed = seal_stripe(code, data, **(WHICH | other))
-    return [Candidate(f"node{piece}", fragment, bytes(payload)) for piece, (fragment, payload) in enumerate(sealed)]
+    return [Candidate(f"node{index}", fragment, bytes(payload)) for index, (fragment, payload) in enumerate(sealed)]
 
 
 def decode(code: Code, candidates: list[Candidate], length: int = len(STRIPE)) -> tuple[bytes, tuple[str, ...]]:
@@ -51,7 +51,7 @@ def lie(one: Candidate, payload: bytes, **other: Any) -> Candidate:
 
 def false_stripe(code: Code, one: Candidate) -> Candidate:
     """What liars in league say: all fragments of one other stripe."""
-    other = seal(code, flip(STRIPE))[one.fragment.piece]
+    other = seal(code, flip(STRIPE))[one.fragment.index]
     return Candidate(one.source, other.fragment, other.payload)
 
 
@@ -61,19 +61,19 @@ DAMAGES: dict[str, Callable[[Code, Candidate], Candidate]] = {
     "truncated": lambda _, one: one._replace(payload=one.payload[:-1]),
     "longer": lambda _, one: one._replace(payload=one.payload + b"\0"),
     "empty": lambda _, one: one._replace(payload=b""),
-    "of another stripe": lambda code, one: seal(code, stripe=2)[one.fragment.piece]._replace(source=one.source),
-    "of another record": lambda code, one: seal(code, record=8)[one.fragment.piece]._replace(source=one.source),
-    "of another owner": lambda code, one: seal(code, owner=(2,))[one.fragment.piece]._replace(source=one.source),
-    "of another generation": lambda code, one: seal(code, generation="g")[one.fragment.piece]._replace(
+    "of another stripe": lambda code, one: seal(code, stripe=2)[one.fragment.index]._replace(source=one.source),
+    "of another record": lambda code, one: seal(code, record=8)[one.fragment.index]._replace(source=one.source),
+    "of another owner": lambda code, one: seal(code, owner=(2,))[one.fragment.index]._replace(source=one.source),
+    "of another generation": lambda code, one: seal(code, generation="g")[one.fragment.index]._replace(
         source=one.source
     ),
-    "of another length": lambda code, one: seal(code, STRIPE[:-1])[one.fragment.piece]._replace(source=one.source),
+    "of another length": lambda code, one: seal(code, STRIPE[:-1])[one.fragment.index]._replace(source=one.source),
     "a payload of another stripe": lambda code, one: one._replace(
-        payload=seal(code, STRIPE[::-1])[one.fragment.piece].payload
+        payload=seal(code, STRIPE[::-1])[one.fragment.index].payload
     ),
     "another k, with a checksum": lambda _, one: lie(one, one.payload, data=one.fragment.data + 1),
-    "no such piece, with a checksum": lambda code, one: lie(one, one.payload, piece=code.pieces),
-    "a negative piece, with a checksum": lambda _, one: lie(one, one.payload, piece=-1),
+    "no such fragment, with a checksum": lambda code, one: lie(one, one.payload, index=code.fragments),
+    "a negative fragment, with a checksum": lambda _, one: lie(one, one.payload, index=-1),
     "truncated, with a checksum": lambda _, one: lie(one, one.payload[:-1]),
     "empty, with a checksum": lambda _, one: lie(one, b""),
 }
@@ -101,13 +101,13 @@ def test_any_k_fragments_make_the_stripe(code: Code, length: int) -> None:
 def test_damage_is_known_by_itself(code: Code, damage: str) -> None:
     """m - 1 damaged fragments are one less than the code bears losses; one more is an error."""
     sealed = seal(code)
-    for choice in itertools.combinations(range(code.pieces), code.tolerate - 1):
+    for choice in itertools.combinations(range(code.fragments), code.tolerate - 1):
         found = [DAMAGES[damage](code, one) if at in choice else one for at, one in enumerate(sealed)]
         assert decode(code, found) == (STRIPE, tuple(f"node{at}" for at in choice))
-    for choice in itertools.combinations(range(code.pieces), code.tolerate):
+    for choice in itertools.combinations(range(code.fragments), code.tolerate):
         found = [DAMAGES[damage](code, one) if at in choice else one for at, one in enumerate(sealed)]
         with pytest.raises(
-            DamagedPiecesError, match=r"stripe 1 of record 7 of ranks \[2, 3\]: expected .* intact"
+            DamagedFragmentsError, match=r"stripe 1 of record 7 of ranks \[2, 3\]: expected .* intact"
         ) as info:
             decode(code, found)
         error = info.value
@@ -121,9 +121,9 @@ def test_damage_is_known_by_itself(code: Code, damage: str) -> None:
 def test_a_liar_is_outvoted_and_named(code: Code, kind: str) -> None:
     """Liars in league, as many as there can be: fewer than the others, of whom there are k."""
     sealed = seal(code)
-    most = min(code.tolerate - 1, (code.pieces - 1) // 2)
+    most = min(code.tolerate - 1, (code.fragments - 1) // 2)
     for count in range(most + 1):
-        for liars in itertools.combinations(range(code.pieces), count):
+        for liars in itertools.combinations(range(code.fragments), count):
             found = [LIES[kind](code, one) if at in liars else one for at, one in enumerate(sealed)]
             assert decode(code, found) == (STRIPE, tuple(f"node{at}" for at in liars))
 
@@ -135,7 +135,7 @@ def test_liars_that_are_too_many_are_never_believed_alone(code: Code, kind: str)
         found = [LIES[kind](code, choice[0]), *choice[1:]]
         if code.data == 1 and kind == "a false stripe":
             continue
-        with pytest.raises(DamagedPiecesError) as info:
+        with pytest.raises(DamagedFragmentsError) as info:
             decode(code, found)
         assert info.value.good < info.value.needed == code.data
 
@@ -145,7 +145,7 @@ def test_as_many_liars_as_others_are_an_error() -> None:
     with closing(Code(2, 3)) as code:
         sealed = seal(code)
         found = [false_stripe(code, sealed[0]), false_stripe(code, sealed[2]), sealed[1], sealed[3]]
-        with pytest.raises(DamagedPiecesError, match="make one stripe as another, node0, node2 and node1, node3"):
+        with pytest.raises(DamagedFragmentsError, match="make one stripe as another, node0, node2 and node1, node3"):
             decode(code, found)
         # As many, but not in league: the others are known by their stripe.
         found = [lie(sealed[0], flip(sealed[0].payload), digest=bytes(16)), sealed[1], sealed[3]]
@@ -153,7 +153,7 @@ def test_as_many_liars_as_others_are_an_error() -> None:
         assert decode(code, found) == (STRIPE, ("node0", "node2"))
 
 
-def test_a_piece_that_is_there_twice(code: Code) -> None:
+def test_a_fragment_that_is_there_twice(code: Code) -> None:
     sealed = seal(code)
     again = sealed[0]._replace(source="another")
     assert decode(code, [again, *sealed]) == (STRIPE, ())
@@ -163,14 +163,14 @@ def test_a_piece_that_is_there_twice(code: Code) -> None:
             STRIPE,
             ("another",),
         )
-    if code.data > 1:  # one piece many times is still one
-        with pytest.raises(DamagedPiecesError) as info:
+    if code.data > 1:  # one fragment many times is still one
+        with pytest.raises(DamagedFragmentsError) as info:
             decode(code, [sealed[0]._replace(source=str(number)) for number in range(code.data + 2)])
         assert info.value.good == 1
 
 
 def test_nothing_at_all_is_an_error(code: Code) -> None:
-    with pytest.raises(DamagedPiecesError, match=f"expected {code.data} intact pieces that agree, found 0; "):
+    with pytest.raises(DamagedFragmentsError, match=f"expected {code.data} intact fragments that agree, found 0; "):
         decode(code, [])
 
 
@@ -207,7 +207,7 @@ def test_whatever_is_found_the_bytes_are_right_or_refused(code: Code, data: st.D
     found = data.draw(st.permutations(found))
     bears = len(honest) >= code.data and len(honest) > len(liars)
     decoded, bad = None, ()
-    with contextlib.nullcontext() if bears else contextlib.suppress(DamagedPiecesError):
+    with contextlib.nullcontext() if bears else contextlib.suppress(DamagedFragmentsError):
         decoded, bad = decode(code, found)
     if bears:
         assert set(bad) == {one.source for one in found} - set(honest)
@@ -215,13 +215,13 @@ def test_whatever_is_found_the_bytes_are_right_or_refused(code: Code, data: st.D
         assert code.data <= fates.count("a false stripe") > len(honest)
 
 
-def test_many_pieces_are_not_tried_for_ever() -> None:
+def test_many_fragments_are_not_tried_for_ever() -> None:
     with closing(Code(16, 9)) as code:
         sealed = seal(code)
         found = [lie(one, flip(one.payload)) if at in (0, 5, 20) else one for at, one in enumerate(sealed)]
         assert decode(code, found) == (STRIPE, ("node0", "node5", "node20"))
         hopeless = [lie(one, flip(one.payload)) if at % 2 else one for at, one in enumerate(sealed)]
-        with pytest.raises(DamagedPiecesError, match="have does not make the stripe that they name"):
+        with pytest.raises(DamagedFragmentsError, match="have does not make the stripe that they name"):
             decode(code, hopeless)
 
 
@@ -231,5 +231,5 @@ def test_a_header_without_sense_is_refused() -> None:
     for field, value in [("stripe", 4), ("stripe", -1), ("stripes", 0), ("tolerate", 0), ("length", 0)]:
         wrong = lie(one, one.payload, **{field: value})
         assert check(wrong.fragment, wrong.payload), field
-    assert check(one.fragment, one.payload, piece=1, record=7) == ""
-    assert check(one.fragment, one.payload, piece=2) == "expected piece 2, found 1"
+    assert check(one.fragment, one.payload, index=1, record=7) == ""
+    assert check(one.fragment, one.payload, index=2) == "expected fragment 2, found 1"

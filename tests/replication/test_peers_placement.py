@@ -1,4 +1,4 @@
-"""Placement: any m losses leave k pieces, everybody keeps as much, domains differ wherever that is possible at all."""
+"""Placement: any m losses leave k fragments, everybody keeps as much, domains differ wherever possible."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def check_placement(placement: Placement, nodes: int, data: int, tolerate: int) 
         holders = placement.holders(owner)
         assert len({owner, *holders}) == span == len(holders) + 1
         assert {group_of[holder] for holder in holders} == {group_of[owner]}
-        for piece, holder in enumerate(holders):
-            kept[holder].append((owner, piece))
+        for index, holder in enumerate(holders):
+            kept[holder].append((owner, index))
     for node in range(nodes):
         assert placement.kept_by(node) == tuple(sorted(kept[node]))
         assert len(kept[node]) == span - 1
 
 
 def lost_records(placement: Placement, nodes: int, data: int, lost: set[int]) -> list[int]:
-    """The owners whose records are on neither them nor k of those who keep pieces."""
+    """The owners whose records are on neither them nor k of those who keep fragments."""
     return [owner for owner in lost if len(set(placement.holders(owner)) - lost) < data]
 
 
@@ -93,7 +93,7 @@ def test_every_number_of_nodes(nodes: int) -> None:
             assert not placement.warnings
 
 
-def test_any_m_losses_leave_k_pieces_and_m_more_do_not() -> None:
+def test_any_m_losses_leave_k_fragments_and_m_more_do_not() -> None:
     for nodes, data, tolerate in itertools.product(range(2, 10), range(1, 5), range(1, 4)):
         if data + tolerate > nodes:
             continue
@@ -135,11 +135,11 @@ def jobs(draw: st.DrawFn) -> tuple[list[Path], int, int]:
 @given(jobs(), st.integers(1, 3), st.data())
 @settings(max_examples=300, deadline=None)
 def test_domains_of_any_shape(job: tuple[list[Path], int, int], depth: int, data: st.DataObject) -> None:
-    whole, pieces, tolerate = job
-    span = pieces + tolerate
+    whole, fragments, tolerate = job
+    span = fragments + tolerate
     domains = [path[:depth] for path in whole]
-    placement = place(domains, pieces, tolerate)
-    check_placement(placement, len(domains), pieces, tolerate)
+    placement = place(domains, fragments, tolerate)
+    check_placement(placement, len(domains), fragments, tolerate)
     suffice = max(Counter(domains).values()) <= len(domains) // span
     assert records_share_no_domain(placement, domains) == suffice
     assert bool(placement.warnings) == (not suffice)
@@ -148,18 +148,18 @@ def test_domains_of_any_shape(job: tuple[list[Path], int, int], depth: int, data
         names = sorted({path[:level] for path in domains})
         lost = data.draw(st.permutations(names))[:survived]
         nodes = {node for node, path in enumerate(domains) if path[:level] in lost}
-        assert not lost_records(placement, len(domains), pieces, nodes)
+        assert not lost_records(placement, len(domains), fragments, nodes)
         if len(names) <= 8:
             worse = (
                 {node for node, path in enumerate(domains) if path[:level] in choice}
                 for choice in itertools.combinations(names, survived + 1)
             )
-            assert any(lost_records(placement, len(domains), pieces, choice) for choice in worse)
+            assert any(lost_records(placement, len(domains), fragments, choice) for choice in worse)
     if suffice:
         assert placement.survived[-1] >= tolerate
     # Only who shares a domain matters, not what it is called.
     renamed = [tuple(f"{name}-{len(name)}"[::-1] for name in path) for path in domains]
-    assert place(renamed, pieces, tolerate).groups == placement.groups
+    assert place(renamed, fragments, tolerate).groups == placement.groups
     everywhere, groups = Counter(domains), placement.groups
     for group in groups:  # spread as evenly as can be, in any case
         counts = Counter(domains[node] for node in group.nodes)

@@ -69,7 +69,7 @@ def test_progress_is_reported_within_a_record(job: Job, monkeypatch: pytest.Monk
 def test_what_the_code_bears_is_read_around(job: Job, damage: str) -> None:
     bears = job.code.tolerate - 1
     if damage in LIES:
-        bears = min(bears, (job.code.pieces - 1) // 2)
+        bears = min(bears, (job.code.fragments - 1) // 2)
     for choice in itertools.islice(itertools.combinations(job.names, bears), 3):
         result = job.read(at(choice, DAMAGES[damage]))
         assert result.problem == "", damage
@@ -83,7 +83,7 @@ def test_beyond_that_the_ranks_and_the_sources_are_named(job: Job, damage: str) 
     result = job.read(at(choice, DAMAGES[damage]))
     assert "of ranks [0, 1] cannot be had" in result.problem
     assert named(result) >= set(choice)
-    if damage != "another payload, with a checksum":  # pieces of which one lies, and nothing shows which
+    if damage != "another payload, with a checksum":  # fragments of which one lies, and nothing shows which
         assert named(result) == set(choice)
     assert (result.metas, result.rank_states) == ({}, {})
 
@@ -101,12 +101,12 @@ def test_what_a_source_makes_up_of_a_record_is_not_believed(
 
 
 def test_damage_in_other_places_at_each_node_is_read_around(job: Job) -> None:
-    """A stripe is whole as long as k pieces of it are, whatever has become of others."""
+    """A stripe is whole as long as k fragments of it are, whatever has become of others."""
 
     def bend(node: Node, question: WireMessage, answer: WireMessage, payload: Bytes) -> Answers:
         if isinstance(answer, Got):
             first = answer.stripe + answer.record
-            hit = {job.names[(first + index) % job.code.pieces] for index in range(job.code.tolerate - 1)}
+            hit = {job.names[(first + index) % job.code.fragments] for index in range(job.code.tolerate - 1)}
             if node.name in hit:
                 damage = list(FRAGMENT_DAMAGES)[(first * 7 + len(node.name)) % (len(FRAGMENT_DAMAGES) - 1)]
                 return [(node.name, *FRAGMENT_DAMAGES[damage](node, answer, payload))]
@@ -183,7 +183,7 @@ def test_any_damage_is_borne_or_named(
 ) -> None:
     """Fewer than m nodes do whatever they like, answer by answer and in any order; or more, and it is never wrong."""
     job = jobs[size]
-    count = data.draw(st.integers(0, job.code.pieces), label="damaged")
+    count = data.draw(st.integers(0, job.code.fragments), label="damaged")
     damaged = data.draw(st.permutations(job.names))[:count]
     seed = data.draw(st.integers(0, 1 << 30))
     numbers = random.Random(seed)

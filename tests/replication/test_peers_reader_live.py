@@ -1,4 +1,4 @@
-"""States read back from nodes that have them themselves, and from these and pieces together."""
+"""States read back from nodes that have them themselves, and from these and fragments together."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_live_state_that_is_not_right_is_given_up(live: Live, damage: str) -> 
 
 
 class Private:
-    """A unit of whom pieces have what is its own, and another one that has the rest, on a node that has pieces, too."""
+    """A unit whose own state lies in fragments, and another one that has the rest, on a node with fragments, too."""
 
     def __init__(self) -> None:
         self.code = Code(2, 2)
@@ -135,11 +135,11 @@ class Private:
             self.replica.regions[0].map[start : start + nbytes] = bytes(nbytes)
             self._copy(ours)
         self.replica.regions[1].map[:] = self.records.regions[1].map[:]
-        self.nodes = [Node(f"n{index}") for index in range(self.code.pieces)]
+        self.nodes = [Node(f"n{index}") for index in range(self.code.fragments)]
         spread(self.records, self.code, self.nodes, private=True)
         self.nodes[1].serving.add(self.replica.serve(NEWEST), self.replica.duplicates())
-        pieces = tuple((node.name, index) for index, node in enumerate(self.nodes))
-        self.wanted = WantedState(RANKS, NEWEST, FromFragments("g", pieces, 2, 1, ("n1", (2,))))
+        fragments = tuple((node.name, index) for index, node in enumerate(self.nodes))
+        self.wanted = WantedState(RANKS, NEWEST, FromFragments("g", fragments, 2, 1, ("n1", (2,))))
 
     def _copy(self, record: int) -> None:
         ours, theirs = self.records.layout, self.replica.layout
@@ -170,7 +170,7 @@ def private() -> Iterator[Private]:
         yield private
 
 
-def of_pieces(question: WireMessage) -> bool:
+def of_fragments(question: WireMessage) -> bool:
     return getattr(question, "generation", "") == "g"
 
 
@@ -193,17 +193,17 @@ def test_both_of_the_state_before_are_put_together_as_well(private: Private) -> 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_piece_does_not_spoil_what_its_node_has_live(private: Private, damage: str) -> None:
-    result = private.read(when(of_pieces, at(["n1"], DAMAGES[damage])))
+def test_a_damaged_fragment_does_not_spoil_what_its_node_has_live(private: Private, damage: str) -> None:
+    result = private.read(when(of_fragments, at(["n1"], DAMAGES[damage])))
     assert result.problem == ""
     assert {one.generation for one in result.bad} <= {"g"}
     assert named(result) <= {"n1"}
 
 
 @pytest.mark.parametrize("damage", LIVE_DAMAGES)
-def test_a_damaged_replica_is_named_and_not_the_pieces(private: Private, damage: str) -> None:
-    result = private.read(when(lambda question: not of_pieces(question), at(["n1"], LIVE_DAMAGES[damage])))
+def test_a_damaged_replica_is_named_and_not_the_fragments(private: Private, damage: str) -> None:
+    result = private.read(when(lambda question: not of_fragments(question), at(["n1"], LIVE_DAMAGES[damage])))
     assert "of ranks [2] cannot be had" in result.problem
     assert BadSourceSeen("n1", (2,), "", damage in SAYS_NOTHING) in result.bad
-    # A node that says nothing has no pieces either.
+    # A node that says nothing has no fragments either.
     assert len(result.bad) == (2 if damage in SAYS_NOTHING else 1)

@@ -61,8 +61,8 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
         pytest.param(HSDP, standby_config(2, "eager"), marks=slow),
         pytest.param(FSDP, peers_config(2, 2, "eager"), marks=slow),
     ],
-    ids=["standby replicas", "private pieces, eager", "standby replicas, eager", "three copies", "standby, ddp",
-         "private pieces", "hsdp", "standby replicas, hsdp, eager", "pieces, eager"],
+    ids=["standby replicas", "private fragments, eager", "standby replicas, eager", "three copies", "standby, ddp",
+         "private fragments", "hsdp", "standby replicas, hsdp, eager", "fragments, eager"],
 )  # fmt: skip
 def test_a_step_is_repeated_and_whatever_becomes_of_it_nothing_is_lost(
     lab: Lab, setup: Setup, config: MemckptConfig

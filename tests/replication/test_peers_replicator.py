@@ -68,8 +68,8 @@ WRONG_WINDOWS: dict[str, dict[str, Any]] = {
     "of this node's ranks": {"owner": (1,)},
     "of no ranks": {"owner": ()},
     "of another node": {"node": "c"},
-    "a piece for somebody else": {"piece": 5},
-    "a piece below": {"piece": -1},
+    "a fragment for somebody else": {"index": 5},
+    "a fragment below": {"index": -1},
     "no data": {"data": 0},
     "much data": {"data": FAR},
     "no tolerance": {"tolerate": 0},
@@ -255,7 +255,7 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
 )
 CHANGES = st.dictionaries(
     st.sampled_from(
-        ["owner", "node", "piece", "data", "tolerate", "base", "period", "kept", "every", "record_bytes", "standby"]
+        ["owner", "node", "index", "data", "tolerate", "base", "period", "kept", "every", "record_bytes", "standby"]
     ),
     NUMBERS,
     min_size=1,

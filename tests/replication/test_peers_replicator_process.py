@@ -27,12 +27,12 @@ from memckpt.protocol.channel import Channel
 from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerNode
 from memckpt.protocol.recovery import Described, Filled, Recover, RecoveryProgress
 from memckpt.protocol.replication import (
+    Fragments,
     GiveUp,
     Halt,
     Halted,
     Holds,
-    ListPieces,
-    Pieces,
+    ListFragments,
     SendGeneration,
     WatermarkAdvanced,
 )
@@ -100,7 +100,7 @@ class FakeReplicator:
             raise AgentGoneError("it has shown no sign of life")
         if isinstance(message, Listen):
             return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
-        return Pieces(()) if isinstance(message, ListPieces) else Halted()
+        return Fragments(()) if isinstance(message, ListFragments) else Halted()
 
     def close(self, last: object = None) -> None:
         self.closed = True
@@ -350,7 +350,7 @@ def hand_out_something(monkeypatch: pytest.MonkeyPatch, first: Callable[[], None
 def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies(FakeReplicator):
         def ask(self, message: object, *arguments: Any) -> Any:
-            if isinstance(message, ListPieces) and not isinstance(self.asked[-1], Listen):
+            if isinstance(message, ListFragments) and not isinstance(self.asked[-1], Listen):
                 self.ended("it was not in its right mind")
                 raise AgentGoneError("what it said has led to its end")
             return super().ask(message, *arguments)

@@ -235,7 +235,7 @@ def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(
     last, expected = lost_again_before_protection(lab, stored_job(lab, setup, 3, 1), "node2")
     finishes(lab, last, expected)
     goes_on(last, 4, 4, "storage")
-    assert "2 of 3 pieces needed are left" in told(lab)
+    assert "2 of 3 fragments needed are left" in told(lab)
 
 
 @slow
@@ -245,7 +245,7 @@ def test_starts_over_when_a_second_node_is_lost_before_protection_is_whole(lab: 
     last = replace(last, number=0)
     finishes(lab, last, expected)
     goes_on(last, 0, 0)
-    assert "2 of 3 pieces needed are left" in told(lab)
+    assert "2 of 3 fragments needed are left" in told(lab)
 
 
 @slow
@@ -362,8 +362,8 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
 
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
-def test_pieces_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -> None:
-    """A node is lost, then the replicators of all others die, one of them once more as it is asked for pieces."""
+def test_fragments_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -> None:
+    """A node is lost, then the replicators of all others die, one of them once more as it is asked for fragments."""
     job = peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
@@ -379,7 +379,7 @@ def test_pieces_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_a_node_is_lost_as_the_replicators_of_others_die(lab: Lab, setup: Setup, redo: str) -> None:
-    """What was acknowledged is with those who take their place: (3, 1) needs the pieces of all three."""
+    """What was acknowledged is with those who take their place: (3, 1) needs the fragments of all three."""
     job = peers_job(lab, setup, peers_config(3, 1, redo))
     expected = reference(lab, job)
     acts = [Act(rank, 6, "backward", kill_replicator) for rank in (0, 2, 3)]
@@ -446,7 +446,7 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     lab: Lab, setup: Setup, ack: str, lost: str
 ) -> None:
-    """The replicator of node1 stands still for the last steps before it, or one that keeps its pieces, is lost."""
+    """The replicator of node1 stands still for the last steps before it, or one that keeps its fragments, is lost."""
     job = peers_job(lab, setup, peers_config(2, 2, ack=ack))
     expected = reference(lab, job)
     stands = Act(1, 5, "forward", stop_replicator)
@@ -581,7 +581,7 @@ def test_training_goes_on_without_a_node_that_stands_still_and_with_it_when_it_i
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 @pytest.mark.parametrize("every", [1, 5000])
-def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
+def test_damaged_fragments_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
@@ -610,7 +610,7 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
     goes_on(last, 4 * stored, 4 * stored, "storage")
     said = told(lab)
     assert "memory cannot produce the states of all ranks (ranks [1]:" in said
-    assert "2 of 3 pieces needed" in said
+    assert "2 of 3 fragments needed" in said
 
 
 # Nothing is left

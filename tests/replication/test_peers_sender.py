@@ -73,14 +73,14 @@ class Shelf:
     def take(self, message: WireMessage, payload: bytes) -> Stored | None:
         match message:
             case Open(told):
-                self.opened.append((told.generation, told.piece))
+                self.opened.append((told.generation, told.index))
             case Abandon(_, generation, record):
                 self.abandoned.append(record)
                 self.parts.pop((generation, record), None)
             case Put(fragment, step):
                 assert check(fragment, payload, owner=RANKS) == ""
                 assert step == 100 + fragment.record
-                assert (fragment.generation, fragment.piece) == self.opened[-1]
+                assert (fragment.generation, fragment.index) == self.opened[-1]
                 key = fragment.generation, fragment.record
                 self.parts[key][fragment.stripe] = payload
                 if len(self.parts[key]) == fragment.stripes:

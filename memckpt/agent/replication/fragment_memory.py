@@ -1,4 +1,4 @@
-"""Memory in which replicators keep other nodes' pieces. The agent has it, too, so that it outlives them."""
+"""Memory in which replicators keep other nodes' fragments. The agent has it, too, so that it outlives them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Kept(NamedTuple):
     nbytes: int
 
 
-class PieceRooms:
+class FragmentRooms:
     """Descriptors of that memory; owns them. What lies there is the replicator's business."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PieceRooms:
         if len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            raise AgentError(f"expected one descriptor of memory for pieces, found {len(fds)}")
+            raise AgentError(f"expected one descriptor of memory for fragments, found {len(fds)}")
         key = message.owner, message.generation, message.slot
         self._drop(key)
         self._rooms[key] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)

@@ -10,15 +10,25 @@ from typing import Protocol
 
 import msgspec
 
-from memckpt.agent.replication.fragment_memory import PieceRooms
+from memckpt.agent.replication.fragment_memory import FragmentRooms
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.life import LifePage
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import ReplicatorProcess
 from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peers import Listen, Listening
-from memckpt.protocol.replication import Drain, Drained, Halt, Halted, Holds, KeepRoom, LetGoOfRoom, ListPieces, Pieces
-from memckpt.state.records import HeldPieces
+from memckpt.protocol.replication import (
+    Drain,
+    Drained,
+    Fragments,
+    Halt,
+    Halted,
+    Holds,
+    KeepRoom,
+    LetGoOfRoom,
+    ListFragments,
+)
+from memckpt.state.records import HeldFragments
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
@@ -52,7 +62,7 @@ class Owner(Protocol):
 
 
 class OwnReplicator:
-    """The replicator of a node. Owns the process, and the memory in which it keeps other nodes' pieces.
+    """The replicator of a node. Owns the process, and the memory in which it keeps other nodes' fragments.
 
     The memory outlives the process: the next one goes on with it.
 
@@ -76,7 +86,7 @@ class OwnReplicator:
         self._selector = selector
         self._owner = owner
         self._life = life
-        self._rooms = PieceRooms()
+        self._rooms = FragmentRooms()
         #: What it was told of the attempt, and where it listens.
         self._listening: tuple[Listen, Listening] | None = None
         self._backoff = Backoff()
@@ -117,7 +127,7 @@ class OwnReplicator:
         """Whether the process is alive, and has taken all that was sent to it until now."""
         process = self.process
         try:
-            self._pieces()
+            self._fragments()
         except AgentGoneError as error:
             if self.process is process:
                 self._die(str(error))
@@ -137,7 +147,7 @@ class OwnReplicator:
         match message:
             case KeepRoom() | LetGoOfRoom():
                 self._note_room(message, self.process.take_descriptors() if self.process is not None else [])
-            case Listening() | Pieces() | Halted():
+            case Listening() | Fragments() | Halted():
                 pass  # an answer for which nobody waits any more
             case _:
                 self._owner.replicator_said(message)
@@ -148,9 +158,9 @@ class OwnReplicator:
         else:
             self._rooms.let_go(message)
 
-    def _pieces(self) -> tuple[HeldPieces, ...]:
+    def _fragments(self) -> tuple[HeldFragments, ...]:
         assert self.process is not None
-        return self.process.ask(ListPieces(self.fingerprints), Pieces, _ANSWER_SECONDS).pieces
+        return self.process.ask(ListFragments(self.fingerprints), Fragments, _ANSWER_SECONDS).fragments
 
     # Attempts
 
@@ -206,7 +216,7 @@ class OwnReplicator:
                 self.process = self._start(message.liveness_seconds)
             self.process.watch_for(message.liveness_seconds)
             self._listening = message, self.process.ask(message, Listening, _ANSWER_SECONDS)
-        return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
+        return msgspec.structs.replace(self._listening[1], fragments=self._fragments())
 
     def _replaces_standing(self, message: Listen, reason: str) -> bool:
         """Whether it has not answered because it stands still; then it is killed, and may be replaced."""

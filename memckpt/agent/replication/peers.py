@@ -103,7 +103,7 @@ class Peers:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what is kept of other nodes' records, in pieces and in standby replicas."""
+        """Memory of what is kept of other nodes' records, in fragments and in standby replicas."""
         return self.kept_bytes + self._standbys.nbytes
 
     @property

@@ -1,4 +1,4 @@
-"""A record as the bytes that are cut into pieces: what lies in its slot, and behind that what belongs to it.
+"""A record as the bytes that are cut into fragments: what lies in its slot, and behind that what belongs to it.
 
 Bytes that lie in shared memory are never copied as a whole: stripes look at them, and only one that spans several
 places is put together.
@@ -125,7 +125,7 @@ class BlobReader:
             self._first.clear()
         while rest.nbytes:
             if not self._targets:
-                raise DamagedStateError(f"a record of pieces: expected its end, found {rest.nbytes} bytes more")
+                raise DamagedStateError(f"a record of fragments: expected its end, found {rest.nbytes} bytes more")
             target = self._targets[0]
             count = min(rest.nbytes, target.nbytes - self._position)
             target[self._position : self._position + count] = rest[:count]
@@ -138,14 +138,14 @@ class BlobReader:
         if self._size is None and len(self._first) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(self._first)
             if length > self._limit:
-                raise DamagedStateError(f"a record of pieces: expected a tail of at most {self._limit} bytes")
+                raise DamagedStateError(f"a record of fragments: expected a tail of at most {self._limit} bytes")
             self._size = _HEAD.size + length
         if self._size is None or len(self._first) < self._size:
             return False
         try:
             tail = msgspec.msgpack.decode(bytes(self._first[_HEAD.size : self._size]), type=RecordTail)
         except ValueError as error:  # of msgspec, or of text that is no UTF-8
-            raise DamagedStateError(f"a record of pieces: its tail cannot be read: {error}") from error
+            raise DamagedStateError(f"a record of fragments: its tail cannot be read: {error}") from error
         self._targets = [view for extent in tail.extents if (view := self._target(extent)).nbytes]
         self.tail = tail
         return True
@@ -156,7 +156,7 @@ class BlobReader:
                 start = extent.offset - room.offset
                 return room.view[start : start + extent.nbytes]
         bounds = ", ".join(f"{room.offset} to {room.offset + room.view.nbytes}" for room in self._rooms)
-        raise DamagedStateError(f"a record of pieces: expected bytes within {bounds}, found {extent}")
+        raise DamagedStateError(f"a record of fragments: expected bytes within {bounds}, found {extent}")
 
     def finish(self) -> RecordTail:
         """The tail of the record, all stripes of which were taken.
@@ -165,5 +165,5 @@ class BlobReader:
             DamagedStateError: some are missing.
         """
         if self.tail is None or self._targets:
-            raise DamagedStateError("a record of pieces ends before all of its bytes are there")
+            raise DamagedStateError("a record of fragments ends before all of its bytes are there")
         return self.tail

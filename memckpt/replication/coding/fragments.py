@@ -1,4 +1,4 @@
-"""Fragments: what travels and is kept of a record, one for each of its stripes and pieces, and how damage is found.
+"""Fragments: what travels and is kept of a record, k + m - 1 of each stripe, and how damage is found.
 
 Each fragment says what it is and carries a checksum of all of it, so that one that was damaged or mixed up is known by
 itself. A peer that lies can make a valid checksum; so each also carries a digest of the whole stripe, and what was
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from memckpt.errors import DamagedPiecesError
-from memckpt.replication.coding.code import STRIPE_BYTES, Code, Piece
+from memckpt.errors import DamagedFragmentsError
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, Payload
 from memckpt.state.records import RankGroup
 
 #: How many choices of k candidates are tried to find those that do not lie.
@@ -32,8 +32,8 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
         generation: the owner's generation to which the record belongs.
         owner: the ranks whose record it is.
         record: its number.
-        stripe, stripes: which part of the record, of how many.
-        piece: which of the k + m - 1 pieces.
+        stripe, stripes: index of the stripe in its record, and number of stripes.
+        index: which of the k + m - 1 fragments of the stripe.
         data, tolerate: k and m.
         length: length of the stripe, in bytes.
         checksum: xxh3_64 of the other fields and of the payload.
@@ -45,7 +45,7 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
     record: int
     stripe: int
     stripes: int
-    piece: int
+    index: int
     data: int
     tolerate: int
     length: int
@@ -58,13 +58,13 @@ class Candidate(NamedTuple):
 
     source: str
     fragment: Fragment
-    payload: Piece
+    payload: Payload
 
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def _checksum(fragment: Fragment, payload: Piece) -> bytes:
+def _checksum(fragment: Fragment, payload: Payload) -> bytes:
     bare = msgspec.structs.replace(fragment, checksum=b"")
     state = xxhash.xxh3_64(_encoder.encode(bare))
     state.update(payload)
@@ -80,29 +80,29 @@ def seal_stripe(
     record: int,
     stripe: int,
     stripes: int,
-) -> list[tuple[Fragment, Piece]]:
-    """Encode one stripe of 1 to STRIPE_BYTES bytes: for each piece, in their order, a fragment and its payload.
+) -> list[tuple[Fragment, Payload]]:
+    """Encode one stripe of 1 to STRIPE_BYTES bytes: its fragments in their order, each with its payload.
 
     The stripe is not to change meanwhile; the payloads are the caller's.
     """
     digest = xxhash.xxh3_128_digest(data)
     sealed = []
-    for piece, payload in enumerate(code.encode(data)):
+    for index, payload in enumerate(code.encode(data)):
         bare = Fragment(
-            generation, owner, record, stripe, stripes, piece, code.data, code.tolerate, len(data), b"", digest
+            generation, owner, record, stripe, stripes, index, code.data, code.tolerate, len(data), b"", digest
         )
         sealed.append((msgspec.structs.replace(bare, checksum=_checksum(bare, payload)), payload))
     return sealed
 
 
-def check(fragment: Fragment, payload: Piece, **expected: object) -> str:
+def check(fragment: Fragment, payload: Payload, **expected: object) -> str:
     """What is wrong with a fragment, in words; empty if it is whole, makes sense, and has the `expected` fields."""
     for name, value in expected.items():
         if (found := getattr(fragment, name)) != value:
             return f"expected {name} {value}, found {found}"
     one = fragment
-    if one.data < 1 or one.tolerate < 1 or not 0 <= one.piece < one.data + one.tolerate - 1:
-        return f"expected one of k + m - 1 pieces, found piece {one.piece} with k={one.data}, m={one.tolerate}"
+    if one.data < 1 or one.tolerate < 1 or not 0 <= one.index < one.data + one.tolerate - 1:
+        return f"expected one of k + m - 1 fragments, found fragment {one.index} with k={one.data}, m={one.tolerate}"
     if not 0 <= one.stripe < one.stripes or not 1 <= one.length <= STRIPE_BYTES:
         return f"found stripe {one.stripe} of {one.stripes} with {one.length} bytes, of record {one.record}"
     if fragment.checksum != _checksum(fragment, payload):
@@ -112,7 +112,7 @@ def check(fragment: Fragment, payload: Piece, **expected: object) -> str:
 
 def decode_stripe(
     code: Code,
-    candidates: Sequence[Candidate | tuple[str, Fragment, Piece]],
+    candidates: Sequence[Candidate | tuple[str, Fragment, Payload]],
     *,
     generation: str,
     owner: RankGroup,
@@ -135,7 +135,7 @@ def decode_stripe(
         The stripe, and the sources of what was found to be wrong.
 
     Raises:
-        DamagedPiecesError: too few are intact, or more than one stripe could follow from them.
+        DamagedFragmentsError: too few are intact, or more than one stripe could follow from them.
     """
     found = [Candidate(*candidate) for candidate in candidates]
     size = code.fragment_bytes(length)
@@ -158,17 +158,17 @@ def decode_stripe(
     if len(results) == 1:
         data, used = results[digest]
         rest = [one for one in agreeing[digest] if one not in used]
-        pieces = code.encode(data) if rest else []
-        problems |= {one.source: "lies" for one in rest if bytes(one.payload) != bytes(pieces[one.fragment.piece])}
+        fragments = code.encode(data) if rest else []
+        problems |= {one.source: "lies" for one in rest if bytes(one.payload) != bytes(fragments[one.fragment.index])}
         return data, tuple(problems)
-    good = max((len({one.fragment.piece for one in each}) for each in agreeing.values()), default=0)
+    good = max((len({one.fragment.index for one in each}) for each in agreeing.values()), default=0)
     words = [f"{source}: {problem}" for source, problem in problems.items()]
     if len(results) > 1:
         words.append(f"as many fragments make one stripe as another, {' and '.join(map(_name, agreeing.values()))}")
     elif good >= code.data:
         words.append(f"what {_name(agreeing[named[0]])} have does not make the stripe that they name")
     good = min(good, code.data - 1)  # more would have made the stripe
-    raise DamagedPiecesError(owner, record, stripe, tuple(problems), good, code.data, "; ".join(words))
+    raise DamagedFragmentsError(owner, record, stripe, tuple(problems), good, code.data, "; ".join(words))
 
 
 def _decode_to(
@@ -176,20 +176,20 @@ def _decode_to(
 ) -> tuple[bytes, tuple[Candidate, ...]] | None:
     """The stripe that has `digest`, and the k candidates that make it; None if no choice of them does."""
     for choice in _choose(candidates, code.data):
-        data = code.decode({one.fragment.piece: one.payload for one in choice}, length)
+        data = code.decode({one.fragment.index: one.payload for one in choice}, length)
         if xxhash.xxh3_128_digest(data) == digest:
             return data, choice
     return None
 
 
 def _choose(candidates: Sequence[Candidate], count: int) -> Iterator[tuple[Candidate, ...]]:
-    """Choices of `count` different pieces, the first ones first: all, or where these are too many, some at random."""
+    """Choices of `count` different fragments, the first ones first: all, or some at random if these are too many."""
     choices: Iterator[tuple[Candidate, ...]] = itertools.combinations(candidates, count)
     if math.comb(len(candidates), count) > _MOST_CHOICES:
         numbers = random.Random(0)
         drawn = (tuple(numbers.sample(candidates, count)) for _ in range(_MOST_CHOICES))
         choices = itertools.chain(itertools.islice(choices, 1), drawn)
-    return (choice for choice in choices if len({one.fragment.piece for one in choice}) == count)
+    return (choice for choice in choices if len({one.fragment.index for one in choice}) == count)
 
 
 def _name(candidates: Iterable[Candidate]) -> str:

@@ -1,8 +1,8 @@
-"""Which nodes keep the pieces of whose records: pure functions, so that every node computes the same.
+"""Which nodes keep the fragments of whose records: pure functions, so that every node computes the same.
 
-A group has k + m nodes or some more, on a ring. The k + m - 1 nodes that follow a node on its ring keep one piece each
-of its records: every node keeps as much as it sends. Nodes are dealt out to the groups, and laid on the ring, such that
-no two of k + m neighbours are of one failure domain. That is possible exactly where no domain has more than
+A group has k + m nodes or some more, on a ring. The k + m - 1 nodes that follow a node on its ring keep one fragment
+each of its records: every node keeps as much as it sends. Nodes are dealt out to the groups, and laid on the ring,
+such that no two of k + m neighbours are of one failure domain. That is possible exactly where no domain has more than
 n // (k + m) nodes: n records each touch it at most once, and each of its nodes is touched by k + m of them.
 """
 
@@ -43,11 +43,11 @@ class Placement:
     _kept: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
     def holders(self, owner: int) -> tuple[int, ...]:
-        """The k + m - 1 nodes that keep a piece of this node's records; a position is the number of the piece."""
+        """The k + m - 1 nodes that keep a fragment of this node's records; a position is the number of the fragment."""
         return self._holders[owner]
 
     def kept_by(self, node: int) -> tuple[tuple[int, int], ...]:
-        """(owner, piece) of all that this node keeps."""
+        """(owner, fragment) of all that this node keeps."""
         return self._kept[node]
 
 
@@ -57,7 +57,7 @@ def domains_suffice(domains: Sequence[Hashable], group_nodes: int) -> bool:
 
 
 def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "domain") -> Placement:
-    """Form groups of `data` + `tolerate` nodes or more, and say who keeps whose pieces.
+    """Form groups of `data` + `tolerate` nodes or more, and say who keeps whose fragments.
 
     What depends on names is only which nodes share a domain: a node that replaces another one in its domain, or where
     nothing is known of domains, takes its place, and nothing else moves.
@@ -65,7 +65,7 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     Args:
         domains: the way to each node's failure domain from the widest one, by its index, all of one length. Nodes
             with the same way fail together, at worst; nodes are also spread over the wider ones as evenly as can be.
-        data: k, how many pieces make a record whole; 1 where each piece is a copy.
+        data: k, how many fragments make a record whole; 1 where each fragment is a copy.
         tolerate: m, how many nodes of a group may be lost.
         level: what such a domain is called, for warnings.
 
@@ -91,8 +91,8 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     for ring in rings:
         for at, owner in enumerate(ring):
             holders[owner] = tuple(ring[(at + distance) % len(ring)] for distance in range(1, span))
-            for piece, holder in enumerate(holders[owner]):
-                kept[holder].append((owner, piece))
+            for index, holder in enumerate(holders[owner]):
+                kept[holder].append((owner, index))
     depth = len(domains[0])
     survived = tuple(
         _count_survived(holders, [path[:end] for path in domains], tolerate) for end in range(1, depth + 1)

@@ -83,7 +83,7 @@ class Cells:
             return None
         told = self._window
         fragment = Fragment(
-            told.generation, told.owner, record, stripe, stripes, told.piece, told.data, told.tolerate, length,
+            told.generation, told.owner, record, stripe, stripes, told.index, told.data, told.tolerate, length,
             checksum, digest,
         )  # fmt: skip
         return Found(fragment, step, cell[STAMP_BYTES : STAMP_BYTES + nbytes])

@@ -1,4 +1,4 @@
-"""Pieces of other nodes' records, kept in memory that is reserved once for each of their generations."""
+"""Fragments of other nodes' records, kept in memory that is reserved once for each of their generations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, KeptWindow, Reserve, Room
 from memckpt.replication.keeping.record_store import RecordStore
 from memckpt.replication.transport.wire import NotStored, Stored, Window
-from memckpt.state.records import HeldPieces, RankGroup
+from memckpt.state.records import HeldFragments, RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
 #: Number of generations of one owner that are kept while the watermark stands still.
@@ -62,7 +62,7 @@ class FragmentStore(RecordStore):
         Args:
             window: the generation.
             unit: bytes of a fragment of a whole stripe.
-            rooms: memory where its pieces lie, by slot; closed with the window.
+            rooms: memory where its fragments lie, by slot; closed with the window.
 
         Raises:
             ValueError: the rooms are not those of such a window.
@@ -124,7 +124,7 @@ class FragmentStore(RecordStore):
             former = [one for one in self.windows() if one.window.attempt != self._attempt]
             if self._goes_on or not former:
                 raise
-            _log.warning("dropping pieces of an earlier attempt, which this one does not use: %s", error)
+            _log.warning("dropping fragments of an earlier attempt, which this one does not use: %s", error)
             for one in former:
                 self._forget(one)
             return KeptWindow(window, unit, self._reserve, self._keeper)
@@ -134,7 +134,7 @@ class FragmentStore(RecordStore):
 
         Args:
             window: what it would tell a holder.
-            code: the code of its pieces.
+            code: the code of its fragments.
 
         Raises:
             MemckptError: there is none.
@@ -206,6 +206,6 @@ class FragmentStore(RecordStore):
             if told.owner == owner and told.attempt == self._attempt and told.base < base and not told.cut:
                 self._forget(window)
 
-    def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:
+    def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldFragments, ...]:
         """Description of all that is kept, for the plan."""
         return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())

@@ -1,4 +1,4 @@
-"""One generation of another node's pieces, in memory that describes itself.
+"""One generation of another node's fragments, in memory that describes itself.
 
 Each fragment lies behind a stamp that says what it is. A process that maps the memory after its writer has died
 therefore finds the records that were whole.
@@ -16,7 +16,7 @@ from memckpt.replication.keeping.cells import STAMP_BYTES, Cells
 from memckpt.replication.keeping.windows import differing, misfit, sizes_of
 from memckpt.replication.transport.wire import Window
 from memckpt.state.received import read_spec
-from memckpt.state.records import HeldPieces
+from memckpt.state.records import HeldFragments
 from memckpt.state.spec import first_difference
 
 #: A window's room for all slots; other rooms have the number of the slot to which they belong.
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     """The purpose of a room.
 
     Attributes:
-        window: the generation whose pieces lie there.
+        window: the generation whose fragments lie there.
         unit: bytes of a fragment of a whole stripe.
         slot: :data:`SLOTS`, or the slot for which more room was needed.
     """
@@ -84,7 +84,7 @@ class _KeptRecord:
 
 
 class KeptWindow:
-    """One generation of one owner's pieces, in memory that is reserved.
+    """One generation of one owner's fragments, in memory that is reserved.
 
     Args:
         window: the owner's description of it.
@@ -141,7 +141,7 @@ class KeptWindow:
     # Records
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> bool:
-        """Keep a fragment that fits; True when that makes its piece of the record complete.
+        """Keep a fragment that fits; True when that makes the record complete here.
 
         Raises:
             MemckptError: there is no room for it, or what is here of the record is not what is sent, and is dropped.
@@ -296,7 +296,7 @@ class KeptWindow:
         """Numbers of the records that are complete, ascending."""
         return sorted(number for number, kept in self._records.items() if kept.complete and number != STATIC)
 
-    def held(self, node: str, fingerprint: tuple[str, ...] | None) -> HeldPieces:
+    def held(self, node: str, fingerprint: tuple[str, ...] | None) -> HeldFragments:
         """Description of what is here, for the plan.
 
         Args:
@@ -306,10 +306,10 @@ class KeptWindow:
         window, records = self.window, self.records()
         difference = first_difference(self.spec.fingerprint(), fingerprint) if fingerprint is not None else None
         static = self._records.get(STATIC)
-        return HeldPieces(
+        return HeldFragments(
             node=node,
             owner=window.owner,
-            piece=window.piece,
+            index=window.index,
             data=window.data,
             generation=window.generation,
             base=window.base,

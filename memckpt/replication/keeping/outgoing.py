@@ -1,4 +1,4 @@
-"""One generation of a node's own records, on its way to the holders of their pieces."""
+"""One generation of a node's own records, on its way to the holders of their fragments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Outgoing:
     """One generation that is sent.
 
     Args:
-        window: the generation as holders are told of it, for piece 0.
+        window: the generation as holders are told of it, for fragment 0.
         source: the bytes of its records; closed with it.
         records: records that are there when it begins: virtual ones up to its base.
         slots: slots of the ring in which records lie; None: as many as a holder keeps.

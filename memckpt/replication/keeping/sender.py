@@ -1,4 +1,4 @@
-"""A node's own records on their way to the holders of their pieces.
+"""A node's own records on their way to the holders of their fragments.
 
 Each holder is served by a stream of its own, in order: a generation is opened, what is static follows, then record
 after record. Streams that keep step share what has been encoded; one that lags behind, or begins anew because its
@@ -25,12 +25,12 @@ _MOST_WINDOWS_QUEUED = 3
 
 
 class Sender:
-    """Sends the records of one set of shards to the holders of their pieces.
+    """Sends the records of one set of shards to the holders of their fragments.
 
     Args:
         ranks: the ranks that share the shards on this node.
-        code: the code of the pieces.
-        holders: a node for each piece.
+        code: the code of the fragments.
+        holders: a node for each fragment.
         send: gives a message, with bytes beside it, to a node.
         room: bytes that a node takes now; 0 or less: none.
         record: the record that every node can produce at the start.
@@ -42,7 +42,7 @@ class Sender:
         too_slow: whether links do not carry every record.
         paused: whether nothing is sent until :meth:`resume`.
         watermark: the newest record that is acknowledged for every node of the job.
-        bytes_sent: bytes of pieces that went to holders.
+        bytes_sent: bytes of fragments that went to holders.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Sender:
         self._code = code
         self._writer = StripeWriter(ranks, code, send)
         self._room = room
-        self._streams = [Stream(holder, piece, record) for piece, holder in enumerate(holders)]
+        self._streams = [Stream(holder, index, record) for index, holder in enumerate(holders)]
         self._generations: list[Outgoing] = []
         self._start = record
         self._gaps = Gaps(record)
@@ -286,13 +286,13 @@ class Sender:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a record of the newest generation, in pieces for all holders."""
+        """Bytes of a record of the newest generation, in fragments for all holders."""
         newest = self._newest
         return 0 if newest is None else newest.window.record_bytes * len(self._streams) // self._code.data
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that records of the newest generation add per step, in pieces for all holders, on average."""
+        """Bytes that records of the newest generation add per step, in fragments for all holders, on average."""
         newest = self._newest
         return 0.0 if newest is None else self.record_bytes / newest.window.every
 
@@ -341,7 +341,7 @@ class Sender:
         outgoing, record = stream.queue[0]
         if record is OPEN:
             stream.pop()
-            self._writer.open(stream.holder, stream.piece, outgoing)
+            self._writer.open(stream.holder, stream.index, outgoing)
             return 0
         if self._comes_too_late(stream, outgoing, record):
             if self.spaces and record > outgoing.window.base:
@@ -349,7 +349,7 @@ class Sender:
             else:
                 self._go_to_newest(stream, outgoing)
             return 0
-        sent = self._writer.put(stream.holder, stream.piece, outgoing, record, stream.stripe)
+        sent = self._writer.put(stream.holder, stream.index, outgoing, record, stream.stripe)
         if sent is None:
             self._skip(stream, outgoing, record)
             return 0

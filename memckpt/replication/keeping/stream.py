@@ -63,7 +63,7 @@ class Stream:
 
     Args:
         holder: name of its node.
-        piece: number of the piece that it keeps.
+        index: index of the fragments that it keeps.
         start: the record that every node can produce at the start.
 
     Attributes:
@@ -77,8 +77,8 @@ class Stream:
         rate: what the link to it carries.
     """
 
-    def __init__(self, holder: str, piece: int, start: int) -> None:
-        self.holder, self.piece = holder, piece
+    def __init__(self, holder: str, index: int, start: int) -> None:
+        self.holder, self.index = holder, index
         self.queue: deque[Due] = deque()
         self.stripe = 0
         self.acknowledged = self.since = start

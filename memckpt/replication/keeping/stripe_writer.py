@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memckpt.replication.coding.code import Code, Piece
+from memckpt.replication.coding.code import Code, Payload
 from memckpt.replication.coding.fragments import Fragment, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.transport.wire import Abandon, Open, Put, WireMessage
@@ -19,7 +19,7 @@ _CACHED_STRIPES = 32
 
 
 class Sent(NamedTuple):
-    """A stripe went out. `nbytes`: bytes of its piece; `last`: whether the record has no further stripe."""
+    """A stripe went out. `nbytes`: bytes of the fragment; `last`: whether the record has no further stripe."""
 
     nbytes: int
     last: bool
@@ -30,7 +30,7 @@ class StripeWriter:
 
     Args:
         ranks: the ranks that share the shards on this node.
-        code: the code of the pieces.
+        code: the code of the fragments.
         send: gives a message, with bytes beside it, to a node.
 
     Attributes:
@@ -43,26 +43,26 @@ class StripeWriter:
         self._ranks = ranks
         self._code = code
         self._send = send
-        self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, Piece]]] = OrderedDict()
+        self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, Payload]]] = OrderedDict()
         #: Bytes sent of records that some holder still lacks, by generation and record.
         self._sent_of: dict[tuple[str, int], int] = {}
         self.last_record_bytes: int | None = None
 
-    def open(self, holder: str, piece: int, outgoing: Outgoing) -> None:
+    def open(self, holder: str, index: int, outgoing: Outgoing) -> None:
         """Tell a holder that a generation begins."""
-        self._send(holder, Open(msgspec.structs.replace(outgoing.window, piece=piece)), b"")
+        self._send(holder, Open(msgspec.structs.replace(outgoing.window, index=index)), b"")
 
     def abandon(self, holder: str, outgoing: Outgoing, record: int) -> None:
         """Tell a holder that no more comes of a record."""
         self._send(holder, Abandon(self._ranks, outgoing.generation, record), b"")
 
-    def put(self, holder: str, piece: int, outgoing: Outgoing, record: int, stripe: int) -> Sent | None:
-        """Send the piece of one stripe to a holder; None: the record is gone from its slot."""
+    def put(self, holder: str, index: int, outgoing: Outgoing, record: int, stripe: int) -> Sent | None:
+        """Send a holder its fragment of a stripe; None: the record is gone from its slot."""
         blob = outgoing.blob(record)
         if blob is None:
             return None
         last = stripe == blob.stripes - 1
-        fragment, payload = self._encode(outgoing, record, stripe, blob)[piece]
+        fragment, payload = self._encode(outgoing, record, stripe, blob)[index]
         if last and not outgoing.source.intact(record):
             return None
         self._send(holder, Put(fragment, outgoing.source.step(record)), payload)
@@ -70,7 +70,7 @@ class StripeWriter:
         self._sent_of[key] = self._sent_of.get(key, 0) + len(payload)
         return Sent(len(payload), last)
 
-    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Stripes) -> list[tuple[Fragment, Piece]]:
+    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Stripes) -> list[tuple[Fragment, Payload]]:
         key = outgoing.generation, record, stripe
         found = self._encoded.get(key)
         if found is None:

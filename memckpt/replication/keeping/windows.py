@@ -75,8 +75,8 @@ def differing(window: Window, spec: StateSpec, sizes: WindowSizes) -> str:
 def misfit(window: Window, sizes: WindowSizes, fragment: Fragment) -> str:
     """Why a fragment that is whole cannot be one of a window, in words; empty if it can."""
     told, one = window, fragment
-    if (one.piece, one.data, one.tolerate) != (told.piece, told.data, told.tolerate):
-        return f"it is piece {one.piece} of a ({one.data}, {one.tolerate}) code"
+    if (one.index, one.data, one.tolerate) != (told.index, told.data, told.tolerate):
+        return f"it is fragment {one.index} of a ({one.data}, {one.tolerate}) code"
     if one.record != STATIC and one.record <= told.base - told.period * told.every:
         return f"record {one.record} lies before the generation, which begins after {told.base}"
     most = sizes.most_static_stripes if one.record == STATIC else sizes.most_stripes

@@ -36,7 +36,7 @@ class Answering:
 
         Args:
             mail: to the peer.
-            store: pieces that are kept here.
+            store: fragments that are kept here.
         """
         waiting = self._waiting[peer]
         while waiting and mail.room(peer) > 0:

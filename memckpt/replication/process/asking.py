@@ -38,7 +38,7 @@ class Asking:
         if isinstance(source, FromNode):
             self._nodes = {source.node}
         else:
-            self._nodes = {node for node, _ in source.pieces}
+            self._nodes = {node for node, _ in source.fragments}
             self._generation, self._replica = source.generation, source.replica
         self._replica_said: list[bytes | None] = []
         self._request, self._replica_request = questions.number(), questions.number()

@@ -16,11 +16,11 @@ class Stripe:
     """One stripe of a record that is being read.
 
     Attributes:
-        asked: nodes that were asked for their piece of it, and which that is.
+        asked: nodes that were asked for their fragment of it, and its index.
         here: what they have given, as far as it may be of use.
         useless: nodes that have given something else.
-        wanted: number of pieces that it takes.
-        suspects: nodes whose pieces do not make the stripe.
+        wanted: number of fragments that it takes.
+        suspects: nodes whose fragments do not make the stripe.
     """
 
     def __init__(self, wanted: int) -> None:
@@ -36,8 +36,8 @@ class Part:
 
     Args:
         owner, generation, record: the record.
-        sources: node and piece of each; a piece of None: whole stripes of the node's own.
-        needed: number of pieces that make a stripe whole.
+        sources: node and fragment index of each; an index of None: whole stripes of the node's own.
+        needed: number of fragments that make a stripe whole.
 
     Attributes:
         manifests: description of the record, by source.
@@ -72,8 +72,8 @@ class Part:
         return f"{what} of ranks {list(self.owner)}"
 
     def usable(self) -> list[tuple[str, int | None]]:
-        """Sources that are not lost, each with its piece."""
-        return [(node, piece) for node, piece in self.sources.items() if node not in self.lost]
+        """Sources that are not lost, each with its fragment."""
+        return [(node, index) for node, index in self.sources.items() if node not in self.lost]
 
     @property
     def count(self) -> int:

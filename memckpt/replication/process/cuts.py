@@ -2,7 +2,7 @@
 
 The agent has the state after a record copied. The copy is cut into T virtual records, anchors without gradients, which
 the node's own holder keeps first: training goes on beyond what the slots reach back to, and whoever survives has to go
-back to that state, too. From there they are sent to the holders of their pieces, as slowly as the links take them.
+back to that state, too. From there they are sent to the holders of their fragments, as slowly as the links take them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Cuts:
 
     Args:
         plan: the node's part in the job's plan.
-        code: the code of the pieces.
+        code: the code of the fragments.
         fragment_store: keeps this node's own copies; the caller's.
         senders: senders of this node's states, by their ranks; :meth:`close` closes them.
         ask: has the agent copy a state.
@@ -223,7 +223,7 @@ class Cuts:
         for taken in list(self._arrived):
             told = taken.message
             window = self._plan.window(told)
-            own = msgspec.structs.replace(window, generation=window.generation + _OWN, data=1, piece=0)
+            own = msgspec.structs.replace(window, generation=window.generation + _OWN, data=1, index=0)
             try:
                 kept = self._fragment_store.keep_own(own, self._own_code)
             except BeingReservedError:

@@ -49,7 +49,7 @@ class ReplicationNode:
     Args:
         node: name of this node.
         job: the plan of the attempt.
-        feed: keeps other nodes' pieces, and passes on what is for standby replicas; belongs to the caller.
+        feed: keeps other nodes' fragments, and passes on what is for standby replicas; belongs to the caller.
         transport: belongs to the caller.
         watermark_advanced: told when the watermark has got further, or protection has changed.
         rejoined: whether the node has taken part before, and has lost what its own records were on their way to.
@@ -143,7 +143,7 @@ class ReplicationNode:
         return [*self._senders.values(), *(self.cuts.senders if self.cuts is not None else ())]
 
     def code_for(self, data: int) -> Code:
-        """The code of pieces of which `data` make a stripe whole; one of another attempt's is made for it."""
+        """The code of fragments of which `data` make a stripe whole; one of another attempt's is made for it."""
         if data not in self._codes:
             self._codes[data] = Code(data, self.job.tolerate, self.job.backend)
         return self._codes[data]

@@ -31,8 +31,8 @@ class NodePlan:
     Attributes:
         addresses: all nodes of the job, by name.
         leader: name of the node that puts together what all have acknowledged.
-        placement: who keeps whose pieces.
-        holders: nodes that keep a piece of this node's records, by the number of the piece.
+        placement: who keeps whose fragments.
+        holders: nodes that keep a fragment of this node's records, by the index of the fragment.
         own: units of this node, by their ranks.
         private: units of which only their ranks' own bytes are sent.
     """
@@ -42,17 +42,17 @@ class NodePlan:
         self.job = job
         self.addresses = {one.name: one.address for one in job.nodes}
         names = list(self.addresses)
-        index = names.index(node)
+        own = names.index(node)
         self.leader = names[0]
         self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
-        self.holders = tuple(names[other] for other in self.placement.holders(index))
-        self.own = tuple(unit.ranks for unit in job.units if unit.node == index)
+        self.holders = tuple(names[other] for other in self.placement.holders(own))
+        self.own = tuple(unit.ranks for unit in job.units if unit.node == own)
         self.private = frozenset(unit.ranks for unit in job.units if unit.private)
-        pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
-        self._owners = frozenset(pieces)
-        #: By unit, its node and which of the node's pieces is kept here.
+        kept = {names[owner]: index for owner, index in self.placement.kept_by(own)}
+        self._owners = frozenset(kept)
+        #: By unit, its node and which of the node's fragments is kept here.
         self._kept = {
-            unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
+            unit.ranks: (names[unit.node], kept[names[unit.node]]) for unit in job.units if names[unit.node] in kept
         }
 
     @property
@@ -66,7 +66,7 @@ class NodePlan:
         return frozenset(self.addresses) if self.leads else frozenset({*self.holders, *self._owners, self.leader})
 
     def window(self, message: SendGeneration | StateTaken) -> Window:
-        """A generation of this node's records, or one of its states by value, as holders are told; for piece 0."""
+        """A generation of this node's records, or one of its states by value, as holders are told; for fragment 0."""
         spec, cut = message.spec, isinstance(message, StateTaken)
         private = message.ranks in self.private and not cut
         sizes = sizes_of(spec, private, cut)
@@ -75,7 +75,7 @@ class NodePlan:
             node=self.node,
             generation=message.generation,
             attempt=self.job.attempt,
-            piece=0,
+            index=0,
             data=self.job.data,
             tolerate=self.job.tolerate,
             base=message.record if isinstance(message, StateTaken) else message.base,
@@ -98,8 +98,8 @@ class NodePlan:
         match message:
             case Open(window):
                 expected = (*self._kept.get(window.owner, ("", 0)), job.data, job.tolerate)
-                if (peer, window.piece, window.data, window.tolerate) != expected or window.node != peer:
-                    return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
+                if (peer, window.index, window.data, window.tolerate) != expected or window.node != peer:
+                    return f"fragment {window.index} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self.private):
                     return f"private={window.private} is not as planned"
                 if window.cut and (window.private or not job.cadence):

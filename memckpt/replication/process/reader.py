@@ -1,4 +1,4 @@
-"""A state that is read from peers' memory: pieces from all holders at once, or the records of a living node."""
+"""A state that is read from peers' memory: fragments from all holders at once, or the records of a living node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from memckpt.errors import DamagedPiecesError, DamagedStateError
+from memckpt.errors import DamagedFragmentsError, DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
@@ -41,7 +41,7 @@ class Reader:
         wanted: which it is, and where, as the plan says.
         spec: layout of the generation that is filled.
         regions: its slots, then its static tensors where present.
-        code: the code of the pieces.
+        code: the code of the fragments.
         questions: how peers are asked.
         now: seconds of a clock that only goes forward.
 
@@ -103,8 +103,8 @@ class Reader:
                 if replica is not None:
                     shared = self._live_parts(*replica, LIVE_SHARED, window, static)
                     numbers = list(range(oldest, wanted.record + 1))
-                pieces: list[tuple[str, int | None]] = [*found]
-                return [*shared, *(Part(wanted.ranks, generation, one, pieces, data) for one in numbers)]
+                fragments: list[tuple[str, int | None]] = [*found]
+                return [*shared, *(Part(wanted.ranks, generation, one, fragments, data) for one in numbers)]
 
     @staticmethod
     def _live_parts(node: str, ranks: RankGroup, generation: str, window: Sequence[int], static: bool) -> list[Part]:
@@ -162,7 +162,7 @@ class Reader:
             stripe.here[peer] = (message.fragment, payload)
         self._go_on(now)
 
-    def _check(self, part: Part, piece: int | None, message: Got, payload: bytes) -> str:
+    def _check(self, part: Part, index: int | None, message: Got, payload: bytes) -> str:
         """Why an answer is not what was asked for, in words; empty if it may be. Digests are checked later."""
         fragment = message.fragment
         if part.live:
@@ -170,8 +170,8 @@ class Reader:
                 return f"expected a stripe of {part.length(message.stripe)} bytes, found {len(payload)}"
             right = xxhash.xxh3_128_digest(payload) == message.digest
             return "" if right else "the stripe has not the digest that comes with it"
-        if fragment is None or fragment.piece != piece:
-            return f"expected piece {piece}, found {'none' if fragment is None else fragment.piece}"
+        if fragment is None or fragment.index != index:
+            return f"expected fragment {index}, found {'none' if fragment is None else fragment.index}"
         return "" if fragment.digest == part.digest(message.stripe) else "it names another digest than most"
 
     def got_none(self, peer: str, message: GotNone, now: float) -> None:
@@ -251,7 +251,7 @@ class Reader:
             return False
         votes = Counter(said.values()).most_common(2)
         if len(alive) < part.needed:
-            self._fail(part, f"{len(alive)} of {part.needed} pieces needed can be read", part.lost)
+            self._fail(part, f"{len(alive)} of {part.needed} fragments needed can be read", part.lost)
             return False
         if len(votes) > 1 and votes[0][1] == votes[1][1]:
             self._fail(part, f"{', '.join(sorted(said))} describe it differently", said)
@@ -282,7 +282,7 @@ class Reader:
             self._want(part, number, now)
 
     def _want(self, part: Part, number: int, now: float) -> None:
-        """Ask sources for a stripe that were not asked yet, as many as it needs pieces."""
+        """Ask sources for a stripe that were not asked yet, as many as it needs fragments."""
         stripe = part.stripes[number]
         missing = stripe.wanted - len(stripe.here) - len(part.waiting(stripe))
         if missing <= 0 or self.result is not None:
@@ -291,20 +291,20 @@ class Reader:
         if len(others) < missing:
             words = [f"{node}: {reason}" for node, reason in sorted(part.lost.items())]
             words += [f"{node}: its answer is not what was asked for" for node in sorted(stripe.useless)]
-            words += [f"{', '.join(sorted(stripe.suspects))}: their pieces do not make the stripe"] * bool(
+            words += [f"{', '.join(sorted(stripe.suspects))}: their fragments do not make the stripe"] * bool(
                 stripe.suspects
             )
-            problem = f"too few of the {part.needed} pieces needed of stripe {number} are left ({'; '.join(words)})"
+            problem = f"too few of the {part.needed} fragments needed of stripe {number} are left ({'; '.join(words)})"
             self._fail(part, problem, {**part.lost, **dict.fromkeys(stripe.useless | stripe.suspects)})
             return
         # In turns, so that all survivors' links carry their share.
         first = (part.record + number) % len(others)
-        for node, piece in (others[first:] + others[:first])[:missing]:
+        for node, index in (others[first:] + others[:first])[:missing]:
             if part.open[node] <= 0:
                 self._heard[node] = now
             part.open[node] += 1
-            stripe.asked[node] = piece
-            self._send(node, Get(part.request, part.owner, part.generation, part.record, piece, number))
+            stripe.asked[node] = index
+            self._send(node, Get(part.request, part.owner, part.generation, part.record, index, number))
 
     def _take(self, part: Part, now: float) -> bool:
         """Take the next stripes if they are here; True when that was the last of the record."""
@@ -343,7 +343,7 @@ class Reader:
         return nbytes
 
     def _decode(self, part: Part, number: int, now: float) -> bytes | None:
-        """The bytes of a stripe; None if more pieces of it have to come first."""
+        """The bytes of a stripe; None if more fragments of it have to come first."""
         stripe = part.stripes[number]
         if part.live:
             return next(iter(stripe.here.values()))[1]
@@ -359,15 +359,15 @@ class Reader:
                 stripes=part.count,
                 length=part.length(number),
             )
-        except DamagedPiecesError as error:
+        except DamagedFragmentsError as error:
             for peer in error.bad:
-                self._note_bad(part, peer, "its piece is damaged")
+                self._note_bad(part, peer, "its fragment is damaged")
             stripe.suspects = set() if error.bad else set(stripe.here)
             stripe.wanted = len(stripe.here) + 1
             self._want(part, number, now)
             return None
         for peer in bad:
-            self._note_bad(part, peer, "its piece is damaged")
+            self._note_bad(part, peer, "its fragment is damaged")
         return data
 
     def _note(self, part: Part, tail: RecordTail) -> None:

@@ -1,4 +1,4 @@
-"""The replicator: sends its node's records to those who keep their pieces, and keeps pieces of others' records.
+"""The replicator: sends its node's records to those who keep their fragments, and keeps fragments of others' records.
 
 One event loop owns everything here. Sending is a pipeline over stripes: some are encoded and handed over, then what has
 arrived is looked at, and so on; the network's own threads send meanwhile.
@@ -25,14 +25,14 @@ from memckpt.protocol.replication import (
     Deserted,
     Drain,
     Drained,
+    Fragments,
     GivenUp,
     GiveUp,
     Halt,
     Halted,
     Holds,
     KeepRoom,
-    ListPieces,
-    Pieces,
+    ListFragments,
     SendGeneration,
     SendRecord,
     StateMissed,
@@ -45,15 +45,15 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
 from memckpt.replication.process.answering import MOST_QUESTIONS, Answering
 from memckpt.replication.process.fetching import Fetching
+from memckpt.replication.process.fragment_memory import FragmentMemory
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.node_status import describe
-from memckpt.replication.process.piece_memory import PieceMemory
 from memckpt.replication.process.serving import Question
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
-from memckpt.state.records import HeldPieces
+from memckpt.state.records import HeldFragments
 
 _log = logging.getLogger("memckpt.replicator")
 #: How often the agent is told how things are.
@@ -87,7 +87,7 @@ class Replicator:
         self._node = ""
         self._feed: StandbyFeed | None = None
         self._member: ReplicationNode | None = None
-        self._memory = PieceMemory(channel)
+        self._memory = FragmentMemory(channel)
         self._answering = Answering()
         self._fetching = Fetching()
         self._phases: PhasesPage | None = None
@@ -199,8 +199,8 @@ class Replicator:
                 self._listen(message)
             case Join():
                 self._join(message)
-            case ListPieces():
-                self._channel.send(Pieces(self._list_pieces(message.fingerprints)))
+            case ListFragments():
+                self._channel.send(Fragments(self._list_fragments(message.fingerprints)))
             case SendGeneration():
                 self._send_generation(message, regions)
             case SendRecord():
@@ -298,7 +298,7 @@ class Replicator:
         self._reported = now
         self._channel.send(PeersReport(describe(self._member, self._security, str(self._fetching))))
 
-    def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldPieces, ...]:
+    def _list_fragments(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldFragments, ...]:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 

@@ -1,4 +1,4 @@
-"""Answers to peers that restore a state: from pieces that are kept here, or from records of this node."""
+"""Answers to peers that restore a state: from fragments that are kept here, or from records of this node."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Serving:
         self._sources.clear()
 
     def answer(self, question: Question) -> tuple[WireMessage | None, bytes | memoryview]:
-        """The answer to a peer, and the bytes beside it; None where it asks for pieces."""
+        """The answer to a peer, and the bytes beside it; None where it asks for fragments."""
         if question.generation not in (LIVE_ALL, LIVE_SHARED):
             return None, b""
         source = self._sources.get(question.owner)
@@ -87,7 +87,7 @@ class Serving:
 
     @staticmethod
     def answer_from(fragment_store: FragmentStore, question: Question) -> tuple[WireMessage, bytes | memoryview]:
-        """The answer from the pieces that are kept, and the bytes beside it."""
+        """The answer from the fragments that are kept, and the bytes beside it."""
         window = fragment_store.window(question.owner, question.generation)
         if window is None:
             return GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""

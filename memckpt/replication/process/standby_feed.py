@@ -1,7 +1,7 @@
 """The replicator's part in standby replicas: an owner's records go from the network into their slots, and the agent
 redoes them.
 
-What is not for a standby replica goes to the holder of pieces. So does what there is no replica for: it is kept as
+What is not for a standby replica goes to the holder of fragments. So does what there is no replica for: it is kept as
 plain copies.
 """
 
@@ -39,7 +39,7 @@ class StandbyFeed(RecordStore):
     """Keeps what owners send: on standby replicas where it is for these and the agent makes them, else with the holder.
 
     Args:
-        fragment_store: keeps pieces and plain copies.
+        fragment_store: keeps fragments and plain copies.
         ask: has the agent make a standby replica; the answer follows, by :meth:`answered`.
         tell: gives the agent a message.
     """
@@ -67,7 +67,7 @@ class StandbyFeed(RecordStore):
 
     @property
     def nbytes(self) -> int:
-        """Memory of pieces and plain copies; standby replicas are the agent's."""
+        """Memory of fragments and plain copies; standby replicas are the agent's."""
         return self._fragment_store.nbytes
 
     @property
@@ -78,9 +78,9 @@ class StandbyFeed(RecordStore):
     def kept(self) -> tuple[tuple[str, RankGroup, int], ...]:
         """Node, ranks and newest record of all that is kept."""
         others = [one for one in self.windows() if not self._fragment_store.keeps_for_itself(one)]
-        pieces = [(one.window, max(records)) for one in others if (records := one.records())]
+        fragments = [(one.window, max(records)) for one in others if (records := one.records())]
         as_standby = [(one.window, one.newest) for one in self._standbys.values() if one.newest is not None]
-        return tuple((window.node, window.owner, newest) for window, newest in [*pieces, *as_standby])
+        return tuple((window.node, window.owner, newest) for window, newest in [*fragments, *as_standby])
 
     def windows(self) -> list[KeptWindow]:
         return self._fragment_store.windows()
@@ -107,7 +107,7 @@ class StandbyFeed(RecordStore):
         self._fragment_store.halt()
 
     def forget(self) -> None:
-        """Drop all pieces: nobody wants them. Standby replicas are the agent's."""
+        """Drop all fragments: nobody wants them. Standby replicas are the agent's."""
         self._fragment_store.close()
 
     def leave(self) -> None:

@@ -95,7 +95,7 @@ class StandbyWindow:
         if self._deaf:
             return None
         problem = check(fragment, payload) or misfit(told, self._sizes, fragment)
-        if not problem and len(payload) != fragment.length:  # a code of one piece: it is the stripe itself
+        if not problem and len(payload) != fragment.length:  # a code of one fragment: it is the stripe itself
             problem = f"expected {fragment.length} bytes, found {len(payload)}"
         if problem:
             return self._refuse(record, f"a fragment of it came damaged: {problem}")

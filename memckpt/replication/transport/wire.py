@@ -1,4 +1,4 @@
-"""What replicators say to each other: typed, validated, no pickle. Bytes of pieces travel beside a message, not in
+"""What replicators say to each other: typed, validated, no pickle. Bytes of fragments travel beside a message, not in
 it.
 """
 
@@ -13,21 +13,21 @@ from memckpt.state.records import Branch, RankGroup
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True):
-    """One generation of an owner's records, of which a holder keeps a piece each.
+    """One generation of an owner's records, of which a holder keeps a fragment of each stripe.
 
     Attributes:
         owner: the ranks whose records these are.
         node: where they run.
         generation: its name; no two have the same.
         attempt: the nonce of the attempt that writes it.
-        piece: which of the k + m - 1 pieces the holder gets.
+        index: which of the k + m - 1 fragments of each stripe the holder gets.
         data, tolerate: k and m.
         base: the record after which it begins.
         period: T; 1 where each record stands for itself.
         kept: how many records a holder keeps at most (T + D).
         every: records have numbers that are multiples of it.
-        private: as in HeldPieces.
-        replicas: as in HeldPieces.
+        private: as in HeldFragments.
+        replicas: as in HeldFragments.
         record_bytes: of a record as a rule, before it is cut; more is taken, too.
         static: whether something is sent once for all records.
         history: timelines, oldest first.
@@ -40,7 +40,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     node: str
     generation: str
     attempt: str
-    piece: int
+    index: int
     data: int
     tolerate: int
     base: int
@@ -79,7 +79,7 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Holder to owner: all fragments of its piece of a record are here.
+    """Holder to owner: all of its fragments of a record are here.
 
     `too_late`: they are not, and what has come since cannot do without them: nothing is to wait for this record.
     """
@@ -160,13 +160,13 @@ class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
-    """Reader to holder or owner: the fragment of a stripe; `piece` None: an owner's own bytes, the whole stripe."""
+    """Reader to holder or owner: the fragment of a stripe; `index` None: an owner's own bytes, the whole stripe."""
 
     request: int
     owner: RankGroup
     generation: str
     record: int
-    piece: int | None
+    index: int | None
     stripe: int
 
 

@@ -345,8 +345,8 @@ def revive_agents(lab: Lab, job: PeersJob) -> None:
 
 
 def damage(pid: int, every: int = 1) -> int:
-    """Flip bits in one byte of `every` of all pieces that a replicator keeps; returns the number changed."""
-    fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:pieces" in os.readlink(fd)]
+    """Flip bits in one byte of `every` of all fragments that a replicator keeps; returns the number changed."""
+    fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:fragments" in os.readlink(fd)]
     damaged = 0
     for fd in {fd.stat().st_ino: fd for fd in fds}.values():  # a mapping keeps a descriptor of its own
         with open(fd, "r+b", buffering=0) as region:

@@ -239,7 +239,7 @@ class Live:
 
 
 class Memory:
-    """Memory for pieces."""
+    """Memory for fragments."""
 
     def __init__(self, nbytes: int) -> None:
         self.view = memoryview(bytearray(nbytes))
@@ -249,7 +249,7 @@ class Memory:
 
 
 class Node:
-    """State that outlives attempts: pieces, and the agent's."""
+    """State that outlives attempts: fragments, and the agent's."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -22,7 +22,7 @@ from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import Window, decode
-from memckpt.state.records import Branch, HeldPieces
+from memckpt.state.records import Branch, HeldFragments
 from tests.support.cluster.peers_model import (
     MOST_BYTES,
     Chain,
@@ -92,7 +92,7 @@ class Job:
             "auto",
             self.setting.nodes,
             nonce,
-            pieces=self.pieces(places.values()),
+            fragments=self.fragments(places.values()),
             units=[(places[unit].name, unit) for unit in self.setting.units],
             before=self.setting.repeat,
         )
@@ -101,10 +101,10 @@ class Job:
         """Whether any of these nodes holds something of this attempt."""
         nodes = list(nodes)
         held = [live.history for node in nodes for live in node.live.values() if live.generations]
-        return self.history in held or any(piece.history == self.history for piece in self.pieces(nodes))
+        return self.history in held or any(index.history == self.history for index in self.fragments(nodes))
 
-    def pieces(self, nodes: Iterable[Node]) -> list[HeldPieces]:
-        return [piece for node in nodes for piece in node.fragment_store.held(lambda window: None)]
+    def fragments(self, nodes: Iterable[Node]) -> list[HeldFragments]:
+        return [index for node in nodes for index in node.fragment_store.held(lambda window: None)]
 
     def right(self, history: tuple[Branch, ...], record: int) -> Chain:
         """The makers of the records up to one, in the latest attempt of a history."""
@@ -167,7 +167,7 @@ class Job:
         )
 
     def _decode(self, ranks: Unit, source: FromFragments, record: int, nodes: dict[str, Node]) -> bytes:
-        windows = {name: nodes[name].fragment_store.window(ranks, source.generation) for name, _ in source.pieces}
+        windows = {name: nodes[name].fragment_store.window(ranks, source.generation) for name, _ in source.fragments}
         manifests = {name: one.manifest(record) for name, one in windows.items() if one is not None}
         [manifest] = {one for one in manifests.values() if one is not None}
         nbytes, digests = manifest
@@ -396,7 +396,7 @@ class Job:
             node=node.name,
             generation=generation.name,
             attempt=self.attempt,
-            piece=0,
+            index=0,
             data=setting.data,
             tolerate=setting.tolerate,
             base=generation.base,
@@ -422,14 +422,14 @@ class Job:
             self.anew.add(unit)
 
     def lose_replicator(self, node: Node) -> None:
-        """Lose the replicator. Pieces that it kept stay with its agent, which starts another one."""
+        """Lose the replicator. Fragments that it kept stay with its agent, which starts another one."""
         self._restart(node)
         for unit, live in node.live.items():
             if self.places.get(unit) is node and live.generations and live.generations[-1].name != "resumed":
                 self._send_generation(node, unit)
 
     def lose_agent(self, node: Node) -> None:
-        """Lose the agent, its replicator and the pieces. Trainers find another agent, and begin generations."""
+        """Lose the agent, its replicator and the fragments. Trainers find another agent, and begin generations."""
         self.emptied.add(node.name)
         node.fragment_store.close()
         node.fragment_store = FragmentStore(node.name, Memory)

@@ -1,4 +1,4 @@
-"""A unit's records in real regions, its pieces at real holders, and a network that a test can tamper with."""
+"""A unit's records in real regions, its fragments at real holders, and a network that a test can tamper with."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def layout_spec(ranks: tuple[int, ...] = RANKS, elements: int = STRIPED, **other
 
 
 class MemoryRoom:
-    """Memory for pieces, in this process."""
+    """Memory for fragments, in this process."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = bytearray(nbytes)
@@ -146,7 +146,7 @@ class Records:
             node=node,
             generation=generation,
             attempt="a1",
-            piece=0,
+            index=0,
             data=code.data,
             tolerate=code.tolerate,
             base=self.base,
@@ -232,7 +232,7 @@ class Node:
 
 
 def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool = False) -> None:
-    """Send all records to the holders of their pieces, as generation ``g``."""
+    """Send all records to the holders of their fragments, as generation ``g``."""
     told: deque[tuple[str, WireMessage | None]] = deque()
     by_name = {node.name: node for node in nodes}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Records at the holders of their pieces, and all kinds of wrong answers from these."""
+"""Records at the holders of their fragments, and all kinds of wrong answers from these."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NEWEST = 5
 
 
 class Job:
-    """A unit's records at the holders of their pieces. The unit's own node is gone."""
+    """A unit's records at the holders of their fragments. The unit's own node is gone."""
 
     def __init__(self, data: int, tolerate: int) -> None:
         self.code = Code(data, tolerate)
         self.records = Records(layout_spec())
-        self.nodes = [Node(f"n{index}") for index in range(self.code.pieces)]
+        self.nodes = [Node(f"n{index}") for index in range(self.code.fragments)]
         spread(self.records, self.code, self.nodes)
 
     @property
@@ -35,8 +35,8 @@ class Job:
         return [node.name for node in self.nodes]
 
     def wanted(self, record: int = NEWEST, nodes: Sequence[Node] | None = None) -> WantedState:
-        pieces = tuple((node.name, index) for index, node in enumerate(self.nodes) if nodes is None or node in nodes)
-        return WantedState(RANKS, record, FromFragments("g", pieces, self.code.data, 2))
+        fragments = tuple((node.name, index) for index, node in enumerate(self.nodes) if nodes is None or node in nodes)
+        return WantedState(RANKS, record, FromFragments("g", fragments, self.code.data, 2))
 
     def read(self, bend: Bend, order: random.Random | None = None) -> Filled:
         """Read the state, and return the result; one that claims success is checked."""
@@ -133,8 +133,8 @@ FRAGMENT_DAMAGES: dict[str, Damage] = {
     "another payload, with a checksum": lambda _, got, payload: (lie(got, flip(payload)), flip(payload)),
     "another digest, with a checksum": lambda _, got, payload: (lie(got, payload, digest=bytes(16)), payload),
     "a false stripe": false_stripe,
-    "another piece, with a checksum": lambda _, got, payload: (
-        lie(got, payload, piece=(got.fragment.piece if got.fragment else 0) + 1),
+    "another fragment, with a checksum": lambda _, got, payload: (
+        lie(got, payload, index=(got.fragment.index if got.fragment else 0) + 1),
         payload,
     ),
     "more stripes, with a checksum": lambda _, got, payload: (lie(got, payload, stripes=1 << 60), payload),

@@ -106,7 +106,7 @@ def refuse_standby(message: OpenStandby) -> None:
 
 
 class Node:
-    """The replicator of one of three nodes, one rank on each; k = 2 and m = 1: each keeps a piece of both others."""
+    """The replicator of one of three nodes, one rank on each; k = 2 and m = 1: each keeps a fragment of both others."""
 
     def __init__(self, name: str = "b") -> None:
         self.name = name
@@ -152,13 +152,13 @@ class Node:
             self.replicator._take_deliveries()
         return self.line.sent[peer][before:]
 
-    def piece(self, owner: str) -> int:
+    def index(self, owner: str) -> int:
         kept = dict(self.member.plan.placement.kept_by(NODES.index(self.name)))
         return kept[NODES.index(owner)]
 
     def window(self, owner: str, /, **other: Any) -> Any:
         told = self.records[NODES.index(owner)].window("g" + owner, self.code, node=owner)
-        return msgspec.structs.replace(told, **{"piece": self.piece(owner), **other})
+        return msgspec.structs.replace(told, **{"index": self.index(owner), **other})
 
     def put(self, owner: str, record: int, **other: Any) -> tuple[Put, bytes]:
         rank = other.pop("rank", NODES.index(owner))
@@ -171,7 +171,7 @@ class Node:
             stripe=0,
             stripes=1,
         )
-        fragment, payload = sealed[self.piece(owner)]
+        fragment, payload = sealed[self.index(owner)]
         return Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
 
     def keep(self, owner: str, record: int) -> list[WireMessage]:

@@ -264,7 +264,7 @@ class Pair:
             node="o",
             generation=self.generation,
             attempt="a",
-            piece=0,
+            index=0,
             data=1,
             tolerate=1,
             base=held.base,

@@ -1,4 +1,4 @@
-"""Memory in which a replicator keeps other nodes' pieces. The agent has it, too, so that it outlives the replicator."""
+"""Memory in which a replicator keeps other nodes' fragments. The agent has it, too: it outlives the replicator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT_ONCE_BYTES = 64 << 20
 
 
 class _RegionRoom:
-    """Memory for pieces. Owns the region."""
+    """Memory for fragments. Owns the region."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -53,8 +53,8 @@ class _RegionRoom:
         self._region.close()
 
 
-class PieceMemory:
-    """Makes memory for other nodes' pieces, and has the agent keep it for the next replicator.
+class FragmentMemory:
+    """Makes memory for other nodes' fragments, and has the agent keep it for the next replicator.
 
     Args:
         channel: to the agent; belongs to the caller.
@@ -85,11 +85,11 @@ class PieceMemory:
         if one is None:
             self._rooms = [room for room in self._rooms if room.nbytes]
             kept = sum(room.nbytes for room in self._rooms) + sum(each.nbytes for each in self._reserving)
-            check_budget(nbytes, self.own_bytes + kept, self.budget, "pieces of other nodes' records")
+            check_budget(nbytes, self.own_bytes + kept, self.budget, "fragments of other nodes' records")
         if nbytes <= _AT_ONCE_BYTES:
-            return self._give_out(_RegionRoom.populated(Region.create("pieces", nbytes)))
+            return self._give_out(_RegionRoom.populated(Region.create("fragments", nbytes)))
         if one is None:
-            one = Reservation("pieces", nbytes)
+            one = Reservation("fragments", nbytes)
             self._reserving.append(one)
         if not one.over:
             raise BeingReservedError(
@@ -121,14 +121,14 @@ class PieceMemory:
         rooms[message.slot] = message, _RegionRoom(region)
 
     def hand_over(self, store: FragmentStore) -> None:
-        """Give the rooms that were taken over to the store, with the pieces in them."""
+        """Give the rooms that were taken over to the store, with the fragments in them."""
         for key, rooms in list(self._inherited.items()):
             told, _ = next(iter(rooms.values()))
             try:
                 window = msgspec.msgpack.decode(told.window, type=Window)
                 store.adopt(window, told.unit, {slot: room for slot, (_, room) in rooms.items()})
             except (MemckptError, ValueError) as error:
-                _log.error("pieces of ranks %s are dropped: %s", list(told.owner), error)
+                _log.error("fragments of ranks %s are dropped: %s", list(told.owner), error)
                 for slot in rooms:
                     self._channel.send(LetGoOfRoom(*key, slot))
                 continue
