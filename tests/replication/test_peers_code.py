@@ -97,7 +97,7 @@ def test_too_few_or_odd_fragments_are_refused(code: Code) -> None:
     [
         (2, 2, "zebra", "expected one that this machine has, .*isa_l_rs_cauchy.*, found 'zebra'"),
         (4, 3, "isa_l_rs_lrc", "takes 4 fragments of data and 2 of parity, .*; there are .*isa_l_rs_cauchy"),
-        (10, 6, "flat_xor_hd_3", "any 10 of 15 fragments give a record back, found that those numbered .* do not"),
+        (10, 6, "flat_xor_hd_3", "any 10 of 15 fragments to give a record back, found that those numbered .* do not"),
         (20, 14, "isa_l_rs_vand", "found 573166440 choices, too many to try; choose one of isa_l_rs_cauchy"),
         (0, 1, "isa_l_rs_cauchy", "k and m of 1 or more, found k=0, m=1"),
     ],

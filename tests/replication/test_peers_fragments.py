@@ -232,4 +232,4 @@ def test_a_header_without_sense_is_refused() -> None:
         wrong = lie(one, one.payload, **{field: value})
         assert check(wrong.fragment, wrong.payload), field
     assert check(one.fragment, one.payload, index=1, record=7) == ""
-    assert check(one.fragment, one.payload, index=2) == "expected fragment 2, found 1"
+    assert check(one.fragment, one.payload, index=2) == "expected index 2, found 1"
