@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import xxhash
+
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
-from memckpt.replication.transport.wire import Manifest
+from memckpt.replication.transport.wire import Got, Manifest
 from memckpt.state.records import RankGroup
 
 
@@ -31,7 +33,7 @@ class Stripe:
         self.wanted = wanted
 
 
-class Part:
+class PartialRecord:
     """A record that is to be read, and from whom.
 
     Args:
@@ -72,7 +74,7 @@ class Part:
         return f"{what} of ranks {list(self.owner)}"
 
     def usable(self) -> list[tuple[str, int | None]]:
-        """Sources that are not lost, each with its fragment."""
+        """Sources that are not lost, each with its fragment index."""
         return [(node, index) for node, index in self.sources.items() if node not in self.lost]
 
     @property
@@ -98,3 +100,23 @@ class Part:
             for node in stripe.asked
             if node not in stripe.here and node not in stripe.useless and node not in self.lost
         ]
+
+    def problem_of(self, message: Got, payload: bytes, index: int | None) -> str:
+        """Why an answer is not the fragment that was asked for, in words; empty if it may be.
+
+        Digests of fragments' stripes are checked when they are decoded.
+
+        Args:
+            message: the answer.
+            payload: the bytes beside it.
+            index: index of the fragment that was asked for; None: the whole stripe.
+        """
+        fragment = message.fragment
+        if self.live:
+            if fragment is not None or len(payload) != self.length(message.stripe):
+                return f"expected a stripe of {self.length(message.stripe)} bytes, found {len(payload)}"
+            right = xxhash.xxh3_128_digest(payload) == message.digest
+            return "" if right else "the stripe has not the digest that comes with it"
+        if fragment is None or fragment.index != index:
+            return f"expected fragment {index}, found {'none' if fragment is None else fragment.index}"
+        return "" if fragment.digest == self.digest(message.stripe) else "it names another digest than most"
