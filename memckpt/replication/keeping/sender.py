@@ -14,7 +14,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.keeping.gaps import Gaps
 from memckpt.replication.keeping.outgoing import Outgoing
-from memckpt.replication.keeping.stream import MOST_WORDS, OPEN, Stream
+from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
 from memckpt.replication.keeping.stripe_writer import StripeWriter
 from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
 from memckpt.state.records import RankGroup
@@ -215,7 +215,7 @@ class Sender:
                     holder,
                     message.record,
                     list(self.ranks),
-                    message.reason[:MOST_WORDS],
+                    message.reason[:MAX_REASON_CHARS],
                 )
                 stream.not_stored(message, now)
 

@@ -9,8 +9,8 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 
-#: The longest reason from a peer that is kept, in characters.
-MOST_WORDS = 500
+#: The longest reason from a peer that is kept and logged, in characters.
+MAX_REASON_CHARS = 500
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
 #: Records over which a link's rate is averaged.
 _RATE_RECORDS = 16
@@ -216,7 +216,7 @@ class Stream:
             self._stored = {one for one in self._stored if one[0] != message.generation}
         self.queue.clear()
         self._pending.clear()
-        self.problem, self.waits = message.reason[:MOST_WORDS], True
+        self.problem, self.waits = message.reason[:MAX_REASON_CHARS], True
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, _LAST_RETRY_SECONDS)
 

@@ -13,6 +13,7 @@ from memckpt.protocol.peers import PeerJob
 from memckpt.protocol.replication import GiveUp, SendGeneration, SendRecord, TakeState, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.sender import Sender
+from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.keeping.watermark import Leader
 from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD, Cadence
 from memckpt.replication.pacing.pace import Pacer
@@ -38,8 +39,6 @@ from memckpt.replication.transport.wire import (
 )
 from memckpt.state.records import RankGroup
 
-#: The longest reason from a peer that is logged, in characters.
-_MOST_WORDS = 500
 _log = logging.getLogger("memckpt.replicator")
 
 
@@ -120,8 +119,7 @@ class ReplicationNode:
             self._lead(self._told)
 
     def _make_sender(self, ranks: RankGroup, record: int, proceeds: bool = False) -> Sender:
-        mail = self.mail
-        return Sender(ranks, self._code, self.plan.holders, mail.send, mail.room, record, proceeds)
+        return Sender(ranks, self._code, self.plan.holders, self.mail.send, self.mail.room, record, proceeds)
 
     def close(self) -> None:
         for sender in self._senders.values():
@@ -150,7 +148,7 @@ class ReplicationNode:
 
     def refuse(self, reason: str) -> None:
         """Count and log something that is no message, or none that this peer may send."""
-        _log.warning("refused: %s", reason[:_MOST_WORDS])
+        _log.warning("refused: %s", reason[:MAX_REASON_CHARS])
         self.refused["malformed"] += 1
 
     # Messages
