@@ -15,15 +15,16 @@ from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState, state_of
 from memckpt.capture.views import Batch, Places
 from memckpt.errors import UnsupportedError
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.landings import Landings
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
-from memckpt.state.layout import Layout, Piece
+from memckpt.state.layout import Piece
 from memckpt.state.optimizers import dtype_name, dtype_of, fits_room, fits_slots
 from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import ITEM_BYTES, ParamSpec, StateSpec
+from memckpt.state.spec import ITEM_BYTES, ParamSpec
 from memckpt.state.tensors import local
 
 Missing = tuple[tuple[int, int, str], ...]
@@ -36,32 +37,35 @@ class LayoutChangedError(UnsupportedError):
 class SlotWriter:
     """One rank's view of a generation's regions, bound to the live tensors that it stages.
 
-    Owns the mappings it is given; :meth:`close` unmaps them. The memory itself is the agent's.
+    Args:
+        regions: the regions, mapped; :meth:`close` unmaps them. The memory itself is the agent's.
+        generation: number of the generation.
+        live: the live tensors.
+        rank: this rank.
+        copier: copies into the regions.
+        whole: whether all slots are reserved. If not, only a start may be written.
 
     Attributes:
-        whole: whether all slots are reserved. If not, only a start may be written.
+        whole: as the argument; True after :meth:`use_all_slots`.
     """
 
     def __init__(
         self,
-        spec: StateSpec,
+        regions: GenerationRegions,
         generation: int,
-        slots: Region,
-        static: Region | None,
-        replica: Region | None,
         live: LiveState,
         rank: int,
         copier: Copier,
         whole: bool = True,
     ) -> None:
-        self.spec = spec
-        self.layout = Layout(spec)
+        self.layout = regions.layout
+        self.spec = spec = self.layout.spec
         self.generation = generation
         self.rank = rank
-        self._slots, self._static, self._replica = slots, static, replica
+        self._regions, self._slots = regions, regions.slots
         self._live = live
         self._copier = copier
-        self.ring = SlotRing(slots, self.layout, generation)
+        self.ring = SlotRing(self._slots, self.layout, generation)
         tensors = live.tensors()
         #: The live parameters, including DTensors; the rank's local part of each is staged.
         self.params = [tensors[param.tensor.name] for param in spec.params]
@@ -80,7 +84,7 @@ class SlotWriter:
         #: Whether state is captured: nothing is redone, and state without room in the layout is encoded.
         self.captures = spec.mode == "capture"
         #: Marks of gradients that are complete in their slots; None if none are staged.
-        self.landings = None if self.captures else Landings(slots, self.layout, generation, rank)
+        self.landings = None if self.captures else Landings(self._slots, self.layout, generation, rank)
         # Plain lists for look-ups at every gradient: backward evicts our data from the CPU's caches.
         self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
         self.members = [self.layout.optimizer_params(number) for number in range(len(spec.optimizers))]
@@ -116,10 +120,9 @@ class SlotWriter:
         self._anchor_copies.clear()
         if self.landings is not None:
             self.landings.close()
-        for region in (self._slots, self._static, self._replica):
-            if region is not None:
-                self._copier.release(region)
-                region.close()
+        for region in self._regions:
+            self._copier.release(region)
+        self._regions.close()
 
     def not_stepped(self, number: int, optimizer: Optimizer) -> list[torch.Tensor]:
         """Parameters in an optimizer's groups that the layout lacks: they were frozen when it was made."""
@@ -363,9 +366,9 @@ class SlotWriter:
 
     def static_copy(self, position: int) -> torch.Tensor:
         """The staged copy of a static tensor."""
-        assert self._static is not None
-        spec = self.spec.static[position]
-        return tensor_at(self._static.map, self.layout.static_offsets[position], spec.shape, spec.dtype)
+        static, spec = self._regions.static, self.spec.static[position]
+        assert static is not None
+        return tensor_at(static.map, self.layout.static_offsets[position], spec.shape, spec.dtype)
 
     def start_generation(self, record: int) -> tuple[tuple[bytes, ...], Missing, bytes]:
         """Write the state after `record` by value: T virtual records (lazy) or straight into the replica (eager).
@@ -378,8 +381,8 @@ class SlotWriter:
                 if tensor is not None:
                     self._copier.copy(self.static_copy(position), local(tensor))
         if self.spec.mode == "eager":
-            assert self._replica is not None
-            missing, plain = self._fill(self._replica)
+            assert self._regions.replica is not None
+            missing, plain = self._fill(self._regions.replica)
             self.ring.open_for_writing(record, self.rank)
             self.stage_by_value(record)
             return (), missing, plain

@@ -30,13 +30,14 @@ class GenerationRegions:
     """The creator owns the memory, every opener its mappings; each calls :meth:`close` on its own.
 
     Attributes:
+        layout: layout of the generation.
         slots: the ring of records.
         static: tensors that never change; None where there are none.
         replica: the state that is redone eagerly; None in other modes.
     """
 
     def __init__(self, layout: Layout, slots: Region, static: Region | None, replica: Region | None) -> None:
-        self._layout = layout
+        self.layout = layout
         self.slots, self.static, self.replica = slots, static, replica
         #: Bytes of the slots that are not reserved yet.
         self._later_bytes = 0
@@ -92,7 +93,7 @@ class GenerationRegions:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that are reserved."""
-        return self._layout.total_bytes - self._later_bytes
+        return self.layout.total_bytes - self._later_bytes
 
     @property
     def whole(self) -> bool:
@@ -110,7 +111,7 @@ class GenerationRegions:
         """
         if self.whole:
             return
-        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self._layout))
+        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self.layout))
         self.slots.reserve("slots")
         self._later_bytes = 0
         self.slots.populate_in_background()

@@ -76,17 +76,7 @@ class Staging:
     def open(self, regions: PreparedRegions) -> SlotWriter:
         """Make a writer, which owns the regions from now on."""
         message = regions.message
-        return SlotWriter(
-            message.spec,
-            message.generation,
-            regions.slots,
-            regions.static,
-            regions.replica,
-            self._live,
-            self._rank,
-            self._copier,
-            message.whole,
-        )
+        return SlotWriter(regions, message.generation, self._live, self._rank, self._copier, message.whole)
 
     def adopt(self, writer: SlotWriter) -> None:
         """Make this the writer of the current generation, and close the former one."""

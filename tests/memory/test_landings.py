@@ -13,6 +13,7 @@ from memckpt.capture.copier import Copier, HostCopier
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.landings import Landings
 from memckpt.memory.region import Region
 from memckpt.state.layout import Layout
@@ -59,8 +60,9 @@ def make_bench(copier: Copier, count: int) -> Bench:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = LiveState(model, [optimizer], {})
     spec = live.spec(SpecRequest(mode="lazy", period=2, slots=2, local_ranks=(0,), world_size=1))
-    region = Region.create("slots", Layout(spec).slots_bytes)
-    writer = SlotWriter(spec, GENERATION, region, None, None, live, 0, copier)
+    layout = Layout(spec)
+    region = Region.create("slots", layout.slots_bytes)
+    writer = SlotWriter(GenerationRegions(layout, region, None, None), GENERATION, live, 0, copier)
     return Bench(list(model), optimizer, Recorder(live, copier, StallClock()), writer, region)
 
 

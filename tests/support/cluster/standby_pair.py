@@ -18,7 +18,7 @@ from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.memory.generation_regions import Allowance
+from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
 from memckpt.node.replica import Replica
@@ -131,10 +131,8 @@ class Training:
         self.close()
         self.number += 1
         self.generation = Generation(self.number, self.spec(), Allowance(), threads=1, notify=lambda message: None)
-        slots, static, *replica = (mapped(region) for region in self.held.regions)
-        self.writer = SlotWriter(
-            self.held.spec, self.number, slots, static, next(iter(replica), None), self.live, RANKS[0], HostCopier()
-        )
+        regions = GenerationRegions.of(self.held.layout, [mapped(region) for region in self.held.regions])
+        self.writer = SlotWriter(regions, self.number, self.live, RANKS[0], HostCopier())
         metas, missing, plain = self.writer.start_generation(self.record)
         self.writer.seal_generation(self.record)
         self.held.redo_limit = self.record
