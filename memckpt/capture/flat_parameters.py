@@ -17,7 +17,7 @@ from torch import nn
 
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers
-from memckpt.capture.taps import PendingTap
+from memckpt.capture.taps.step import PendingTap
 from memckpt.errors import UnsupportedError
 
 #: FSDP1's mark on parameters that are views of a flat parameter.
@@ -85,7 +85,7 @@ class FlatParameterTap(PendingTap):
     Args:
         model: the model, with the wrappers in it.
         recorder: the session's recorder.
-        before_reduction: as for :class:`memckpt.capture.taps.ShardTap`.
+        before_reduction: as for :class:`memckpt.capture.taps.shards.ShardTap`.
     """
 
     name = "step (flat parameters)"

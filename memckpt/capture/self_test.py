@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.capture.live_state import LiveState, state_of
+from memckpt.capture.step_hooks import has_closure, register_first
 from memckpt.errors import MemckptError
 from memckpt.state import codec, rng
 from memckpt.state.no_collectives import without_collectives
@@ -92,12 +93,7 @@ class _Run:
         self._guard(self._keep_attributes)
 
     def install(self) -> list[Any]:
-        handles = [self._optimizer.register_step_pre_hook(self._before)]
-        post = self._optimizer.register_step_post_hook(self._after)
-        # Before any hook of the user's, which may change parameters.
-        hooks: Any = vars(self._optimizer)["_optimizer_step_post_hooks"]
-        hooks.move_to_end(post.id, last=False)
-        return [*handles, post]
+        return [self._optimizer.register_step_pre_hook(self._before), register_first(self._optimizer, self._after)]
 
     # Hooks: no error in them may end the user's training
 
@@ -118,8 +114,7 @@ class _Run:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # the session finds out by itself, and drops this test
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._guard(self._step_begins, closure is not None)
+        self._guard(self._step_begins, has_closure(args, kwargs))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():

@@ -10,7 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture import gradient_ops
-from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, Tap
+from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.step import PendingTap
+from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.tap import Tap
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.policy import choose_tap
 

@@ -13,7 +13,11 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers
-from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, ShardTap, Tap
+from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.shards import ShardTap
+from memckpt.capture.taps.step import PendingTap
+from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.tap import Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
 from memckpt.state.optimizer_attributes import attributes

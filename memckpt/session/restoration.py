@@ -11,7 +11,8 @@ import torch
 
 from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.taps import CommHookTap, Tap
+from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.tap import Tap
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage

@@ -6,7 +6,8 @@ import contextlib
 import logging
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.taps import CommHookTap, Tap
+from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.tap import Tap
 from memckpt.errors import AgentGoneError, ResumeMismatchError
 from memckpt.protocol.trainer import Checked
 from memckpt.session.chosen import Chosen, ChosenInMemory

@@ -16,7 +16,7 @@ from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder, StallClock
-from memckpt.capture.taps import StepHooks
+from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.processes.address import AgentAddress

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from memckpt.capture import flat_parameters
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.taps import LOCAL_STEPS, refuse_local_sgd
+from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
 from memckpt.errors import UnsupportedError
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.ranks import Ranks

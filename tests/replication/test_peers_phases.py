@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from memckpt.capture.copier import copier_for
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import StallClock
-from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap
+from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.step import PendingTap
+from memckpt.capture.taps.streaming import ParameterTap
 from memckpt.errors import DamagedStateError
 from memckpt.memory.phases import PhaseReader, PhasesPage, PhaseWriter
 from memckpt.memory.region import Region

@@ -1,0 +1,247 @@
+"""Streaming under DistributedDataParallel, by its communication hook."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from memckpt.capture.copier import Copier
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.taps.tap import OncePerBackward, survives
+from memckpt.errors import UnsupportedError
+
+_log = logging.getLogger("memckpt")
+
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+LOCAL_STEPS = (
+    "its ranks step on their own between averages, so no record holds the steps of the others; average the "
+    "gradients at every step (DistributedDataParallel, fully_shard)"
+)
+
+
+def refuse_local_sgd(*parts: object) -> None:
+    """Refuse a DDP communication hook, or its state, that does not average at every step.
+
+    Raises:
+        UnsupportedError: one of `parts` belongs to local SGD.
+    """
+    if any("localsgd" in getattr(part, "__name__", type(part).__name__).lower() for part in parts):
+        raise UnsupportedError(f"local SGD (a communication hook of DDP): {LOCAL_STEPS}")
+
+
+@dataclass
+class _HeldBucket:
+    """A bucket whose reduction waits until all buckets of its backward are ready."""
+
+    params: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
+
+
+class CommHookTap:
+    """Stages each bucket's synchronized gradients, which the communication hook's future carries.
+
+    DDP takes one communication hook. Ours calls the user's, if it is registered later; without one it averages as DDP
+    itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
+
+    With three ranks or more the order of a sum depends on an element's position in a buffer, and DDP rebuilds its
+    buckets after the first backward of a process. So the bucket layout is part of the state: the first backward after a
+    resume is reduced in the layout that the uninterrupted run would have used (:attr:`layout`).
+    """
+
+    name = "streaming (DDP communication hook)"
+
+    def __init__(
+        self, model: DistributedDataParallel, recorder: Recorder, copier: Copier, before_reduction: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._copier = copier
+        self._before_reduction = before_reduction
+        self._users: tuple[Any, CommHook] | None = None
+        self._group = model.process_group
+        self._world_size = dist.get_world_size(self._group)
+        self._factor = 1.0 / self._world_size
+        self._removed = False
+        self._at_end = OncePerBackward(self._backward_ending)
+        self._positions = {id(param): index for index, param in enumerate(model.module.parameters())}
+        self._observed: list[list[int]] = []
+        self._held: list[_HeldBucket] = []
+        self._resumed_layout: list[list[int]] | None = None
+        self._backwards = 0
+        self._handles: list[Any] = []
+        self.reductions = 0
+        #: Parameter positions by bucket in which the next backward is reduced; None until known.
+        self.layout: list[list[int]] | None = None
+
+    @staticmethod
+    def available(model: DistributedDataParallel) -> bool:
+        """Whether the hook is free: torch takes only one, and the user may have registered theirs."""
+        return not getattr(model, "_comm_hooks", [])
+
+    def install(self) -> None:
+        def memckpt_tap(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return self._reduce(bucket)
+
+        # Torch compares the annotations with its own classes, and does not resolve strings.
+        memckpt_tap.__annotations__.clear()
+        self._model.register_comm_hook(None, memckpt_tap)
+        # A user's registration now reaches us and not torch, which would refuse a second hook.
+        vars(self._model)["register_comm_hook"] = self._adopt
+        # Under no_sync() no bucket is reduced, yet gradients are pending.
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._accumulated)
+            for param in self._model.module.parameters()
+            if param.requires_grad
+        ]
+
+    def _adopt(self, state: Any, hook: CommHook) -> None:
+        if self._users is not None:
+            raise RuntimeError("register_comm_hook can only be called once per DDP module")
+        refuse_local_sgd(state, hook)
+        self._users = (state, hook)
+
+    def remove(self) -> None:
+        """Stop tapping. Torch cannot unregister a communication hook: ours stays, and only averages from now on."""
+        self._removed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._model.__dict__.pop("register_comm_hook", None)
+
+    def resume_layout(self, layout: list[list[int]] | None) -> None:
+        """Reduce the next backward in this layout. Call before the first backward of the process."""
+        if self._world_size > 2 and layout is not None:
+            self._resumed_layout = self.layout = layout
+
+    def _accumulated(self, param: torch.Tensor) -> None:
+        started = time.perf_counter()
+        try:
+            if not self._copier.recording_graph():
+                self._recorder.gradient_seen(param)
+        except Exception as error:
+            self._recorder.broke("handling a gradient", error)
+        self._recorder.clock.hooks += time.perf_counter() - started
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._removed or not self._recorder.backward_runs():
+            return self._average(bucket)
+        self.reductions += 1
+        self._look(bucket)
+        if self._resumed_layout is not None and self._users is None:
+            return self._hold(bucket, self._resumed_layout)
+        params, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
+
+        def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            flat = _first(done)  # raises if the reduction failed: the user must see that
+            self._stage(flat, params, gradients, buffer)
+            return flat
+
+        return self._average(bucket).then(staged)
+
+    @survives("handling a bucket")
+    def _look(self, bucket: GradBucket) -> None:
+        with self._recorder.clock.in_hook():
+            if self._at_end.ask():
+                self._observed, self._held = [], []  # left by a backward that raised
+            self._observe(bucket)
+            self._before_reduction()
+
+    @survives("staging a bucket")
+    def _stage(
+        self,
+        flat: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+    ) -> None:
+        with self._recorder.clock.in_hook():
+            reduced = gradients if flat.data_ptr() == buffer.data_ptr() else _placed_alike(gradients, buffer, flat)
+            for param, gradient in zip(params, reduced, strict=True):
+                self._recorder.stage(param, gradient)
+
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._users is not None:
+            state, hook = self._users
+            return hook(state, bucket)
+        work = dist.all_reduce(bucket.buffer().mul_(self._factor), group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        return future
+
+    def _observe(self, bucket: GradBucket) -> None:
+        """Learn the layout. A process's first backward has DDP's provisional one, which is used only once."""
+        self._observed.append([self._positions[id(param)] for param in bucket.parameters()])
+        if bucket.is_last():
+            self._backwards += 1
+            if self._backwards > 1 or self._model.find_unused_parameters:
+                self.layout = self._observed
+            self._observed = []
+
+    def _hold(self, bucket: GradBucket, layout: list[list[int]]) -> torch.futures.Future[torch.Tensor]:
+        devices: list[int | str | torch.device] | None = (
+            [bucket.buffer().device] if bucket.buffer().device.type == "cuda" else None
+        )
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._held.append(_HeldBucket(bucket.parameters(), bucket.gradients(), bucket.buffer(), future))
+        if bucket.is_last():
+            held, self._held, self._resumed_layout = self._held, [], None
+            self._reduce_in(layout, held)
+        return future
+
+    def _reduce_in(self, layout: list[list[int]], held: list[_HeldBucket]) -> None:
+        gradients = {
+            self._positions[id(param)]: (param, gradient)
+            for one in held
+            for param, gradient in zip(one.params, one.gradients, strict=True)
+        }
+        if sorted(position for positions in layout for position in positions) != sorted(gradients):
+            _log.warning("memckpt: DDP reduces other parameters than before; this step may differ in the last bits")
+            layout = [[self._positions[id(param)] for param in one.params] for one in held]
+        for positions in layout:
+            flat = torch.cat([gradients[position][1].reshape(-1) for position in positions]).mul_(self._factor)
+            dist.all_reduce(flat, group=self._group)
+            offset = 0
+            for position in positions:
+                param, gradient = gradients[position]
+                gradient.copy_(flat[offset : offset + param.numel()].view(gradient.shape))
+                offset += param.numel()
+                with self._recorder.clock.in_hook():
+                    self._recorder.stage(param, gradient)
+        for one in held:
+            one.future.set_result(one.buffer)
+
+    def _backward_ending(self) -> None:
+        # DDP finalizes its buckets in its own callback; one queued from inside a callback runs after it.
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    @survives("ending a backward")
+    def _backward_ended(self) -> None:
+        with self._recorder.clock.in_hook():
+            self._copier.wait_before_changes()
+            self._recorder.note_versions()
+
+
+def _placed_alike(gradients: Sequence[torch.Tensor], buffer: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Views of `flat` at the positions that `gradients` have in `buffer`."""
+    first, flat = buffer.storage_offset(), flat.view(-1)
+    begins = [int(gradient.storage_offset() - first) for gradient in gradients]
+    return [flat[begin : begin + one.numel()].view(one.shape) for begin, one in zip(begins, gradients, strict=True)]
+
+
+def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
+    value = done.value()
+    tensor = value[0] if isinstance(value, list) else value
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

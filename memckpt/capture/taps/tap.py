@@ -1,0 +1,113 @@
+"""Taps: the points at which gradients are taken. Here: what a tap is, and what taps share.
+
+A tap is installed once per session and calls the recorder; the first log line names it and the reason for its choice.
+A tap never raises into the user's backward: the recorder keeps the error.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+
+from memckpt.capture.recorder import Recorder
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+class Tap(Protocol):
+    """Takes gradients from training and passes them to a recorder.
+
+    Attributes:
+        reductions: number of gradients seen that took part in a reduction over all ranks.
+    """
+
+    name: str
+    reductions: int
+
+    def install(self) -> None:
+        """Start tapping."""
+
+    def remove(self) -> None:
+        """Remove every trace from the user's objects, as far as torch allows."""
+
+
+def survives(what: str) -> Callable[[Method], Method]:
+    """Decorator for code that runs inside the user's step: an exception is kept, and the record becomes void."""
+
+    def make(method: Method) -> Method:
+        @functools.wraps(method)
+        def guarded(self: Any, *args: Any) -> None:
+            try:
+                method(self, *args)
+            except Exception as error:
+                self._recorder.broke(what, error)
+
+        return cast(Method, guarded)
+
+    return make
+
+
+class OncePerBackward:
+    """Asks autograd to call a function when the running backward has ended.
+
+    A backward that raises drops its callbacks. So the id of the backward is remembered, not just that it was asked.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._asked_in = -1
+
+    def ask(self) -> bool:
+        """Queue the callback, from a hook; True on the first call in the running backward."""
+        running: int = torch._C._current_graph_task_id()
+        if running == self._asked_in or running == -1:
+            return False
+        self._asked_in = running
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        return True
+
+
+class ParameterHooks(ABC):
+    """A hook on each parameter, which sees its accumulated gradient as backward produces it.
+
+    With fully_shard it fires once the gradient is reduced and sharded, and not at all while reduction is off
+    (``set_requires_gradient_sync(False)``).
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
+        self._params = params
+        self._recorder = recorder
+        self._handles: list[Any] = []
+        self.reductions = 0
+
+    def install(self) -> None:
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._fire) for param in self._params if param.requires_grad
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _fire(self, param: torch.Tensor) -> None:
+        started = time.perf_counter()
+        try:
+            if not self._recorder.backward_runs():
+                return
+            gradient = param.grad
+            if gradient is not None:  # else a user's hook has stepped and cleared it
+                self.reductions += 1
+                self._fired(param, gradient)
+        except Exception as error:
+            self._recorder.broke("handling a gradient", error)
+        self._recorder.clock.hooks += time.perf_counter() - started
+
+    @abstractmethod
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None: ...
