@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.sub_steps import NotedOp, NotedSubStep
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import change_values
 from memckpt.state.spec import ITEM_BYTES
@@ -25,12 +26,12 @@ WINDOW = 256
 FULL_RECORDS = 2
 
 
-class Op(Protocol):
-    """An in-place change of gradients, as noted by the recorder."""
-
-    kind: str
-    operand: Any
-    params: tuple[int, ...]
+def unknown_change(name: str) -> str:
+    """The text for a gradient that was changed in an unknown way; `name`: the parameter."""
+    return (
+        f"the gradient of {name} was changed between backward and the optimizer's step in a way that streaming does "
+        "not know"
+    )
 
 
 class StagingCheck:
@@ -49,53 +50,49 @@ class StagingCheck:
         self._checked = 0
         self._last.clear()
 
-    def compare(
-        self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
-    ) -> str | None:
-        """A text naming the difference; None if there is none."""
+    def compare(self, writer: SlotWriter, record: int, step: NotedSubStep, params: Sequence[int]) -> str | None:
+        """A text naming the difference between these gradients of a step; None if there is none."""
         full = self._checked < FULL_RECORDS
         self._checked += 1
-        if not full and self._sample_is_equal(writer, record, optimizer, sub_step, params, ops):
+        if not full and self._sample_is_equal(writer, record, step, params):
             return None
         mine = [index for index in params if writer.mine[index] and writer.params[index].device.type == "cpu"]
-        for batch in self._alike(mine, ops, writer):
+        for batch in self._alike(mine, step.ops, writer):
             staged, used = [], []
             for index in batch:
                 gradient = writer.params[index].grad
                 assert gradient is not None
-                view = writer.gradient_view(record, optimizer, sub_step, index)
+                view = writer.gradient_view(record, step.optimizer, step.index, index)
                 size = view.numel() if full else min(WINDOW, view.numel())
                 start = record * WINDOW % (view.numel() - size + 1)
                 staged.append(_window(view, start, size))
                 used.append(_window(local(gradient), start, size))
             with torch.no_grad():
                 expected = torch.cat(staged)
-                for op in ops:
+                for op in step.ops:
                     if batch[0] in op.params:
                         expected = change_values(op.kind, op.operand, expected)
                 found = torch.cat(used)
                 if expected.dtype != found.dtype or not torch.equal(bits_of(expected), bits_of(found)):
-                    return self._name_difference(writer, batch, staged, used, ops)
+                    return self._name_difference(writer, batch, staged, used, step.ops)
         return None
 
-    def _sample_is_equal(
-        self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
-    ) -> bool:
+    def _sample_is_equal(self, writer: SlotWriter, record: int, step: NotedSubStep, params: Sequence[int]) -> bool:
         """Whether the windows of all gradients are equal, by a few operations on all of them together.
 
         Also False if that cannot be done: dtypes or changes differ between gradients, or the parameters differ from the
         last comparison.
         """
-        last, sample = self._last.get(optimizer, ([], None))
+        last, sample = self._last.get(step.optimizer, ([], None))
         if params != last:
-            self._last[optimizer] = list(params), None
+            self._last[step.optimizer] = list(params), None
             return False
         if sample is None or sample.generation != writer.generation:
-            sample = _Sample(writer, optimizer, params)
-            self._last[optimizer] = last, sample
-        return sample.fits(ops) and sample.is_equal(writer, record, sub_step, ops)
+            sample = _Sample(writer, step.optimizer, params)
+            self._last[step.optimizer] = last, sample
+        return sample.fits(step.ops) and sample.is_equal(writer, record, step.index, step.ops)
 
-    def _alike(self, params: Sequence[int], ops: Sequence[Op], writer: SlotWriter) -> list[list[int]]:
+    def _alike(self, params: Sequence[int], ops: Sequence[NotedOp], writer: SlotWriter) -> list[list[int]]:
         """Batches of parameters with one dtype and the same changes."""
         covered = [set(op.params) for op in ops]
         batches: dict[Any, list[int]] = {}
@@ -110,17 +107,14 @@ class StagingCheck:
         batch: Sequence[int],
         staged: Sequence[torch.Tensor],
         used: Sequence[torch.Tensor],
-        ops: Sequence[Op],
+        ops: Sequence[NotedOp],
     ) -> str:
         for index, ours, theirs in zip(batch, staged, used, strict=True):
             for op in ops:
                 if index in op.params:
                     ours = change_values(op.kind, op.operand, ours)
             if not torch.equal(ours, theirs):
-                return (
-                    f"the gradient of {writer.spec.params[index].tensor.name} was changed between backward and the "
-                    "optimizer's step in a way that streaming does not know"
-                )
+                return unknown_change(writer.spec.params[index].tensor.name)
         return "gradients were changed between backward and the optimizer's step"
 
 
@@ -164,11 +158,11 @@ class _Sample:
             row.view(specs[index].tensor.shape) for index, row in zip(small, rows[: len(small)], strict=True)
         ] + list(rows[len(small) :])
 
-    def fits(self, ops: Sequence[Op]) -> bool:
+    def fits(self, ops: Sequence[NotedOp]) -> bool:
         """Whether all gradients have one dtype and every change applies to all of them."""
         return bool(self._dtype) and all(len(op.params) == self._covered for op in ops)
 
-    def is_equal(self, writer: SlotWriter, record: int, sub_step: int, ops: Sequence[Op]) -> bool:
+    def is_equal(self, writer: SlotWriter, record: int, sub_step: int, ops: Sequence[NotedOp]) -> bool:
         """Whether the staged values, with the changes applied, equal what the optimizer used, bit for bit."""
         with torch.no_grad():
             begin = (record * WINDOW) % self._places

@@ -8,7 +8,8 @@ import torch
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.recorder import Recorder, StallClock
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.stall_clock import StallClock
 from memckpt.config import MemckptConfig
 from memckpt.session.ranks import Ranks
 

@@ -15,7 +15,8 @@ from memckpt.capture import flat_parameters
 from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.recorder import Recorder, StallClock
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
@@ -177,7 +178,7 @@ class Session:
 
         If so, the gradients are not copied yet. A wrong answer costs time only: the step copies what is missing.
         """
-        self._recorder.accumulates = accumulates
+        self._recorder.gradients.accumulates = accumulates
 
     # Restore
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.phases import PhaseMarks
-from memckpt.capture.recorder import StallClock
+from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.taps.ddp import CommHookTap
 from memckpt.capture.taps.step import PendingTap
 from memckpt.capture.taps.streaming import ParameterTap

@@ -1,0 +1,252 @@
+"""Staging of one record's gradients: which are in the slot, and what has been done to them since.
+
+A gradient is copied as soon as backward has made it. Changes made in place afterwards are noted. At its optimizer's
+step each gradient is settled: as staged, staged again, sparse, or absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from memckpt.capture.copier import Copier
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.marks_in_flight import MarksInFlight
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.sub_steps import NotedOp, NotedSubStep, on_the_host
+from memckpt.memory.landings import FIRING_BITS
+from memckpt.state.optimizers import dtype_name
+from memckpt.state.tensors import is_dtensor, local, version
+
+
+class GradientStaging:
+    """The gradients of the record that is being collected.
+
+    Args:
+        live: the live tensors; their growth is noted.
+        copier: copies into slots.
+        failed: called with the reason when the record cannot hold a gradient.
+
+    Attributes:
+        accumulates: whether a later backward adds to the gradients of this one before a step: then they are not
+            copied. None: it never does.
+        changed: name of a parameter whose gradient was changed in an unknown way after it was staged; None so far.
+    """
+
+    def __init__(self, live: LiveState, copier: Copier, failed: Callable[[str], None]) -> None:
+        self._live = live
+        self._copier = copier
+        self._failed = failed
+        self.accumulates: Callable[[], bool] | None = None
+        self._asked_in = -1
+        self._put_off = False
+        self.changed: str | None = None
+        self._record = 0
+        self._ops: list[NotedOp] = []
+        # For each parameter: 0 until its gradient is staged for the coming step, then 1 + the number of in-place
+        # changes made before it was staged.
+        self._staged_after: list[int] = []
+        # The staged gradient of each parameter (None: unknown), and its version counter after the last known change.
+        self._held: list[torch.Tensor | None] = []
+        self._counts: list[int] = []
+        # By optimizer: destinations of the gradients of its next step; None if there is no room for another one.
+        self._rows: list[list[torch.Tensor | None] | None] = []
+        # By optimizer: landing marks of its gradients; None once the optimizer has stepped.
+        self._landings: list[memoryview | None] = []
+        self._in_flight = MarksInFlight(copier) if copier.asynchronous else None
+        # For each parameter, gradients made by backward in this record; and over all of them, gradients staged.
+        self._firings: list[int] = []
+        self._landed = 0
+
+    def begin(self, writer: SlotWriter | None, record: int) -> None:
+        """Start with `record`, of which nothing is staged."""
+        self._record = record
+        self._ops.clear()
+        params = len(writer.params) if writer is not None else 0
+        self._staged_after, self._held, self._counts = [0] * params, [None] * params, [0] * params
+        self._rows = [] if writer is None else [writer.gradient_row(record, n, 0) for n in range(len(writer.members))]
+        marks = None if writer is None or writer.landings is None else writer.landings.words(record)
+        self._landings = [marks] * len(self._rows)
+        self._firings, self._landed = [0] * params, 0
+        if self._in_flight is not None:
+            self._in_flight.forget()
+
+    # While backward runs
+
+    def stage(self, writer: SlotWriter, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Stage the gradient that backward has made for `param`; the last call before a step counts."""
+        # Runs for each tensor of each step: calls are kept to a minimum.
+        index = writer.index.get(id(param))
+        if index is None:
+            return  # settled at the optimizer's step
+        self._firings[index] = firing = self._firings[index] + 1
+        if gradient.is_sparse:
+            return  # settled at the optimizer's step
+        if self.accumulates is not None and self._is_put_off(self.accumulates):
+            self._staged_after[index], self._held[index] = 0, None
+            return
+        if type(gradient) is not torch.Tensor or gradient.requires_grad:
+            gradient = local(gradient)
+        if gradient.dtype is not writer.grad_dtypes[index]:
+            return  # a copy would round: settled at the optimizer's step
+        owners = writer.owners[index]
+        landings = self._landings[owners[0]]
+        if landings is not None and firing > 1:
+            self._take_off(landings, index)
+        for optimizer in owners:
+            row = self._rows[optimizer]
+            if row is None:
+                return  # no room: settled at the optimizer's step
+            view = row[index]
+            if view is not None:
+                self._copier.copy(view, gradient)
+            elif writer.mine[index]:
+                return  # it was sparse: settled at the optimizer's step
+        self._landed = landed = self._landed + 1  # other ranks count these, too, and merge orders
+        if landings is not None and view is not None:
+            if self._in_flight is None:
+                landings[index] = landed << FIRING_BITS | firing
+            else:
+                self._in_flight.add(landings, index, landed << FIRING_BITS | firing)
+        self._staged_after[index] = 1 + len(self._ops)
+        # As `_note_version` does, without the call.
+        self._held[index] = held = param.grad
+        if held is not None:
+            self._counts[index] = held._version if type(held) is torch.Tensor else version(held)
+
+    def _take_off(self, landings: memoryview, index: int) -> None:
+        """Clear a landing mark, set or in flight, before its gradient is overwritten."""
+        if self._in_flight is not None:
+            self._in_flight.drop(index)
+        landings[index] = 0
+
+    def _is_put_off(self, accumulates: Callable[[], bool]) -> bool:
+        """Whether gradients of the running backward need not be copied; asks once per backward.
+
+        A wrong answer costs only a copy: gradients that a step uses and that are not staged are taken after the step.
+        """
+        running: int = torch._C._current_graph_task_id()
+        if running == -1 or running != self._asked_in:
+            self._asked_in, self._put_off = running, accumulates()
+        return self._put_off
+
+    def mark_landed(self) -> None:
+        """Set the landing marks of copies that have arrived meanwhile."""
+        if self._in_flight is not None:
+            self._in_flight.look()
+
+    # Changes in place
+
+    def note_change(self, kind: str, operand: Any, params: tuple[int, ...]) -> None:
+        """Note a change of these parameters' gradients that is about to be made; as GradientOp describes it."""
+        if params:
+            operand = on_the_host(operand, self._copier) if isinstance(operand, torch.Tensor) else operand
+            self._ops.append(NotedOp(kind, operand, params))
+
+    def note_versions(self, writer: SlotWriter, params: Iterable[torch.Tensor] | None) -> None:
+        """Note the version counters of these parameters' gradients (None: of all staged ones) after a known change."""
+        indices = range(len(writer.params)) if params is None else [writer.index.get(id(one)) for one in params]
+        for index in indices:
+            if index is not None and self._staged_after[index]:
+                self._note_version(index, writer.params[index].grad)
+
+    def _note_version(self, index: int, gradient: torch.Tensor | None) -> None:
+        self._held[index] = gradient
+        if gradient is not None:
+            self._counts[index] = gradient._version if type(gradient) is torch.Tensor else version(gradient)
+
+    # At an optimizer's step
+
+    def settle(self, writer: SlotWriter, step: NotedSubStep, whole: bool) -> list[int]:
+        """Make sure that all gradients of a step are in the slot, and note what was done to them since.
+
+        Args:
+            writer: writer of the slot.
+            step: the step; what is absent or sparse, and changes of gradients, are added to it.
+            whole: whether the gradients are those that the step uses.
+
+        Returns:
+            Parameters whose streamed gradients underwent known changes only.
+        """
+        number = step.optimizer
+        streamed: list[int] = []
+        params, staged_after, held, counts = writer.params, self._staged_after, self._held, self._counts
+        moves = self._live.version_moves[number] if step.stepped else 0
+        for index in writer.members[number]:
+            # The common case, without a call: staged, and the same gradient ever since.
+            gradient = held[index]
+            if (
+                staged_after[index]
+                and type(gradient) is torch.Tensor
+                and params[index].grad is gradient
+                and (not whole or gradient._version == counts[index] + moves)
+            ):
+                streamed.append(index)
+            else:
+                self._settle(writer, step, index, streamed, whole)
+        step.ops = self._ops_since(streamed)
+        for index in writer.members[number]:
+            staged_after[index] = 0
+            held[index] = None  # a reference would keep the gradient alive beyond zero_grad()
+        self._rows[number] = writer.gradient_row(self._record, number, step.index + 1)
+        self._landings[number] = None
+        return streamed
+
+    def _settle(self, writer: SlotWriter, step: NotedSubStep, index: int, streamed: list[int], whole: bool) -> None:
+        """Make sure that the gradient of one parameter is in the slot, or that its absence is noted."""
+        gradient = writer.params[index].grad
+        staged = self._staged_after[index]
+        if gradient is None:
+            step.absent.append(index)
+        elif not staged and not whole:
+            self._failed("a gradient that was not streamed has been changed by the step itself")
+        elif gradient.dtype is not writer.grad_dtypes[index]:
+            name = writer.spec.params[index].tensor.name
+            self._live.growth.grad_dtypes[name] = dtype_name(gradient.dtype)
+            expected = writer.grad_dtypes[index]
+            self._failed(f"the gradient of {name} is of dtype {gradient.dtype}, not {expected} as before")
+        elif gradient.is_sparse:
+            sparse = writer.stage_sparse(self._record, step.optimizer, step.index, index, gradient)
+            if sparse is None:
+                self._failed("a sparse gradient needs more room")
+            else:
+                step.sparse.append(sparse)
+        elif staged and (not whole or self._as_staged(step, index, gradient)):
+            streamed.append(index)
+            return
+        elif writer.mine[index]:
+            spec = writer.spec.params[index]
+            if staged:
+                self.changed = spec.tensor.name
+            if spec.grad_bytes < spec.dense_grad_bytes:
+                self._live.growth.sparse_bytes[spec.tensor.name] = spec.dense_grad_bytes
+                self._failed("a gradient that was sparse is dense and needs more room")
+            else:
+                landings = self._landings[step.optimizer]
+                if landings is not None and writer.owners[index][0] == step.optimizer:
+                    self._take_off(landings, index)  # no longer the gradient as backward made it
+                view = writer.gradient_view(self._record, step.optimizer, step.index, index)
+                self._copier.copy(view, local(gradient))
+        # Staged after all the changes: none of them applies.
+        self._staged_after[index] = 1 + len(self._ops)
+
+    def _as_staged(self, step: NotedSubStep, index: int, gradient: torch.Tensor) -> bool:
+        """Whether a staged gradient underwent known changes only, as far as version counters tell."""
+        held = self._held[index]
+        if held is None:
+            return True  # unknown; the check of values remains
+        # Version counters miss what a fused step does to DTensors.
+        moves = self._live.version_moves[step.optimizer] if step.stepped and not is_dtensor(gradient) else 0
+        return held is gradient and version(gradient) == self._counts[index] + moves
+
+    def _ops_since(self, streamed: list[int]) -> list[NotedOp]:
+        """The changes made to streamed gradients after they were staged."""
+        ops = []
+        for position, op in enumerate(self._ops):
+            covered = set(op.params)
+            late = tuple(i for i in streamed if i in covered and self._staged_after[i] <= position + 1)
+            if late:
+                ops.append(NotedOp(op.kind, op.operand, late))
+        return ops
