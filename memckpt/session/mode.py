@@ -68,11 +68,6 @@ class ModeChoice:
         """Whether steps are redone from gradients, now or after the self-test."""
         return self._redone[0] != "capture"
 
-    @property
-    def testing(self) -> bool:
-        """Whether the self-test is still running."""
-        return self._test is not None
-
     def request(self, asynchronous: bool) -> SpecRequest:
         """Settings of a generation in this mode.
 
