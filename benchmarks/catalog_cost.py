@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import msgspec
 
-from benchmarks.command import Options, run
-from benchmarks.report import Report
-from benchmarks.workloads import scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report
+from benchmarks.harness.scratch import scratch_directory
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import FORMAT_VERSION, MERGED, Batch, Part, encode_commit

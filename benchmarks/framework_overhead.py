@@ -6,10 +6,14 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from benchmarks.command import Options, run
-from benchmarks.report import Ratio, Report, Table, median_and_spread
-from benchmarks.turns import Block, Side, Task, start_server, take_turns, training
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Ratio, Report, Table, median_and_spread
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.harness.turns import Block, Worker, start_server, take_turns
+from benchmarks.workloads.gate import Model, Side, Task
 
 TITLE = "Wall time of a step with every step protected, over a step without, by framework"
 METHOD = """\
@@ -78,12 +82,45 @@ class Measured:
         return statistics.median(sum(blocks[side].stall.values()) for blocks in self.rounds)
 
 
+def _train(*arguments: Any) -> None:
+    """Main function of a process, which has imported this already; the measuring process does not need it."""
+    from benchmarks.workloads.frameworks import train
+
+    train(*arguments)
+
+
+class Training:
+    """A training in a process of its own, which stops between blocks. Owns the process."""
+
+    def __init__(self, task: Task, directory: Path) -> None:
+        self._worker = Worker(f"{task.framework} with {task.side}", _train, task, directory)
+
+    def wait_ready(self) -> Model:
+        """Wait until it is ready for its first step; errors as for a worker."""
+        model: Model = self._worker.receive()
+        return model
+
+    def take(self, steps: int) -> Block:
+        """Run one untimed step and a block of timed ones; errors as for a worker."""
+        self._worker.send(steps)
+        block: Block = self._worker.receive()
+        return block
+
+    def close(self) -> None:
+        """End it."""
+        self._worker.close()
+
+
 def measure(
     framework: str, size: str, sides: Sequence[Side], rounds: int, steps: int, threads: int | None = None
 ) -> Measured:
     """Trainings of one framework that take turns."""
     with ExitStack() as stack:
-        trainings = [stack.enter_context(training(Task(framework, size, side, threads))) for side in sides]
+        trainings = []
+        for side in sides:
+            training = Training(Task(framework, size, side, threads), stack.enter_context(scratch_directory()))
+            stack.callback(training.close)
+            trainings.append(training)
         models = [each.wait_ready() for each in trainings]
         for side, each in zip(sides, trainings, strict=True):
             each.take(_WARM_UP[side] - 1)
@@ -157,7 +194,7 @@ def add_differences(report: Report, scale: Scale) -> None:
 def main(options: Options) -> None:
     report = Report("framework_overhead", TITLE, METHOD, options.command, options.quick)
     scale = QUICK if options.quick else FULL
-    start_server("benchmarks.frameworks")
+    start_server("benchmarks.workloads.frameworks")
     add_ratios(report, scale)
     add_differences(report, scale)
     report.write(options.results)

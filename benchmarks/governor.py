@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Options, run
-from benchmarks.governor_rank import ARMS
-from benchmarks.report import Report, Table, median_and_spread
-from benchmarks.workloads import scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report, Table, median_and_spread
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.governor_rank import ARMS
 from tests.support.cluster.netns import Network, problem
 
 TITLE = "What sending records to peers costs training on a slow link, with and without the governor"
@@ -78,7 +78,7 @@ def train(network: Network, directory: Path, arm: str, setting: Setting) -> dict
                 "GLOO_SOCKET_IFNAME": "eth0", "MEMCKPT_NODE": f"node{rank}",
             }  # fmt: skip
             command = [
-                sys.executable, "-m", "benchmarks.governor_rank", "--arm", arm, "--size", setting.size,
+                sys.executable, "-m", "benchmarks.workloads.governor_rank", "--arm", arm, "--size", setting.size,
                 "--batch", str(setting.batch), "--steps", str(setting.steps), "--run-dir", str(directory),
                 "--elsewhere", str(setting.elsewhere),
             ]  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.command import Options, run
-from benchmarks.report import Report
-from benchmarks.workloads import SharedCopy, Trainee, best_of, copy_bandwidth, protected
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import SharedCopy, best_of, copy_bandwidth
+from benchmarks.harness.report import Report
+from benchmarks.workloads.gpt import Trainee, protected
 from memckpt import Session
 from memckpt.capture.digests import Digests
 from memckpt.state import codec, rng

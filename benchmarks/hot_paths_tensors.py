@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import memckpt
-from benchmarks.command import Options, run
-from benchmarks.report import RESULTS, Report
-from benchmarks.workloads import SharedCopy, catch_up, redo_config
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import SharedCopy
+from benchmarks.harness.report import RESULTS, Report
+from benchmarks.workloads.gpt import catch_up, redo_config
 from memckpt import Session
 
 TITLE = "Host time per tensor and step, many small tensors"
@@ -94,7 +95,7 @@ class Hooks(Arm):
         super().__init__(tensors)
         params = list(self.model.parameters())
         shared = SharedCopy([param.detach() for param in params])
-        self.views = {id(param): view for param, view in zip(params, shared._views, strict=True)}
+        self.views = {id(param): view for param, view in zip(params, shared.views, strict=True)}
         for param in params:
             param.register_post_accumulate_grad_hook(self.take)
 

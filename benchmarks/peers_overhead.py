@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.command import Options, run
-from benchmarks.peer_nodes import Nodes
-from benchmarks.peer_ranks import NodesBlock, Task
-from benchmarks.report import Ratio, Report
-from benchmarks.turns import start_server, take_turns
-from benchmarks.workloads import redo_config, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.harness.turns import start_server, take_turns
+from benchmarks.workloads.gpt import redo_config
+from benchmarks.workloads.peer_nodes import Nodes
+from benchmarks.workloads.peer_ranks import NodesBlock, Task
 from memckpt import ErasureConfig
 
 NODES = 2
@@ -131,7 +132,7 @@ def main(options: Options) -> None:
     sides: tuple[Side, ...] = ("nothing", "local", "peers", "nothing")
     if not options.quick:
         sides = (*sides, "plain")
-    start_server("benchmarks.peer_ranks")
+    start_server("benchmarks.workloads.peer_ranks")
     try:
         measure(report, scale, sides)
     except MemoryError as error:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from benchmarks.command import Options, run
-from benchmarks.encode import Source, sides_of
-from benchmarks.peer_nodes import Nodes
-from benchmarks.peer_ranks import Started, Task
-from benchmarks.report import Report, Table
-from benchmarks.turns import start_server
-from benchmarks.workloads import scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report, Table
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.harness.turns import start_server
+from benchmarks.workloads.peer_nodes import Nodes
+from benchmarks.workloads.peer_ranks import Started, Task
+from benchmarks.workloads.stripes import Source, sides_of
 from memckpt import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.replication.coding.code import Code
 
@@ -220,7 +220,7 @@ def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None
 def main(options: Options) -> None:
     report = Report("peers_restore", TITLE, METHOD, options.command, options.quick)
     report.machine["compute_threads"] = f"{NODES} ranks of 1"
-    start_server("benchmarks.peer_ranks")
+    start_server("benchmarks.workloads.peer_ranks")
     size = "tiny" if options.quick else "30M"
     try:
         measure(report, size, kills=1 if options.quick else 5, codes=(2,) if options.quick else (3, 2))

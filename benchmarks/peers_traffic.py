@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.command import Options, run
-from benchmarks.peer_nodes import Nodes
-from benchmarks.peer_ranks import Kind, Task
-from benchmarks.report import Report, Table
-from benchmarks.turns import start_server
-from benchmarks.workloads import scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report, Table
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.harness.turns import start_server
+from benchmarks.workloads.peer_nodes import Nodes
+from benchmarks.workloads.peer_ranks import Kind, Task
 from memckpt import AgentConfig, ErasureConfig, MemckptConfig
 from memckpt.processes.launch import spawn_agent
 from tests.support.cluster import netns
@@ -175,7 +175,7 @@ def main(options: Options) -> None:
     )  # fmt: skip
     if (problem := netns.problem(as_root=True)) is not None:
         report.leave_out("wire", problem)
-    start_server("benchmarks.peer_ranks")
+    start_server("benchmarks.workloads.peer_ranks")
     for scheme in QUICK if options.quick else FULL:
         try:
             sent = count(scheme)

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import Options, run
-from benchmarks.processes import proportional_bytes, trainee_process
-from benchmarks.report import Report, Table
-from benchmarks.workloads import OPTIMIZERS, Trainee, best_of, redo_config, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import best_of
+from benchmarks.harness.processes import proportional_bytes
+from benchmarks.harness.report import Report, Table
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, redo_config
+from benchmarks.workloads.trainee_process import trainee_process
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.config import RedoMode
 from memckpt.state import codec

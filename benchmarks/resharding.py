@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as CutAlong
 from torch.distributed.tensor import distribute_tensor
 
-from benchmarks.command import Options, run
-from benchmarks.report import Report, Table
-from benchmarks.workloads import Trainee, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report, Table
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.gpt import Trainee
 from memckpt.recovery.from_storage import StoredState
 from memckpt.state.records import Timeline
 from memckpt.state.spec import (

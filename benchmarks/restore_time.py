@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.command import Options, run
-from benchmarks.processes import TraineeProcess, trainee_process
-from benchmarks.report import Report, Table
-from benchmarks.workloads import copy_bandwidth, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import copy_bandwidth
+from benchmarks.harness.report import Report, Table
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.trainee_process import TraineeProcess, trainee_process
 
 TITLE = "From SIGKILL to the restored state, and to the end of the first new step"
 METHOD = """\

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.command import Options, run
+from benchmarks.harness.command import Options, run
 
 #: Order: benchmarks sensitive to noise first, the longest last.
 NAMES = (

@@ -7,12 +7,12 @@ import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from benchmarks.command import Options, run
-from benchmarks.processes import end_agent
-from benchmarks.report import Ratio, Report
-from benchmarks.sharded import COPIED, MODES, RANKS, Counted, ShardedTraining, Side
-from benchmarks.turns import Block, start_server, take_turns
-from benchmarks.workloads import redo_config, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.harness.turns import Block, start_server, take_turns
+from benchmarks.workloads.gpt import redo_config
+from benchmarks.workloads.sharded import COPIED, MODES, RANKS, Counted, Ranks, Side
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 
@@ -111,8 +111,8 @@ def measure(scale: Scale, sides: tuple[Side, ...]) -> Measured:
     with ExitStack() as stack:
         trainings = []
         for side in sides:
-            training = ShardedTraining(scale.size, side, stack.enter_context(scratch_directory()))
-            stack.callback(_end, training)
+            training = Ranks(scale.size, side, stack.enter_context(scratch_directory()))
+            stack.callback(training.close)
             trainings.append(training)
         for side, training in zip(sides, trainings, strict=True):
             training.wait_ready()
@@ -123,13 +123,7 @@ def measure(scale: Scale, sides: tuple[Side, ...]) -> Measured:
         return Measured(sides, rounds, counted, [held_bytes(training) for training in trainings])
 
 
-def _end(training: ShardedTraining) -> None:
-    training.close()
-    if training.agent is not None:
-        end_agent(training.agent)  # it would leave by itself, but its memory is needed now
-
-
-def held_bytes(training: ShardedTraining) -> int | None:
+def held_bytes(training: Ranks) -> int | None:
     """Bytes that the agent of a training holds."""
     if training.agent is None:
         return None
@@ -215,7 +209,7 @@ def main(options: Options) -> None:
     if cores <= RANKS:
         report.leave_out(_NAMES["eager"], f"the ranks take all {cores} cores, and redo needs one of its own")
         sides = tuple(side for side in sides if side != "eager")
-    start_server("benchmarks.sharded")
+    start_server("benchmarks.workloads.sharded")
     try:
         found = measure(scale, sides)
     except MemoryError as error:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from benchmarks.command import Options, run
-from benchmarks.report import Report, Table
-from benchmarks.workloads import SharedCopy, Trainee, best_of, copy_bandwidth, protected
-from memckpt import Session
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import SharedCopy, best_of, copy_bandwidth
+from benchmarks.harness.report import Report, Table
+from benchmarks.harness.stall import PARTS, StallPerStep
+from benchmarks.workloads.gpt import Trainee, protected
 from memckpt.errors import MemoryBudgetError
 
 TITLE = "What protection takes of the training thread at each step"
@@ -22,50 +20,14 @@ agent. *floor* is (4 + 12/T) bytes a parameter at the speed at which one thread 
 memory, measured here; the bare copies move all gradients, or parameters and optimizer state, once, in a loop that
 does nothing else."""
 
-PARTS = ("hooks", "anchors", "commit", "slot_wait")
 MODES = {"lazy T=8": 8, "lazy T=16": 16, "eager": 32}
 
 
-@dataclass
-class StallPerStep:
-    """Accumulates a session's stall over the steps that are measured.
-
-    Attributes:
-        session: the measured session.
-        numel: number of parameters.
-        steps: number of measured steps.
-        seconds: seconds by cause.
-    """
-
-    session: Session
-    numel: int
-    steps: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-
-    @contextlib.contextmanager
-    def collect(self, steps: int) -> Iterator[None]:
-        """Count the block as `steps` steps."""
-        before = asdict(self.session.stall)
-        yield
-        after = asdict(self.session.stall)
-        self.steps += steps
-        for part in PARTS:
-            self.seconds[part] += after[part] - before[part]
-
-    def milliseconds(self, part: str) -> float:
-        """A cause's share of one step."""
-        return self.seconds[part] / max(1, self.steps) * 1e3
-
-    @property
-    def total_ms(self) -> float:
-        return sum(self.milliseconds(part) for part in PARTS)
-
-
-def measure(size: str, mode: str, steps: int) -> StallPerStep:
-    """Stall of a protected training."""
+def measure(size: str, mode: str, steps: int) -> tuple[StallPerStep, int]:
+    """Stall of a protected training, and its number of parameters."""
     trainee = Trainee(size)
     with protected(trainee, mode) as session:
-        stall = StallPerStep(session, trainee.model.numel)
+        stall = StallPerStep(session)
         # Until every slot has been written once, so that its pages are mapped.
         for _ in range(4 if mode == "eager" else MODES[mode] + 4):
             trainee.step()
@@ -74,25 +36,25 @@ def measure(size: str, mode: str, steps: int) -> StallPerStep:
             for _ in range(steps):
                 trainee.step()
                 session.commit()
-    return stall
+    return stall, trainee.model.numel
 
 
 def add_modes(report: Report, table: Table, size: str, steps: int, bandwidth: float) -> None:
     for mode, period in MODES.items():
         try:
-            stall = measure(size, mode, steps)
+            stall, numel = measure(size, mode, steps)
         except MemoryBudgetError as error:
             report.leave_out(f"{mode} at {size}", str(error))
             continue
-        floor = (4 + 12 / period) * stall.numel / bandwidth * 1e3
-        per_parameter = 1e6 / stall.numel
+        floor = (4 + 12 / period) * numel / bandwidth * 1e3
+        per_parameter = 1e6 / numel
         table.add(
             f"memckpt, {mode}",
             *(f"{stall.milliseconds(part):.2f}" for part in PARTS),
             f"{stall.total_ms:.2f}",
             f"{stall.total_ms * per_parameter:.3f}",
             f"{floor:.2f}",
-            arm=mode, steps=steps, total_ms=stall.total_ms, floor_ms=floor, numel=stall.numel,
+            arm=mode, steps=steps, total_ms=stall.total_ms, floor_ms=floor, numel=numel,
             **{f"{part}_ms": stall.milliseconds(part) for part in PARTS},
         )  # fmt: skip
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.command import Options, run
-from benchmarks.report import Ratio, Report
-from benchmarks.stall import StallPerStep
-from benchmarks.workloads import SharedCopy, Trainee, catch_up, protected, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import SharedCopy
+from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.harness.stall import StallPerStep
+from benchmarks.workloads.gpt import Trainee, catch_up, protected
 from memckpt.errors import MemoryBudgetError
 
 TITLE = "Wall time of a step with every step protected, over a step without"
@@ -98,7 +100,7 @@ def memckpt_arm(mode: str) -> Arm:
             for _ in range(4):  # past the generation, the first records and their extra checks
                 step()
                 plain.step()
-            yield Sides(step, plain.step, lambda: catch_up(session), StallPerStep(session, ours.model.numel))
+            yield Sides(step, plain.step, lambda: catch_up(session), StallPerStep(session))
 
     return Arm(f"memckpt, {mode}", open_sides)
 

@@ -15,9 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import memckpt
-from benchmarks.command import Options, run
-from benchmarks.report import Report
-from benchmarks.workloads import Trainee, scratch_directory
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.copies import seconds_of
+from benchmarks.harness.processes import children
+from benchmarks.harness.report import Report
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.gpt import Trainee
 from memckpt import MemckptConfig, Session, StorageConfig
 from memckpt.config import StorageMode
 from memckpt.recovery.from_storage import StoredState
@@ -81,12 +84,6 @@ def sync_tree(directory: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def seconds(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
 def measure_writes(report: Report, size: str, repetitions: int) -> None:
     trainee = Trainee(size)
     trainee.step()
@@ -115,7 +112,7 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(repetitions):
             for name, write in sides.items():
-                times[name].append(seconds(partial(write, number)))
+                times[name].append(seconds_of(partial(write, number)))
     table = report.table(
         f"{trainee.model.numel / 1e6:.1f}M parameters: write", "what", "s", "MB/s", "of the direct write"
     )
@@ -173,14 +170,13 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
         }
         table = report.table(f"{trainee.model.numel / 1e6:.1f}M parameters: resume", "what", "s")
         for name, action in sides.items():
-            taken = [seconds(action) for _ in range(repetitions)]
+            taken = [seconds_of(action) for _ in range(repetitions)]
             table.add(name, f"{statistics.median(taken):.2f}", what=name, seconds=taken)
 
 
 def written_by(agent_pid: int) -> int:
     """Bytes that the agent's processes have written so far."""
-    children = Path(f"/proc/{agent_pid}/task/{agent_pid}/children").read_text().split()
-    lines = [Path(f"/proc/{child}/io").read_text().splitlines() for child in children]
+    lines = [Path(f"/proc/{child}/io").read_text().splitlines() for child in children(agent_pid)]
     return sum(int(line.split()[1]) for one in lines for line in one if line.startswith("wchar"))
 
 

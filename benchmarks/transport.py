@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import zmq
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from benchmarks.command import Options, run
-from benchmarks.report import Report, Table, median_and_spread
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report, Table, median_and_spread
 from memckpt.replication.transport.keys import Keys
 from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Transport
 

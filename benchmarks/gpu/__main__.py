@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu import arms
 from benchmarks.gpu.arms import Figures
 from benchmarks.gpu.trainee import SIZES, Size
-from benchmarks.report import RESULTS, Report
+from benchmarks.harness.report import RESULTS, Report
 
 TITLE = "Every step protected on a GPU: overhead, bytes over PCIe, restore"
 METHOD = """\

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import memckpt
 from benchmarks.gpu.trainee import Size, Trainee
-from benchmarks.workloads import catch_up, scratch_directory
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.gpt import catch_up
 from memckpt.config import MemckptConfig
 
 BLOCKS = 3

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.workloads.gpt import Training
 from examples.gpt import GPT, GPTConfig
 
 
@@ -42,36 +41,20 @@ SIZES = {
 }
 
 
-class Trainee:
-    """A model, its optimizer and a batch on the device."""
+class Trainee(Training):
+    """A training on the device."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device = device
-        self.batch = size.batch
         with device:
-            self.model = GPT(size.model)
-            self.tokens = torch.randint(0, 256, (size.batch, size.model.context + 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+            model = GPT(size.model)
+            tokens = torch.randint(0, 256, (size.batch, size.model.context + 1))
+        super().__init__(model, (tokens[:, :-1], tokens[:, 1:]))
 
-    def step(self) -> None:
+    def loss(self) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model.loss(self.tokens[:, :-1], self.tokens[:, 1:])
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The tensors of a checkpoint."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Parameters and element-wise optimizer state: 12 bytes a parameter."""
-        for param in self.model.parameters():
-            yield param.detach()
-            for value in self.optimizer.state[param].values():
-                if isinstance(value, Tensor) and value.dim():
-                    yield value
+            return super().loss()
 
     @property
     def state_bytes(self) -> int:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,16 +17,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
-from benchmarks.turns import Block, Failure
-from benchmarks.workloads import OPTIMIZERS
-from examples.gpt import GPT, SIZES, Corpus
+from benchmarks.harness.stall import stall_of, stall_per_step
+from benchmarks.harness.turns import Block, orders_of, telling_failure
+from benchmarks.workloads.gpt import Training, make_model
+from benchmarks.workloads.rank_gpt import ReplicatedTraining, ShardedTraining
 from memckpt import AgentConfig, MemckptConfig, Session
-from memckpt.errors import MemoryBudgetError
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.protocol.recovery import Recover, Recovered
 from memckpt.session.agent_client import AgentClient
@@ -136,74 +133,56 @@ class NodesBlock(Block):
 # In a rank
 
 
-class Trainee:
-    """A GPT, its optimizer and a sequence for each rank; :meth:`step` is one training step."""
-
-    def __init__(self, task: Task) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(replace(SIZES[task.size], dropout=0.0))
-        self._called: torch.nn.Module = self.model
-        if task.kind == "ddp":
-            self._called = DistributedDataParallel(self.model)
-        else:
-            for block in self.model.blocks:
-                fully_shard(block)
-            fully_shard(self.model)
-        self.protected = self._called
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **OPTIMIZERS["fused"])
-        torch.manual_seed(1 + dist.get_rank())
-        self._tokens, self._targets = Corpus(self.model.config.context).sample(1)
-        self.numel = sum(local(param).numel() for param in self.model.parameters())
-
-    def step(self) -> None:
-        logits: Tensor = self._called(self._tokens)
-        functional.cross_entropy(logits.flatten(0, 1), self._targets.flatten()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer state of this rank."""
-        held = {name: local(param.detach()) for name, param in self.model.named_parameters()}
-        for name, param in self.model.named_parameters():
-            held |= {f"{name}/{key}": local(value) for key, value in self.optimizer.state.get(param, {}).items()}
-        return held
-
-    def save(self, file: Path) -> None:
-        torch.save(self._tensors(), file)
-
-    def load(self, file: Path) -> None:
-        """Load a plain checkpoint into the live tensors."""
-        loaded = torch.load(file, weights_only=True)
-        for name, tensor in self._tensors().items():
-            tensor.copy_(loaded[name])
-
-
 class _Rank:
     """One rank. Owns its session."""
 
     def __init__(self, task: Task, rank: int) -> None:
         self._task, self._rank = task, rank
         self._session: Session | None = None
-        self._trainee = Trainee(task)
+        model = make_model(task.size)
+        self._training: Training
+        self._protected: torch.nn.Module = model
+        if task.kind == "ddp":
+            self._training = replicated = ReplicatedTraining(model, batch=1)
+            self._protected = replicated.replica
+        else:
+            self._training = ShardedTraining(model, batch=1)
+        self._numel = sum(local(param).numel() for param in model.parameters())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state of this rank."""
+        params = dict(self._training.model.named_parameters())
+        held = {name: local(param.detach()) for name, param in params.items()}
+        for name, param in params.items():
+            held |= {
+                f"{name}/{key}": local(value) for key, value in self._training.optimizer.state.get(param, {}).items()
+            }
+        return held
+
+    def _load(self, file: Path) -> None:
+        """Load a plain checkpoint into the live tensors."""
+        loaded = torch.load(file, weights_only=True)
+        for name, tensor in self._tensors().items():
+            tensor.copy_(loaded[name])
 
     def start(self) -> Started:
         config = self._task.config_of(self._rank)
         if self._task.load:
-            self._trainee.step()  # makes the optimizer's state
+            self._training.step()  # makes the optimizer's state
         dist.barrier()
         began = perf_counter()
         if self._task.load:
-            self._trainee.load(self._task.file(self._rank))
-            return Started(os.getpid(), None, self._trainee.numel, tier="file", restoring=perf_counter() - began)
+            self._load(self._task.file(self._rank))
+            return Started(os.getpid(), None, self._numel, tier="file", restoring=perf_counter() - began)
         if config is None:
-            return Started(os.getpid(), None, self._trainee.numel)
+            return Started(os.getpid(), None, self._numel)
         with _timed_recovery() as recovery:
             self._session = session = memckpt.attach(
-                self._trainee.protected, self._trainee.optimizer, run_dir=self._task.directory, config=config
+                self._protected, self._training.optimizer, run_dir=self._task.directory, config=config
             )
         attaching = perf_counter() - began
         report = session.restore()
-        started = Started(os.getpid(), session.agent_pid, self._trainee.numel)
+        started = Started(os.getpid(), session.agent_pid, self._numel)
         if report is None:
             return started
         return replace(
@@ -211,28 +190,25 @@ class _Rank:
         )  # fmt: skip
 
     def take(self, order: Order) -> NodesBlock | None:
-        """Execute orders until there are no more."""
+        """Execute an order."""
         if order.save:
-            self._trainee.save(self._task.file(self._rank))
+            torch.save(self._tensors(), self._task.file(self._rank))
             return None
         for _ in range(order.untimed):
             self._step()
-        stalled = self._stall()
+        stalled = stall_of(self._session)
         began = perf_counter()
         for _ in range(order.steps):
             self._step()
         ended = perf_counter()
-        stall = {part: (spent - stalled[part]) / order.steps for part, spent in self._stall().items()}
+        stall = stall_per_step(stalled, stall_of(self._session), order.steps)
         self._wait_acknowledged()
         return NodesBlock((ended - began) / order.steps, stall, perf_counter() - ended)
 
     def _step(self) -> None:
-        self._trainee.step()
+        self._training.step()
         if self._session is not None:
             self._session.commit()
-
-    def _stall(self) -> dict[str, float]:
-        return {} if self._session is None else asdict(self._session.stall)
 
     def _wait_acknowledged(self) -> None:
         session = self._session
@@ -274,20 +250,10 @@ def run_rank(task: Task, rank: int, orders: Connection) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(task.attempt)
     rendezvous = f"file://{task.directory / f'rendezvous{task.attempt}'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=task.nodes, timeout=PATIENCE)
-    try:
-        trainee = _Rank(task, rank)
-        orders.send(trainee.start())
-        while (order := _next(orders)) is not None:
-            orders.send(trainee.take(order))
-        trainee.close()
-    except (MemoryBudgetError, MemoryError) as error:
-        orders.send(Failure(str(error)))
+    with telling_failure(orders):
+        training = _Rank(task, rank)
+        orders.send(training.start())
+        for order in orders_of(orders):
+            orders.send(training.take(order))
+        training.close()
     os._exit(0)  # destroying gloo's groups has been seen to hang
-
-
-def _next(orders: Connection) -> Order | None:
-    try:
-        order: Order = orders.recv()
-    except EOFError:
-        return None
-    return order

@@ -9,16 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.peer_ranks import PATIENCE, NodesBlock, Order, Started, Task, run_rank
-from benchmarks.processes import end_agent
-from benchmarks.turns import TrainingFailed, Worker
+from benchmarks.harness.processes import children, cpu_seconds, end_agent
+from benchmarks.harness.turns import Worker, Workers
+from benchmarks.workloads.peer_ranks import PATIENCE, NodesBlock, Order, Started, Task, run_rank
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import PeersStatus
 
 _LOOK_AGAIN_SECONDS = 0.05
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Nodes:
@@ -26,12 +24,14 @@ class Nodes:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._ranks = [Worker(f"{task.node(rank)} of {task.nodes}", run_rank, task, rank) for rank in range(task.nodes)]
+        self._ranks = Workers(
+            [Worker(f"{task.node(rank)} of {task.nodes}", run_rank, task, rank) for rank in range(task.nodes)]
+        )
         self.started: list[Started] = []
 
     def wait_ready(self) -> list[Started]:
-        """Wait until all ranks are ready; errors as for a worker."""
-        self.started = self._hear()
+        """Wait until all ranks are ready; errors as for workers."""
+        self.started = self._ranks.receive()
         return self.started
 
     @property
@@ -40,39 +40,22 @@ class Nodes:
         each = [started.numel for started in self.started]
         return sum(each) if self.task.kind == "fsdp" else each[0]
 
-    def _hear(self) -> list[Any]:
-        """The next message of each rank. If one is out of memory, that error is raised, not the others'."""
-        said, failures = [], []
-        for rank in self._ranks:
-            try:
-                said.append(rank.receive())
-            except (MemoryError, TrainingFailed) as error:
-                failures.append(error)
-        if failures:
-            raise next((error for error in failures if isinstance(error, MemoryError)), failures[0])
-        return said
-
-    def _order(self, order: Order) -> list[Any]:
-        for rank in self._ranks:
-            rank.send(order)
-        return self._hear()
-
     def take(self, steps: int, untimed: int = 1) -> NodesBlock:
         """Run untimed and timed steps; returns the slowest rank's block.
 
         With peers it ends when all records are acknowledged.
         """
         replicators = [pid for started in self.started if (pid := _replicator(started.agent)) is not None]
-        before = sum(map(_cpu_seconds, replicators))
-        blocks: list[NodesBlock] = self._order(Order(steps, untimed))
-        used = sum(map(_cpu_seconds, replicators)) - before
+        before = sum(map(cpu_seconds, replicators))
+        blocks: list[NodesBlock] = self._ranks.execute(Order(steps, untimed))
+        used = sum(map(cpu_seconds, replicators)) - before
         slower = max(blocks, key=lambda block: block.seconds)
         behind = max(block.behind for block in blocks)
         return replace(slower, behind=behind, replicator_seconds=used / (steps + untimed))
 
     def save(self) -> None:
         """Have each rank write a plain checkpoint."""
-        self._order(Order(save=True))
+        self._ranks.execute(Order(save=True))
 
     def peers_status(self, record: int) -> list[PeersStatus]:
         """Each agent's status of its peers, once it knows that `record` is acknowledged for all nodes.
@@ -117,18 +100,11 @@ class Nodes:
         for handle in handles:
             select.select([handle], [], [])
             os.close(handle)
-        self._end_ranks()
-
-    def _end_ranks(self) -> None:
-        for rank in self._ranks:
-            rank.dismiss()  # all of them first, as they leave together
-        for rank in self._ranks:
-            rank.close()
-        self._ranks.clear()
+        self._ranks.close()
 
     def close(self) -> None:
         """End the ranks and their agents, and free their memory."""
-        self._end_ranks()
+        self._ranks.close()
         for started in self.started:
             if started.agent is not None:
                 end_agent(started.agent)
@@ -138,14 +114,7 @@ def _replicator(agent: int | None) -> int | None:
     """Pid of an agent's replicator."""
     if agent is None:
         return None
-    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+    for child in children(agent):
         if b"memckpt.replication.process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
+            return child
     return None
-
-
-def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of all threads of a process."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    user, system = stat[stat.rindex(")") + 2 :].split()[11:13]
-    return (int(user) + int(system)) / _TICKS

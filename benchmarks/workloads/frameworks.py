@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
-from benchmarks.turns import Gate, Task
-from benchmarks.workloads import BATCH, OPTIMIZERS, redo_config
+from benchmarks.harness.turns import telling_failure
+from benchmarks.workloads.gate import Ended, Gate, Task
+from benchmarks.workloads.gpt import BATCH, OPTIMIZERS, redo_config
 from examples.gpt import GPT, SIZES, Corpus
 from lightning_memckpt import MemCheckpoint
 from memckpt import AgentConfig
@@ -217,12 +219,18 @@ LOOPS: dict[str, Callable[[Task, Path, Gate], None]] = {
 }
 
 
-def train(task: Task, directory: Path, gate: Gate) -> None:
-    """Train until the gate has enough."""
+def train(task: Task, directory: Path, orders: Connection) -> None:
+    """Main function of a process: train until no further steps are ordered."""
     logging.basicConfig(level=logging.ERROR)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()  # of saving
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        LOOPS[task.framework](task, directory, gate)
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    gate = Gate(orders)
+    try:
+        with warnings.catch_warnings(), telling_failure(orders), suppress(Ended):
+            warnings.simplefilter("ignore")
+            LOOPS[task.framework](task, directory, gate)
+    finally:
+        gate.end_agent()

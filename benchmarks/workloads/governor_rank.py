@@ -10,18 +10,17 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import memckpt
-from benchmarks.workloads import OPTIMIZERS
-from examples.gpt import GPT, SIZES, Block, Corpus
+from benchmarks.workloads.gpt import make_model
+from benchmarks.workloads.rank_gpt import ShardedTraining
+from examples.gpt import GPT, SIZES, Block
 from memckpt import ErasureConfig, MemckptConfig, Session
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
@@ -57,32 +56,10 @@ def compute_elsewhere(model: GPT, seconds: float) -> None:
         block.attention.register_forward_pre_hook(wait)
 
 
-class Trainee:
-    """A sharded model and its inputs. `batch` sets the time of compute on cores, `elsewhere` the seconds of waiting."""
-
-    def __init__(self, size: str, batch: int, elsewhere: float) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(replace(SIZES[size], dropout=0.0))
-        self.numel = self.model.numel
-        if elsewhere:
-            compute_elsewhere(self.model, elsewhere)
-        for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **OPTIMIZERS["fused"])
-        torch.manual_seed(1 + dist.get_rank())
-        self.batch = Corpus(self.model.config.context).sample(batch)
-
-    def step(self) -> None:
-        self.model.loss(*self.batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
+def attach(training: ShardedTraining, arm: str, run_dir: Path) -> Session:
     peers = None if arm == "local" else ErasureConfig(data=1, tolerate=1)
     config = MemckptConfig(redo="lazy", peers=peers, storage=None)
-    session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=run_dir, config=config)
+    session = memckpt.attach(training.model, training.optimizer, run_dir=run_dir, config=config)
     session.restore()
     if arm == "without":
         # Without marks the replicator knows no steps and sends at once. Uses a private interface.
@@ -90,13 +67,13 @@ def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
     return session
 
 
-def train(trainee: Trainee, session: Session | None, steps: int) -> list[float]:
+def train(training: ShardedTraining, session: Session | None, steps: int) -> list[float]:
     """Seconds of each step, from commit to commit."""
     seconds = []
     dist.barrier()
     before = time.perf_counter()
     for _ in range(steps):
-        trainee.step()
+        training.step()
         if session is not None:
             session.commit()
         now = time.perf_counter()
@@ -116,14 +93,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    trainee = Trainee(args.size, args.batch, args.elsewhere)
-    found: dict[str, Any] = {"numel": trainee.numel, "agent": None, "peers": None}
+    model = make_model(args.size)
+    found: dict[str, Any] = {"numel": model.numel, "agent": None, "peers": None}
+    if args.elsewhere:
+        compute_elsewhere(model, args.elsewhere)
+    training = ShardedTraining(model, args.batch)
     with contextlib.ExitStack() as stack:
         session = None
         if args.arm != "nothing":
-            session = stack.enter_context(attach(trainee, args.arm, args.run_dir))
+            session = stack.enter_context(attach(training, args.arm, args.run_dir))
             found["agent"] = session.agent_pid
-        found["seconds"] = train(trainee, session, args.steps)
+        found["seconds"] = train(training, session, args.steps)
         if session is not None:
             found["stall"] = session.stall.total / args.steps
             status = ask_status(AgentAddress.of(args.run_dir))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import RESULTS
+from benchmarks.harness.report import RESULTS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -18,16 +18,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.fsdp import fully_shard
 
 import memckpt
-from benchmarks.turns import Block, Failure, TrainingFailed, Worker
-from benchmarks.workloads import BATCH, OPTIMIZERS, redo_config
-from examples.gpt import GPT, SIZES, Corpus
+from benchmarks.harness.processes import end_agent
+from benchmarks.harness.stall import stall_of, stall_per_step
+from benchmarks.harness.turns import Block, Worker, Workers, orders_of, telling_failure
+from benchmarks.workloads.gpt import BATCH, make_model, redo_config
+from benchmarks.workloads.rank_gpt import ShardedTraining
 from memckpt import AgentConfig, Session
-from memckpt.errors import MemoryBudgetError
 from memckpt.state.codec import Packed
 from memckpt.state.layout import HEADER_BYTES
+from memckpt.state.tensors import local
 
 RANKS = 2
 MODES = {"lazy": "lazy T=8", "eager": "eager"}
@@ -95,35 +96,11 @@ class Counted:
         return sum(self.copied.values())
 
 
-class ShardedTrainee:
-    """A model that fully_shard was applied to, block by block; :meth:`step` is one training step of this rank."""
-
-    def __init__(self, size: str) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(replace(SIZES[size], dropout=0.0))
-        for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **OPTIMIZERS["fused"])
-        torch.manual_seed(1 + dist.get_rank())
-        self.batch = Corpus(self.model.config.context).sample(BATCH // RANKS)
-
-    def step(self) -> None:
-        self.model.loss(*self.batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def counted(self, copied: dict[str, float]) -> Counted:
-        shards = [_local(param) for param in self.model.parameters()]
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return Counted(copied, sum(shard.numel() for shard in shards), _nbytes(shards), _nbytes(map(_local, states)))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Parameters and optimizer state of this rank."""
-    sharded: Any = tensor.detach()
-    local: Tensor = sharded.to_local() if hasattr(sharded, "to_local") else sharded
-    return local
+def counted(trainee: ShardedTraining, copied: dict[str, float]) -> Counted:
+    """The bytes that a rank has copied, with the sizes of its shards."""
+    shards = [local(param.detach()) for param in trainee.model.parameters()]
+    states = [value for state in trainee.optimizer.state.values() for value in state.values()]
+    return Counted(copied, sum(shard.numel() for shard in shards), _nbytes(shards), _nbytes(map(local, states)))
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -133,7 +110,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 class Protection(Protocol):
     """One way to protect a trainee."""
 
-    trainee: ShardedTrainee
+    trainee: ShardedTraining
 
     def step(self) -> None:
         """A training step, protected."""
@@ -154,7 +131,7 @@ class Protection(Protocol):
 
 @dataclass
 class Nothing:
-    trainee: ShardedTrainee
+    trainee: ShardedTraining
     agent: int | None = None
 
     def step(self) -> None:
@@ -172,7 +149,7 @@ class Nothing:
 
 @dataclass
 class Memckpt:
-    trainee: ShardedTrainee
+    trainee: ShardedTraining
     session: Session
 
     @property
@@ -189,7 +166,7 @@ class Memckpt:
             self.session._link.client.wait_applied(int(self.session.metrics()["step"]) - 1)
 
     def stall(self) -> dict[str, float]:
-        return asdict(self.session.stall)
+        return stall_of(self.session)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
@@ -242,7 +219,7 @@ class AsyncSave:
     for copies is allocated once.
     """
 
-    trainee: ShardedTrainee
+    trainee: ShardedTraining
     directory: Path
     group: Any
     stager: DefaultStager
@@ -286,7 +263,7 @@ class AsyncSave:
 
 @contextlib.contextmanager
 def protected(task: RankTask) -> Iterator[Protection]:
-    trainee = ShardedTrainee(task.size)
+    trainee = ShardedTraining(make_model(task.size), BATCH // RANKS)
     if task.side == "nothing":
         yield Nothing(trainee)
     elif task.side == "async_save":
@@ -315,17 +292,17 @@ def _timed(protection: Protection, steps: int) -> Block:
     for _ in range(steps):
         protection.step()
     seconds = (perf_counter() - began) / steps
-    stall = {part: (spent - stalled[part]) / steps for part, spent in protection.stall().items()}
+    stall = stall_per_step(stalled, protection.stall(), steps)
     protection.settle()
     return Block(seconds, stall)
 
 
-def _counted(trainee: ShardedTrainee, protection: Protection, steps: int) -> Counted:
+def _counted(protection: Protection, steps: int) -> Counted:
     with protection.counting() as sizes:
         for _ in range(steps):
             protection.step()
     protection.settle()
-    return trainee.counted({part: nbytes / steps for part, nbytes in sizes.items()})
+    return counted(protection.trainee, {part: nbytes / steps for part, nbytes in sizes.items()})
 
 
 def run_rank(task: RankTask, orders: Connection) -> None:
@@ -336,71 +313,43 @@ def run_rank(task: RankTask, orders: Connection) -> None:
     rendezvous = f"file://{task.directory / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=task.rank, world_size=RANKS)
     try:
-        with protected(task) as protection:
+        with telling_failure(orders), protected(task) as protection:
             orders.send(Ready(protection.agent))
-            for order in _until_closed(orders):
-                if order.counted:
-                    orders.send(_counted(protection.trainee, protection, order.steps))
-                else:
-                    orders.send(_timed(protection, order.steps))
-    except (MemoryBudgetError, MemoryError) as error:
-        orders.send(Failure(str(error)))
+            for order in orders_of(orders):
+                run = _counted if order.counted else _timed
+                orders.send(run(protection, order.steps))
     finally:
         dist.destroy_process_group()
 
 
-def _until_closed(orders: Connection) -> Iterator[Order]:
-    while True:
-        try:
-            order: Order = orders.recv()
-        except EOFError:
-            return
-        yield order
-
-
-class ShardedTraining:
+class Ranks:
     """All ranks of a training. Owns their processes."""
 
     def __init__(self, size: str, side: Side, directory: Path) -> None:
         self.directory = directory
-        self._ranks = [
-            Worker(f"rank {rank} with {side}", run_rank, RankTask(size, side, rank, directory)) for rank in range(RANKS)
-        ]
+        self._workers = Workers(
+            [
+                Worker(f"rank {rank} with {side}", run_rank, RankTask(size, side, rank, directory))
+                for rank in range(RANKS)
+            ]
+        )
         self.agent: int | None = None
 
-    def _hear(self) -> list[Any]:
-        """The next message of each rank. If one is out of memory, that error is raised, not the others'."""
-        said, failures = [], []
-        for rank in self._ranks:
-            try:
-                said.append(rank.receive())
-            except (MemoryError, TrainingFailed) as error:
-                failures.append(error)
-        if failures:
-            raise next((error for error in failures if isinstance(error, MemoryError)), failures[0])
-        return said
-
-    def _order(self, order: Order) -> list[Any]:
-        for rank in self._ranks:
-            rank.send(order)
-        return self._hear()
-
     def wait_ready(self) -> None:
-        """Wait until all ranks are ready; errors as for a worker."""
-        self.agent = next((each.agent for each in self._hear() if each.agent is not None), None)
+        """Wait until all ranks are ready; errors as for workers."""
+        self.agent = next((each.agent for each in self._workers.receive() if each.agent is not None), None)
 
     def take(self, steps: int) -> Block:
         """Run one untimed step and a block of timed ones; returns the slower rank's block."""
-        blocks: list[Block] = self._order(Order(steps))
+        blocks: list[Block] = self._workers.execute(Order(steps))
         return max(blocks, key=lambda block: block.seconds)
 
     def count(self, steps: int) -> list[Counted]:
         """Run steps in which each rank counts the bytes it copies."""
-        return self._order(Order(steps, counted=True))
+        return self._workers.execute(Order(steps, counted=True))
 
     def close(self) -> None:
-        """End them."""
-        for rank in self._ranks:
-            rank.dismiss()  # all of them first, as they leave together
-        for rank in self._ranks:
-            rank.close()
+        """End them, and their agent: it would leave by itself, but its memory is needed now."""
+        self._workers.close()
+        if self.agent is not None:
+            end_agent(self.agent)

@@ -1,0 +1,1 @@
+"""What benchmarks measure: trainings, their protection and the processes that they run in; and stripes to encode."""
