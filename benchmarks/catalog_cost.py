@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import msgspec
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Report
 from benchmarks.harness.scratch import scratch_directory
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
@@ -60,16 +59,18 @@ def _fill(store: LocalStore, nodes: int, checkpoints: int) -> Part:
 
 
 def main(options: Options) -> None:
-    report = Report("catalog_cost", TITLE, METHOD, options.command, options.quick)
+    report = options.report(TITLE, METHOD, "nodes", "checkpoints", "what", "s", "files listed", "files read")
     for nodes, checkpoints in [(2, 3)] if options.quick else [(1, 2), (8, 10), (64, 100)]:
         with scratch_directory() as directory:
             store = LocalStore(directory / "store")
             newest = _fill(store, nodes, checkpoints)
             known: dict[str, Part | Batch] = {}
-            table = report.table(f"{nodes} nodes, {checkpoints} checkpoints", "what", "s", "files listed", "files read")
 
             def row(what: str, seconds: float, listed: int, read: int) -> None:
-                table.add(what, f"{seconds:.3f}", str(listed), str(read), what=what, seconds=seconds, read=read)  # noqa: B023
+                report.add(
+                    str(nodes), str(checkpoints), what, f"{seconds:.3f}", str(listed), str(read),  # noqa: B023
+                    nodes=nodes, checkpoints=checkpoints, what=what, seconds=seconds, read=read,  # noqa: B023
+                )  # fmt: skip
 
             for what in ("the first look", "another look"):
                 read: list[str] = []
@@ -83,7 +84,7 @@ def main(options: Options) -> None:
             for path in mine:
                 store.read(path)
             row("a part of the newest", time.perf_counter() - started, len(mine), len(mine))
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import statistics
 from contextlib import closing
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.report import Ratio
 from benchmarks.workloads.stripes import Side, Source, sides_of
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 
@@ -35,12 +35,11 @@ def take_turns(source: Source, sides: dict[str, Side], rounds: int) -> dict[str,
 
 
 def main(options: Options) -> None:
-    report = Report("encode", TITLE, METHOD, options.command, options.quick)
     source = Source((16 if options.quick else 256) << 20)
-    table = report.table(
-        f"{source.nbytes >> 20} MiB in stripes of {STRIPE_BYTES >> 10} KiB, GB/s", "k, m", *SIDES,
-        "encode's time, of ISA-L's", "seal's time, of checksum and copy's",
-    )  # fmt: skip
+    report = options.report(
+        TITLE, METHOD, "k, m", *SIDES, "encode's time, of ISA-L's", "seal's time, of checksum and copy's"
+    )
+    report.notes.append(f"A source of {source.nbytes >> 20} MiB in stripes of {STRIPE_BYTES >> 10} KiB; GB/s.")
     for data, tolerate in CODES:
         with closing(Code(data, tolerate)) as code:
             try:
@@ -54,12 +53,12 @@ def main(options: Options) -> None:
             Ratio.of(list(zip(seconds[ours], seconds[other], strict=True))) if other in seconds else None
             for ours, other in (("encode", "ISA-L"), ("seal", "checksum and copy"))
         ]
-        table.add(
+        report.add(
             f"{data}, {tolerate}", *(f"{rates[name]:.2f}" if name in rates else "-" for name in SIDES),
             *(f"{each.ratio:.2f} +- {each.spread:.2f}" if each else "-" for each in ratios),
             data=data, tolerate=tolerate, gigabytes_per_second=rates, seconds=seconds,
         )  # fmt: skip
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

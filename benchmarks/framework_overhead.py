@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Ratio, Report, Table, median_and_spread
+from benchmarks.harness.report import RATIO_COLUMNS, Report, median_and_spread, millions
 from benchmarks.harness.scratch import scratch_directory
-from benchmarks.harness.turns import Block, Worker, start_server, take_turns
+from benchmarks.harness.turns import Block, Rounds, Scale, Worker, start_server, take_turns
 from benchmarks.workloads.gate import Model, Side, Task
 
 TITLE = "Wall time of a step with every step protected, over a step without, by framework"
@@ -30,13 +28,14 @@ distance between the quartiles; the null pair is the second one with nothing ove
 noise, the places of two processes in memory included, and so is as much of everything else. The framework's own
 checkpoint at every step (`ModelCheckpoint`, `save_state`, `save_steps=1`, each to a disk, without a sync, the newest
 kept) takes turns with nothing afterwards, in fewer rounds. *stall* is what memckpt counts in the training thread, the
-median over rounds. A batch has 512 tokens, of the small model of a quick run 256.
-
-The last table has a model so small that a step is little else than calls, on one thread. *more* is the median over
-rounds of the difference, *null* the same of the null pair, *stall* the part that memckpt's engine counts. *beyond the
-plain loop* is what is more here than there: the adapter's work, above all the state of loops, loaders and logging,
-which a plain loop does not have or keeps itself. Accelerate's plugin reads it within the engine's commit, so it is part
-of *stall* there; the two others read it before."""
+median over rounds. A batch has 512 tokens, of the small model of a quick run 256."""
+MINIMAL_TITLE = "Microseconds that protection adds to a step of a minimal model, by framework"
+MINIMAL_METHOD = """\
+Trainings that take turns as in `framework_overhead`, of a model so small that a step is little else than calls, on one
+thread. *more* is the median over rounds of the difference, *null* the same of the null pair, *stall* the part that
+memckpt's engine counts. *beyond the plain loop* is what is more here than there: the adapter's work, above all the
+state of loops, loaders and logging, which a plain loop does not have or keeps itself. Accelerate's plugin reads it
+within the engine's commit, so it is part of *stall* there; the two others read it before."""
 
 #: Sides of each framework, including its own checkpoint; a plain loop has none (step_overhead has `torch.save`).
 FRAMEWORKS: dict[str, str | None] = {
@@ -49,37 +48,9 @@ FRAMEWORKS: dict[str, str | None] = {
 _WARM_UP = {"memckpt": 12, "nothing": 3, "own": 2}
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Numbers of rounds, and of steps in a block."""
-
-    size: str
-    rounds: int
-    steps: int
-    own_rounds: int
-    own_steps: int
-    minimal_rounds: int
-    minimal_steps: int
-
-
-FULL = Scale("30M", rounds=6, steps=3, own_rounds=2, own_steps=2, minimal_rounds=24, minimal_steps=50)
-QUICK = Scale("demo", rounds=2, steps=3, own_rounds=1, own_steps=2, minimal_rounds=6, minimal_steps=20)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The blocks of each round, in the order of the sides."""
-
-    numel: int
-    tensors: int
-    rounds: list[list[Block]]
-
-    def pairs(self, side: int, other: int) -> list[tuple[float, float]]:
-        return [(blocks[side].seconds, blocks[other].seconds) for blocks in self.rounds]
-
-    def stall(self, side: int) -> float:
-        """Median seconds per step that memckpt takes in the training thread."""
-        return statistics.median(sum(blocks[side].stall.values()) for blocks in self.rounds)
+#: Trainings of a model with substantial compute, with the frameworks' own checkpoints, and of a minimal model.
+FULL = (Scale("30M", rounds=6, steps=3), Scale("30M", rounds=2, steps=2), Scale("minimal", rounds=24, steps=50))
+QUICK = (Scale("demo", rounds=2, steps=3), Scale("demo", rounds=1, steps=2), Scale("minimal", rounds=6, steps=20))
 
 
 def _train(*arguments: Any) -> None:
@@ -89,71 +60,34 @@ def _train(*arguments: Any) -> None:
     train(*arguments)
 
 
-class Training:
-    """A training in a process of its own, which stops between blocks. Owns the process."""
-
-    def __init__(self, task: Task, directory: Path) -> None:
-        self._worker = Worker(f"{task.framework} with {task.side}", _train, task, directory)
-
-    def wait_ready(self) -> Model:
-        """Wait until it is ready for its first step; errors as for a worker."""
-        model: Model = self._worker.receive()
-        return model
-
-    def take(self, steps: int) -> Block:
-        """Run one untimed step and a block of timed ones; errors as for a worker."""
-        self._worker.send(steps)
-        block: Block = self._worker.receive()
-        return block
-
-    def close(self) -> None:
-        """End it."""
-        self._worker.close()
-
-
 def measure(
-    framework: str, size: str, sides: Sequence[Side], rounds: int, steps: int, threads: int | None = None
-) -> Measured:
+    framework: str, scale: Scale, sides: Sequence[Side], threads: int | None = None
+) -> tuple[Model, Rounds[Block]]:
     """Trainings of one framework that take turns."""
     with ExitStack() as stack:
-        trainings = []
+        workers = []
         for side in sides:
-            training = Training(Task(framework, size, side, threads), stack.enter_context(scratch_directory()))
-            stack.callback(training.close)
-            trainings.append(training)
-        models = [each.wait_ready() for each in trainings]
-        for side, each in zip(sides, trainings, strict=True):
-            each.take(_WARM_UP[side] - 1)
-        return Measured(models[0].numel, models[0].tensors, take_turns(trainings, rounds, steps))
+            task, directory = Task(framework, scale.size, side, threads), stack.enter_context(scratch_directory())
+            workers.append(Worker(f"{framework} with {side}", _train, task, directory))
+            stack.callback(workers[-1].close)
+        model, *_ = [worker.receive() for worker in workers]
+        for side, worker in zip(sides, workers, strict=True):
+            worker.execute(_WARM_UP[side] - 1)
+        return model, take_turns([worker.execute for worker in workers], scale.rounds, scale.steps)
 
 
-def add_ratio(
-    table: Table, framework: str, protection: str, pairs: list[tuple[float, float]], steps: int, stall: float | None
-) -> None:
-    ratio = Ratio.of(pairs)
-    stall_ms = None if stall is None else stall * 1e3
-    table.add(
-        f"{framework}: {protection}", f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
-        f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {steps}", "-" if stall_ms is None else f"{stall_ms:.1f}",
-        framework=framework, arm=protection, ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
-        without_ms=ratio.without_ms, pairs=pairs, block=steps, stall_ms=stall_ms,
-    )  # fmt: skip
-    print(f"{framework}, {protection}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
-
-
-def add_ratios(report: Report, scale: Scale) -> None:
-    """A table for a model with substantial compute."""
-    columns = ("every step protected by", "ratio", "± spread", "ms with", "ms without", "pairs of blocks", "stall ms")
-    table = report.table(scale.size, *columns)
+def add_ratios(report: Report, scale: Scale, own_scale: Scale) -> None:
+    """The rows of a model with substantial compute."""
     for framework, own in FRAMEWORKS.items():
         try:
-            found = measure(framework, scale.size, ("memckpt", "nothing", "nothing"), scale.rounds, scale.steps)
-            table.title = f"{found.numel / 1e6:.1f}M parameters"
-            add_ratio(table, framework, "nothing (null pair)", found.pairs(2, 1), scale.steps, None)
-            add_ratio(table, framework, "memckpt", found.pairs(0, 1), scale.steps, found.stall(0))
+            model, found = measure(framework, scale, ("memckpt", "nothing", "nothing"))
+            training = f"{framework}, {millions(model.numel)} parameters"
+            report.add_ratio(training, "nothing (null pair)", found.pairs(2, 1), scale.steps, framework=framework)
+            pairs, stall_ms = found.pairs(0, 1), found.stall_ms(0)
+            report.add_ratio(training, "memckpt", pairs, scale.steps, stall_ms, framework=framework)
             if own is not None:
-                beside = measure(framework, scale.size, ("own", "nothing"), scale.own_rounds, scale.own_steps)
-                add_ratio(table, framework, own, beside.pairs(0, 1), scale.own_steps, None)
+                _, beside = measure(framework, own_scale, ("own", "nothing"))
+                report.add_ratio(training, own, beside.pairs(0, 1), own_scale.steps, framework=framework)
         except MemoryError as error:
             report.leave_out(f"{framework} at {scale.size}", str(error))
 
@@ -164,40 +98,37 @@ def microseconds_more(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def add_differences(report: Report, scale: Scale) -> None:
-    """A table for a minimal model."""
-    columns = ("training with", "without", "more", "± spread", "null", "± spread", "stall", "beyond the plain loop")
-    table = report.table("minimal", *columns)
+    """The rows of a minimal model."""
     plain_loop = 0.0
     for framework in FRAMEWORKS:
-        found = measure(
-            framework,
-            "minimal",
-            ("memckpt", "nothing", "nothing"),
-            scale.minimal_rounds,
-            scale.minimal_steps,
-            threads=1,  # leaves a core for the agent
-        )
-        table.title = f"{found.numel} parameters in {found.tensors} tensors, microseconds for each step"
+        # One thread leaves a core for the agent.
+        model, found = measure(framework, scale, ("memckpt", "nothing", "nothing"), threads=1)
         without = statistics.median(other for _, other in found.pairs(0, 1)) * 1e6
         (more, spread), (null, null_spread) = map(microseconds_more, (found.pairs(0, 1), found.pairs(2, 1)))
-        stall = found.stall(0) * 1e6
+        stall = found.stall_ms(0) * 1e3
         plain_loop = plain_loop or more
-        table.add(
+        report.add(
             framework, f"{without:.0f}", f"{more:.0f}", f"{spread:.0f}", f"{null:.0f}", f"{null_spread:.0f}",
             f"{stall:.0f}", "-" if framework == "plain loop" else f"{more - plain_loop:.0f}",
             framework=framework, without_us=without, more_us=more, spread_us=spread, null_us=null,
-            null_spread_us=null_spread, stall_us=stall, rounds=scale.minimal_rounds, block=scale.minimal_steps,
+            null_spread_us=null_spread, stall_us=stall, rounds=scale.rounds, block=scale.steps,
         )  # fmt: skip
-        print(f"{framework}, minimal: {more:.0f} us more, +- {spread:.0f}", flush=True)
+        print(f"{framework}, minimal: {more:.0f} us more, ± {spread:.0f}", flush=True)
+    report.notes.append(f"{model.numel} parameters in {model.tensors} tensors; microseconds for each step.")
 
 
 def main(options: Options) -> None:
-    report = Report("framework_overhead", TITLE, METHOD, options.command, options.quick)
-    scale = QUICK if options.quick else FULL
+    report = options.report(TITLE, METHOD, *RATIO_COLUMNS)
+    scale, own_scale, minimal_scale = QUICK if options.quick else FULL
     start_server("benchmarks.workloads.frameworks")
-    add_ratios(report, scale)
-    add_differences(report, scale)
-    report.write(options.results)
+    add_ratios(report, scale, own_scale)
+    report.write()
+    minimal = options.report(
+        MINIMAL_TITLE, MINIMAL_METHOD, "training with", "without", "more", "± spread", "null", "± spread", "stall",
+        "beyond the plain loop", part="minimal",
+    )  # fmt: skip
+    add_differences(minimal, minimal_scale)
+    minimal.write()
 
 
 if __name__ == "__main__":

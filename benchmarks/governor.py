@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Report, Table, median_and_spread
+from benchmarks.harness.report import Report, median_and_spread, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.governor_rank import ARMS
 from tests.support.cluster.netns import Network, problem
 
 TITLE = "What sending records to peers costs training on a slow link, with and without the governor"
 METHOD = """Two nodes, each with one rank of a GPT under fully_shard and one compute thread, in network namespaces that
-a bridge joins. Every step gathers parameters and reduces gradients over the same cables as records. The first table has
-the cables as they are, and shows what the replicators' work (encryption, checksums, copies) costs ranks with which they
+a bridge joins. Every step gathers parameters and reduces gradients over the same cables as records. The first rows have
+the cables as they are, and show what the replicators' work (encryption, checksums, copies) costs ranks with which they
 share the cores; for the others, tc's token bucket limits each cable in both directions. In the last, ranks wait for
 most of each step as for an accelerator, so that cores are free and the link alone is shared. Trainings without memckpt,
 with it but without peers, with peers but without the governor (nothing is marked, so that records go as soon as they
@@ -43,7 +43,7 @@ class Setting:
     """A training and its repetitions.
 
     Args:
-        title: title of the table.
+        title: its name.
         size: name of the model's size.
         batch: sequences per rank.
         steps: steps of each training.
@@ -103,14 +103,9 @@ def measure(report: Report, network: Network, setting: Setting) -> None:
         for arm in ARMS[shift:] + ARMS[:shift]:
             with scratch_directory() as directory:
                 found[arm].append(train(network, directory, arm, setting))
-    numel = found["nothing"][0]["numel"]
-    table = report.table(
-        f"{setting.title}, {numel / 1e6:.1f}M parameters",
-        "", "step, ms", "share", "rounds", "stall, ms", "sent per record, MB", "limit, MB/s", "at the end"
-    )  # fmt: skip
     alone = [_median(one) for one in found["nothing"]]
     for arm in ARMS:
-        _add(table, arm, found[arm], alone)
+        _add(report, setting.title, arm, found[arm], alone)
 
 
 def _median(training: dict[str, Any]) -> float:
@@ -118,7 +113,7 @@ def _median(training: dict[str, Any]) -> float:
     return statistics.median(seconds[len(seconds) // 2 :])
 
 
-def _add(table: Table, arm: str, trainings: list[dict[str, Any]], alone: list[float]) -> None:
+def _add(report: Report, title: str, arm: str, trainings: list[dict[str, Any]], alone: list[float]) -> None:
     medians = [_median(one) for one in trainings]
     step, _ = median_and_spread(medians)
     shares = [mine / base - 1 for mine, base in zip(medians, alone, strict=True)]
@@ -127,21 +122,25 @@ def _add(table: Table, arm: str, trainings: list[dict[str, Any]], alone: list[fl
     peers = trainings[-1]["peers"] or {}
     record, limit = peers.get("bytes_per_record"), peers.get("limit")
     stall = statistics.median(one.get("stall", 0.0) for one in trainings)
-    table.add(
-        NAMES[arm], f"{step * 1e3:.0f}", f"{share:+.1%}{around}", str(len(trainings)), f"{stall * 1e3:.1f}",
+    report.add(
+        millions(trainings[0]["numel"]), title, NAMES[arm],
+        f"{step * 1e3:.0f}", f"{share:+.1%}{around}", str(len(trainings)), f"{stall * 1e3:.1f}",
         "-" if record is None else f"{record / 1e6:.1f}", "-" if limit is None else f"{limit / 1e6:.1f}",
         peers.get("pace", "-"),
-        arm=arm, step_seconds=step, share=share, share_spread=spread, stall_seconds=stall, peers=peers,
+        setting=title, arm=arm, step_seconds=step, share=share, share_spread=spread, stall_seconds=stall, peers=peers,
         medians=medians,
     )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("governor", TITLE, METHOD, options.command, options.quick)
+    report = options.report(
+        TITLE, METHOD, "parameters", "cables", "training with", "step, ms", "share", "rounds", "stall, ms",
+        "sent per record, MB", "limit, MB/s", "at the end",
+    )  # fmt: skip
     missing = problem()
     if missing is not None:
         report.leave_out("all of it", missing)
-        report.write(options.results)
+        report.write()
         return
     quick = options.quick
     size, steps, rounds = ("tiny", 40, 1) if quick else ("demo", 150, 2)
@@ -153,7 +152,7 @@ def main(options: Options) -> None:
         measure(report, network, Setting("1 Gbit/s", size, 16, steps, 1))
         title = f"1 Gbit/s, {waits * 1e3:.0f} ms of each step computed elsewhere"
         measure(report, network, Setting(title, size, 1, steps, rounds, waits))
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

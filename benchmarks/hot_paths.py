@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import SharedCopy, best_of, copy_bandwidth
-from benchmarks.harness.report import Report
-from benchmarks.workloads.gpt import Trainee, protected
+from benchmarks.harness.report import Report, millions
+from benchmarks.workloads.gpt import Trainee, protected, train
 from memckpt import Session
 from memckpt.capture.digests import Digests
 from memckpt.state import codec, rng
@@ -57,12 +57,11 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
         ("anchors due in one record to their slot", lambda: writer.stage_anchors(record), anchors),
         ("digests of as many bytes as gradients", lambda: Digests(gradients, writer._copier), nbytes),
     ]
-    table = report.table("Copies", "what", "MiB", "ms", "GB/s")
     with torch.no_grad():
         for name, action, size in pieces:
             seconds = best_of(action, repetitions)
-            table.add(
-                name, f"{size / 2**20:.1f}", f"{seconds * 1e3:.2f}", f"{size / seconds / 1e9:.2f}",
+            report.add(
+                name, f"{size / 2**20:.1f} MiB", f"{seconds * 1e6:.1f}", f"{size / seconds / 1e9:.2f}",
                 what=name, nbytes=size, seconds=seconds,
             )  # fmt: skip
     trainee.optimizer.step()
@@ -99,35 +98,31 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
     pieces.append(("look for changes outside the optimizer: counters", watch.counted_change, ""))
     pieces.append(("the same: a sample of the values", watch.sampled_change, ""))
     tensors = sum(1 for _ in trainee.model.parameters())
-    table = report.table(f"Calls, {tensors} parameter tensors", "what", "microseconds", "size")
+    report.notes.append(f"{millions(trainee.model.numel)} parameters in {tensors} tensors.")
     for name, action, size in pieces:
         seconds = best_of(action, repetitions)
-        table.add(name, f"{seconds * 1e6:.1f}", size, what=name, seconds=seconds, tensors=tensors)
+        report.add(name, size, f"{seconds * 1e6:.1f}", "", what=name, seconds=seconds, tensors=tensors)
 
 
 def add_commits(report: Report, trainee: Trainee, session: Session, steps: int) -> None:
     """Cost of commit() in a real training, as counted by the session."""
     before = session.stall.commit
-    for _ in range(steps):
-        trainee.step()
-        session.commit()
+    train(trainee, session, steps)
     milliseconds = (session.stall.commit - before) / steps * 1e3
     report.notes.append(f"commit() without anchors, mean of {steps} training steps: {milliseconds:.2f} ms.")
 
 
 def main(options: Options) -> None:
-    report = Report("hot_paths", TITLE, METHOD, options.command, options.quick)
+    report = options.report(TITLE, METHOD, "what", "size", "microseconds", "GB/s")
     bandwidth = copy_bandwidth()
     report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s from private into shared memory.")
     trainee = Trainee("demo" if options.quick else "30M")
     with protected(trainee, "lazy T=8") as session:
-        for _ in range(13):  # until every slot of the ring has been written
-            trainee.step()
-            session.commit()
+        train(trainee, session, 13)  # until every slot of the ring has been written
         add_copies(report, trainee, session, repetitions=5 if options.quick else 20)
         add_calls(report, trainee, session, repetitions=50 if options.quick else 300)
         add_commits(report, trainee, session, steps=5 if options.quick else 20)
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

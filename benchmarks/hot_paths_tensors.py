@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 import memckpt
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import SharedCopy
-from benchmarks.harness.report import RESULTS, Report
+from benchmarks.harness.report import Report
 from benchmarks.workloads.gpt import catch_up, redo_config
 from memckpt import Session
 
@@ -34,7 +32,6 @@ the first time and every value is compared, do not count.
 *Copy* is the least that any protection of every step does: each gradient is copied into shared memory, one by one,
 between backward and the optimizer's step; *hook* does that in a hook on each parameter, during backward. Neither knows
 what the optimizer did with the gradients, keeps a base, or can say that a record is whole."""
-NAME = "hot_paths_tensors"
 COUNTS = (100, 1_000, 10_000)
 WARM_UP = 20  # past all slots of a ring with T = 8, and past the records that are compared in full
 
@@ -143,7 +140,7 @@ def _measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[tuple[float, f
 
 
 def add_count(report: Report, tensors: int, rounds: int) -> None:
-    """One table of all arms, for one number of tensors."""
+    """The rows of all arms, for one number of tensors."""
     with contextlib.ExitStack() as stack:
         arms: dict[str, Arm] = {"plain": Arm(tensors), "copy": Copies(tensors), "hook": Hooks(tensors)}
         for mode in ("lazy T=8", "eager"):
@@ -153,10 +150,6 @@ def add_count(report: Report, tensors: int, rounds: int) -> None:
             arms[f"memckpt, {mode}"] = arm
         _measure(arms, WARM_UP)
         taken = _measure(arms, rounds)
-    table = report.table(
-        f"{tensors:,} tensors, {rounds} rounds",
-        "arm", "step, ms", "x plain", "us a tensor", "CPU, us a tensor", "stall, us a tensor",
-    )  # fmt: skip
     plain = taken["plain"]
     for name, mine in taken.items():
         clock = statistics.median(one[0] for one in mine)
@@ -170,39 +163,22 @@ def add_count(report: Report, tensors: int, rounds: int) -> None:
             cells = ("1.00", "", "", "")
         else:
             cells = (f"{ratio:.2f}", f"{extra:.1f}", f"{cpu:.1f}", f"{stall:.1f}" if stall else "")
-        table.add(
-            name, f"{clock * 1e3:.2f}", *cells,
+        report.add(
+            f"{tensors:,}", str(rounds), name, f"{clock * 1e3:.2f}", *cells,
             tensors=tensors, arm=name, step_seconds=clock, ratio=ratio, tensor_us=extra, tensor_cpu_us=cpu,
             tensor_stall_us=stall,
         )  # fmt: skip
 
 
-def add_earlier(report: Report, path: Path) -> None:
-    """Add a table that compares another report's figures with this one's."""
-    earlier = json.loads(path.read_text())
-    now: dict[tuple[int, str], Any] = {
-        (row["tensors"], row["arm"]): row for table in report.tables for row in table.figures
-    }
-    table = report.table(
-        "Before and after, microseconds a tensor", "tensors", "arm", "before", "after", "CPU before", "CPU after",
-    )  # fmt: skip
-    for row in [row for one in earlier["tables"] for row in one["rows"] if row["arm"] != "plain"]:
-        after = now.get((row["tensors"], row["arm"]))
-        if after is not None:
-            cells = [one[key] for key in ("tensor_us", "tensor_cpu_us") for one in (row, after)]
-            table.add(f"{row['tensors']:,}", row["arm"], *(f"{cell:.1f}" for cell in cells))
-    report.notes.append(f"Before: `results/{path.relative_to(RESULTS)}`, made by the same command.")
-
-
 def main(options: Options) -> None:
-    report = Report(NAME, TITLE, METHOD, options.command, options.quick)
+    report = options.report(
+        TITLE, METHOD, "tensors", "rounds", "arm", "step, ms", "x plain", "us a tensor", "CPU, us a tensor",
+        "stall, us a tensor",
+    )  # fmt: skip
     for tensors in COUNTS[:1] if options.quick else COUNTS:
         add_count(report, tensors, rounds=5 if options.quick else max(20, min(200, 100_000 // tensors)))
-    earlier = RESULTS / "before" / f"{NAME}.json"
-    if earlier.exists() and not options.quick and options.results != earlier.parent:
-        add_earlier(report, earlier)
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":
-    run(NAME, main)
+    run("hot_paths_tensors", main)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.report import RATIO_COLUMNS, Report, millions
 from benchmarks.harness.scratch import scratch_directory
-from benchmarks.harness.turns import start_server, take_turns
+from benchmarks.harness.turns import Rounds, Scale, start_server, take_turns
 from benchmarks.workloads.gpt import redo_config
 from benchmarks.workloads.peer_nodes import Nodes
 from benchmarks.workloads.peer_ranks import NodesBlock, Task
@@ -50,15 +50,6 @@ _WITH_PEERS: tuple[Side, ...] = ("peers", "plain")
 _WARM_UP = 12
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Numbers of rounds, and of steps in a block."""
-
-    size: str
-    rounds: int
-    steps: int
-
-
 FULL = Scale("30M", rounds=8, steps=6)
 QUICK = Scale("demo", rounds=2, steps=2)
 
@@ -86,47 +77,34 @@ def measure(report: Report, scale: Scale, sides: tuple[Side, ...]) -> None:
         for nodes in trainings:
             nodes.wait_ready()
             nodes.take(_WARM_UP)
-        add_ratios(report, scale, sides, trainings[0].numel, take_turns(trainings, scale.rounds, scale.steps))
+        rounds = take_turns([nodes.take for nodes in trainings], scale.rounds, scale.steps)
+        add_ratios(report, scale, sides, trainings[0].numel, rounds)
         for side, nodes in zip(sides, trainings, strict=True):
             if side in _WITH_PEERS:
                 pace = " and ".join(sorted({status.pace for status in nodes.peers_status(0)} - {""}))
                 report.notes.append(f"Pace at the end, {_NAMES[side]}: {pace or 'nothing to say'}.")
 
 
-def add_ratios(
-    report: Report, scale: Scale, sides: tuple[Side, ...], numel: int, rounds: list[list[NodesBlock]]
-) -> None:
-    table = report.table(
-        f"{numel / 1e6:.1f}M parameters, sharded over {NODES} nodes", "every step protected by", "ratio", "± spread",
-        "ms with", "ms without", "pairs of blocks", "stall ms", "behind ms", "replicators, CPU ms a record",
-        "ns a parameter",
-    )  # fmt: skip
+def add_ratios(report: Report, scale: Scale, sides: tuple[Side, ...], numel: int, rounds: Rounds[NodesBlock]) -> None:
+    training = f"{millions(numel)} parameters, sharded over {NODES} nodes"
     for index, side in enumerate(sides[1:], 1):
-        blocks = [each[index] for each in rounds]
-        pairs = [(each[index].seconds, each[0].seconds) for each in rounds]
-        ratio = Ratio.of(pairs)
-        stall, behind = (
-            statistics.median(values) * 1e3
-            for values in ([sum(block.stall.values()) for block in blocks], [block.behind for block in blocks])
-        )
-        replicators = statistics.mean(block.replicator_seconds for block in blocks)
-        ours, peers = side != "nothing", side in _WITH_PEERS
-        table.add(
-            _NAMES[side], f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
-            f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {scale.steps}", f"{stall:.1f}" if ours else "-",
+        peers = side in _WITH_PEERS
+        behind = statistics.median(block.behind for block in rounds.of(index)) * 1e3
+        replicators = statistics.mean(block.replicator_seconds for block in rounds.of(index))
+        report.add_ratio(
+            training, _NAMES[side], rounds.pairs(index, 0), scale.steps,
+            None if side == "nothing" else rounds.stall_ms(index),
             f"{behind:.1f}" if peers else "-", f"{replicators * 1e3:.1f}" if peers else "-",
             f"{replicators / numel * 1e9:.1f}" if peers else "-",
-            arm=_NAMES[side], ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
-            without_ms=ratio.without_ms, pairs=pairs, block=scale.steps, stall_ms=stall if ours else None,
             behind_ms=behind if peers else None, replicator_seconds=replicators if peers else None,
         )  # fmt: skip
-        print(f"{scale.size}, {_NAMES[side]}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
 
 
 def main(options: Options) -> None:
-    report = Report("peers_overhead", TITLE, METHOD, options.command, options.quick)
+    columns = ("behind ms", "replicators, CPU ms a record", "ns a parameter")
+    report = options.report(TITLE, METHOD, *RATIO_COLUMNS, *columns)
     scale = QUICK if options.quick else FULL
-    report.machine["compute_threads"] = f"{NODES} ranks of 1"
+    report.run["compute threads"] = f"{NODES} ranks of 1"
     spare = len(os.sched_getaffinity(0)) - NODES
     report.notes.append(f"The ranks leave {max(spare, 0)} of the machine's cores for two replicators and two agents.")
     sides: tuple[Side, ...] = ("nothing", "local", "peers", "nothing")
@@ -137,7 +115,7 @@ def main(options: Options) -> None:
         measure(report, scale, sides)
     except MemoryError as error:
         report.leave_out(f"everything at {scale.size}", str(error))
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Report, Table
+from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.harness.turns import start_server
 from benchmarks.workloads.peer_nodes import Nodes
@@ -166,7 +166,7 @@ class Row:
     decode: float | None = None
 
 
-def add_rows(table: Table, rows: Sequence[Row]) -> None:
+def add_rows(report: Report, rows: Sequence[Row]) -> None:
     restored = {row.name: statistics.median(each.restored for each in row.restarts) for row in rows}
     for row in rows:
         seconds: dict[str, list[float]] = {
@@ -178,7 +178,7 @@ def add_rows(table: Table, rows: Sequence[Row]) -> None:
         fetched_bytes = [each.fetched_bytes for each in row.restarts]
         rates = [nbytes / took for nbytes, took in zip(fetched_bytes, seconds["fetched"], strict=False)]
         ratios = {other: restored[row.name] / restored[other] for other in (_STORAGE, _FILE)}
-        table.add(
+        report.add(
             row.name, *(f"{statistics.median(times):.3f}" if times else "-" for times in seconds.values()),
             *(f"{ratio:.2f}" for ratio in ratios.values()),
             f"{statistics.median(rates) / 1e6:.0f}" if rates else "-",
@@ -195,7 +195,7 @@ _NUMBERS = {1: "a node is", 2: "two nodes are"}
 
 
 def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None:
-    """Fill a table; `codes`: k of each measured code."""
+    """Fill the table; `codes`: k of each measured code."""
     rows = []
     for data in codes:
         tolerate = NODES - data
@@ -209,24 +209,23 @@ def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None
         rows += [Row(name, restarts, rate if lost else None) for name, lost, restarts in found]
     numel = sum(started.numel for started in rows[0].restarts[0].started)
     rows += [Row(_STORAGE, from_storage(size, kills)), Row(_FILE, from_file(size, kills))]
-    table = report.table(
-        f"{numel / 1e6:.1f}M parameters, sharded over {NODES} nodes; medians of {kills}", "state from", "fetched, s",
-        "into tensors, s", "restored, s", "attached, s", "restored / storage's", "restored / torch.load's",
-        "fetched, MB/s", "decode, GB/s",
-    )  # fmt: skip
-    add_rows(table, rows)
+    report.notes.append(f"{millions(numel)} parameters, sharded over {NODES} nodes; medians of {kills}.")
+    add_rows(report, rows)
 
 
 def main(options: Options) -> None:
-    report = Report("peers_restore", TITLE, METHOD, options.command, options.quick)
-    report.machine["compute_threads"] = f"{NODES} ranks of 1"
+    report = options.report(
+        TITLE, METHOD, "state from", "fetched, s", "into tensors, s", "restored, s", "attached, s",
+        "restored / storage's", "restored / torch.load's", "fetched, MB/s", "decode, GB/s",
+    )  # fmt: skip
+    report.run["compute threads"] = f"{NODES} ranks of 1"
     start_server("benchmarks.workloads.peer_ranks")
     size = "tiny" if options.quick else "30M"
     try:
         measure(report, size, kills=1 if options.quick else 5, codes=(2,) if options.quick else (3, 2))
     except MemoryError as error:
         report.leave_out(f"everything at {size}", str(error))
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Report, Table
+from benchmarks.harness.report import Report
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.harness.turns import start_server
 from benchmarks.workloads.peer_nodes import Nodes
@@ -142,7 +142,7 @@ def _device_sent(agent: int | None) -> int:
     raise RuntimeError(f"expected a device eth0 in the network of agent pid {agent}, found none")
 
 
-def add_row(table: Table, scheme: Scheme, sent: Sent) -> None:
+def add_row(report: Report, scheme: Scheme, sent: Sent) -> None:
     def each(nbytes: float | None) -> str:
         return "-" if nbytes is None else f"{nbytes / sent.numel:.3f}"
 
@@ -158,7 +158,7 @@ def add_row(table: Table, scheme: Scheme, sent: Sent) -> None:
             "full_state_bytes": scheme.full_state * sent.numel,
             "xor_reduction_bytes": scheme.full_state * sent.numel,
         }
-    table.add(
+    report.add(
         "FSDP2" if scheme.kind == "fsdp" else "DDP", f"{scheme.data}, {scheme.tolerate}", str(scheme.nodes),
         f"{sent.pieces / scheme.nodes / 1e3:.1f}", each(sent.pieces), each(sent.messages), each(sent.wire), *formulas,
         kind=scheme.kind, data=scheme.data, tolerate=scheme.tolerate, numel=sent.numel, pieces_bytes=sent.pieces,
@@ -167,12 +167,11 @@ def add_row(table: Table, scheme: Scheme, sent: Sent) -> None:
 
 
 def main(options: Options) -> None:
-    report = Report("peers_traffic", TITLE, METHOD, options.command, options.quick)
-    table = report.table(
-        f"{SIZE}: sent by all nodes together at each step, bytes per parameter",
-        "training", "k, m", "nodes", "pieces, KB a node", "pieces", "messages", "wire", "design",
+    report = options.report(
+        TITLE, METHOD, "training", "k, m", "nodes", "pieces, KB a node", "pieces", "messages", "wire", "design",
         "full state, XOR reduction", "wire / design", "wire / full state",
     )  # fmt: skip
+    report.notes.append(f"Model `{SIZE}`; bytes per parameter, sent by all nodes together at each step.")
     if (problem := netns.problem(as_root=True)) is not None:
         report.leave_out("wire", problem)
     start_server("benchmarks.workloads.peer_ranks")
@@ -182,9 +181,9 @@ def main(options: Options) -> None:
         except MemoryError as error:
             report.leave_out(f"{scheme.kind}, k={scheme.data}, m={scheme.tolerate}", str(error))
             continue
-        add_row(table, scheme, sent)
+        add_row(report, scheme, sent)
         print(f"{scheme}: {sent}", flush=True)
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

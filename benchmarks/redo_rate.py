@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import best_of
 from benchmarks.harness.processes import proportional_bytes
-from benchmarks.harness.report import Report, Table
+from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, redo_config
 from benchmarks.workloads.trainee_process import trainee_process
@@ -27,14 +27,16 @@ from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import RedoGroup, RedoTarget
 from memckpt.state.spec import StateSpec
 
-TITLE = "Redo rate, and memory per parameter"
+TITLE = "Redo of one record of AdamW"
 METHOD = """\
-Redo: `memckpt.state.redo` applies one record, with all gradients in memory, to a whole state with the user's
-optimizer class; beside it that optimizer's own `step()` on the same tensors. Best of several, with the number of
-threads given. Memory: the sum of the proportional set sizes of trainer and agent (without pages of files, which are
-libraries) when every slot has been written, less that of an unprotected trainer; beside it the layout's own figure,
-`Layout.total_bytes`, which is what is asked for before anything is allocated. The difference is the agent itself: its
-interpreter, and torch where it redoes eagerly."""
+`memckpt.state.redo` applies one record, with all gradients in memory, to a whole state with the user's optimizer class;
+beside it that optimizer's own `step()` on the same tensors. Best of several, with the number of threads given."""
+MEMORY_TITLE = "Memory of trainer and agent over an unprotected trainer"
+MEMORY_METHOD = """\
+The sum of the proportional set sizes of trainer and agent (without pages of files, which are libraries) when every slot
+has been written, less that of an unprotected trainer; beside it the layout's own figure, `Layout.total_bytes`, which is
+what is asked for before anything is allocated. The difference is the agent itself: its interpreter, and torch where it
+redoes eagerly."""
 
 
 @dataclass
@@ -80,8 +82,6 @@ def redo_case(size: str, optimizer: str) -> RedoCase:
 
 
 def measure_redo(report: Report, sizes: tuple[str, ...], repetitions: int) -> None:
-    columns = ("redo ms", "step() ms", "redo / step()", "redo, M parameters/s")
-    table = report.table("Redo of one record of AdamW", "parameters, implementation, threads", *columns)
     threads_at_start = torch.get_num_threads()
     for size in sizes:
         for optimizer in OPTIMIZERS:
@@ -90,9 +90,9 @@ def measure_redo(report: Report, sizes: tuple[str, ...], repetitions: int) -> No
                 torch.set_num_threads(threads)
                 redo, step = best_of(case.redo, repetitions), best_of(case.step, repetitions)
                 rate = case.numel / redo
-                name = f"{case.numel / 1e6:.1f}M, {optimizer}, {threads}"
-                table.add(
-                    name, f"{redo * 1e3:.1f}", f"{step * 1e3:.1f}", f"{redo / step:.2f}", f"{rate / 1e6:.0f}",
+                report.add(
+                    millions(case.numel), optimizer, str(threads), f"{redo * 1e3:.1f}", f"{step * 1e3:.1f}",
+                    f"{redo / step:.2f}", f"{rate / 1e6:.0f}",
                     numel=case.numel, optimizer=optimizer, threads=threads, redo_s=redo, step_s=step,
                 )  # fmt: skip
             torch.set_num_threads(threads_at_start)
@@ -113,7 +113,7 @@ def memory_of(size: str, mode: str | None) -> int:
         return sum(proportional_bytes(pid) for pid in pids)
 
 
-def add_memory(table: Table, size: str) -> None:
+def add_memory(report: Report, size: str) -> None:
     trainee = Trainee(size)
     trainee.step()
     alone = memory_of(size, None)
@@ -121,25 +121,31 @@ def add_memory(table: Table, size: str) -> None:
         layout = Layout(spec_of(trainee, mode))
         extra = memory_of(size, mode) - alone
         measured, designed = extra / layout.numel, layout.total_bytes / layout.numel
-        table.add(
-            f"{layout.numel / 1e6:.1f}M, {mode}", f"{extra / 2**20:.0f}", f"{layout.total_bytes / 2**20:.0f}",
+        report.add(
+            millions(layout.numel), mode, f"{extra / 2**20:.0f}", f"{layout.total_bytes / 2**20:.0f}",
             f"{(extra - layout.total_bytes) / 2**20:.0f}", f"{measured:.1f}", f"{designed:.1f}",
             mode=mode, numel=layout.numel, measured_bytes=extra, designed_bytes=layout.total_bytes,
         )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("redo_rate", TITLE, METHOD, options.command, options.quick)
+    report = options.report(
+        TITLE, METHOD, "parameters", "implementation", "threads", "redo ms", "step() ms", "redo / step()",
+        "redo, M parameters/s",
+    )  # fmt: skip
     sizes = ("demo",) if options.quick else ("30M", "100M")
     measure_redo(report, sizes, repetitions=3 if options.quick else 7)
-    columns = ("measured MiB", "layout MiB", "difference MiB", "measured bytes/parameter", "layout bytes/parameter")
-    table = report.table("Memory of trainer and agent over an unprotected trainer", "parameters, mode", *columns)
+    report.write()
+    report = options.report(
+        MEMORY_TITLE, MEMORY_METHOD, "parameters", "mode", "measured MiB", "layout MiB", "difference MiB",
+        "measured bytes/parameter", "layout bytes/parameter", part="memory",
+    )  # fmt: skip
     if Path("/proc/self/smaps_rollup").exists():
         for size in sizes:
-            add_memory(table, size)
+            add_memory(report, size)
     else:
         report.leave_out("memory", "this kernel has no /proc/PID/smaps_rollup")
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as CutAlong
 from torch.distributed.tensor import distribute_tensor
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Report, Table
+from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.gpt import Trainee
 from memckpt.recovery.from_storage import StoredState
@@ -146,7 +146,7 @@ def slowest(action: Callable[[], None]) -> float:
     return float(seconds)
 
 
-def measure(table: Table, directory: Path, size: str, world_size: int, repetitions: int) -> None:
+def measure(report: Report, directory: Path, size: str, world_size: int, repetitions: int) -> None:
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     arguments = (world_size, directory, size, repetitions, sending)
@@ -161,24 +161,23 @@ def measure(table: Table, directory: Path, size: str, world_size: int, repetitio
             process.join(_PATIENCE.total_seconds())
     mine, theirs = (statistics.median(side) for side in zip(*taken, strict=True))
     ratio = statistics.median(first / second for first, second in taken)
-    table.add(
+    report.add(
         str(world_size), f"{mine:.3f}", f"{theirs:.3f}", f"{ratio:.2f}",
         ranks=world_size, memckpt=mine, dcp=theirs, ratio=ratio, taken=taken,
     )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("resharding", TITLE, METHOD, options.command, options.quick)
+    report = options.report(TITLE, METHOD, "ranks", "memckpt, s", "dcp.load, s", "ratio")
     size = "demo" if options.quick else "100M"
     trainee = Trainee(size)
-    title = f"{trainee.model.numel / 1e6:.1f}M parameters, written by {WRITTEN_BY} ranks: seconds"
-    table = report.table(title, "ranks", "memckpt", "dcp.load", "ratio")
+    report.notes.append(f"{millions(trainee.model.numel)} parameters, written by {WRITTEN_BY} ranks.")
     with scratch_directory() as directory:
         params = {name: param.detach() for name, param in trainee.model.named_parameters()}
         write_checkpoint(LocalStore(directory / "store"), params)
         for world_size in (1, 2, 3):
-            measure(table, directory, size, world_size, repetitions=2 if options.quick else 7)
-    report.write(options.results)
+            measure(report, directory, size, world_size, repetitions=2 if options.quick else 7)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import copy_bandwidth
-from benchmarks.harness.report import Report, Table
+from benchmarks.harness.report import Report
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.trainee_process import TraineeProcess, trainee_process
 
@@ -115,7 +115,7 @@ def drop_from_cache(file: Path) -> None:
         os.close(fd)
 
 
-def add_row(table: Table, name: str, restarts: list[Restart]) -> None:
+def add_row(report: Report, size: str, name: str, restarts: list[Restart]) -> None:
     def median(of: Callable[[Restart], float]) -> float:
         return statistics.median(map(of, restarts))
 
@@ -126,29 +126,31 @@ def add_row(table: Table, name: str, restarts: list[Restart]) -> None:
         "to restored": median(lambda r: r.to_restored),
         "to first step": median(lambda r: r.to_step),
     }
-    table.add(name, *(f"{value:.2f}" for value in figures.values()), source=name, kills=len(restarts), **figures)
+    cells = (f"{value:.2f}" for value in figures.values())
+    report.add(size, name, *cells, size=size, source=name, kills=len(restarts), **figures)
 
 
 def measure_size(report: Report, size: str, kills: int, bandwidth: float) -> None:
-    columns = ("reaped", *STAGES, "kill to restored, imports apart", "kill to restored", "kill to end of first step")
-    table = report.table(f"{size}, seconds", "state from", *columns)
     numel = 0
     for mode in ("lazy T=8", "eager"):
         restarts, numel = from_memory(size, mode, kills)
-        add_row(table, f"memckpt, {mode}", restarts)
-    add_row(table, "torch.load, warm", from_file(size, kills, cold=False))
-    add_row(table, "torch.load, cold", from_file(size, kills, cold=True))
+        add_row(report, size, f"memckpt, {mode}", restarts)
+    add_row(report, size, "torch.load, warm", from_file(size, kills, cold=False))
+    add_row(report, size, "torch.load, cold", from_file(size, kills, cold=True))
     bound = 12 * numel / bandwidth
     report.notes.append(f"{size}: {numel / 1e6:.1f}M parameters; bound of *restored*: {bound:.3f} s.")
 
 
 def main(options: Options) -> None:
-    report = Report("restore_time", TITLE, METHOD, options.command, options.quick)
+    report = options.report(
+        TITLE, METHOD, "size", "state from", "reaped, s", *STAGES, "kill to restored, imports apart",
+        "kill to restored", "kill to end of first step",
+    )  # fmt: skip
     bandwidth = copy_bandwidth()
     report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s between memories.")
     for size in ("demo",) if options.quick else ("30M", "100M"):
         measure_size(report, size, kills=1 if options.quick else 3, bandwidth=bandwidth)
-    report.write(options.results)
+    report.write()
 
 
 if __name__ == "__main__":

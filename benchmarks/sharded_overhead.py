@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.report import RATIO_COLUMNS, Report, millions
 from benchmarks.harness.scratch import scratch_directory
-from benchmarks.harness.turns import Block, start_server, take_turns
+from benchmarks.harness.turns import Block, Rounds, Scale, start_server, take_turns
 from benchmarks.workloads.gpt import redo_config
 from benchmarks.workloads.sharded import COPIED, MODES, RANKS, Counted, Ranks, Side
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 
-TITLE = "Sharded training (FSDP2): wall time, bytes and memory of protecting every step"
+TITLE = "Sharded training (FSDP2): wall time of a step with every step protected, over a step without"
 METHOD = """\
 A GPT with `fully_shard` on each block and on the whole, AdamW (fused), two ranks on one node (gloo, CPU), each a
 process with one compute thread. All trainings run at once and take turns in blocks of a few steps: while one has its
@@ -31,14 +30,18 @@ What a block has left in the background is waited for after it, untimed: an eage
 `dcp.async_save`. That one saves `get_state_dict` of model and optimizer after each step, to a disk, without a sync, in
 turn over the older of two checkpoints; a save begins when the last one has ended, as it must. It has a process group of
 its own, since it communicates beside the training, and keeps its stager, so that the memory for its copies is allocated
-once.
-
-Bytes are counted in each rank, over a whole anchor period in steps that are not timed, by wrapping what copies:
-memckpt's copier into the slots, by the area of the slot that it writes to, its rank state (of RNGs and groups, sent to
-the agent), and what the stager of `dcp.async_save` copies. *formula* is 4 + 12/T bytes for each parameter of the
-shard: a gradient, and 1/T of parameter and two moments. The agent's memory is what it says of itself: all regions that
-it holds. *design* is (T + D)(4 + 12/T) bytes a parameter with lazy redo, 12 + D(4 + 12/T) with eager, with D slots;
-held once for each shard, and not for each rank the whole model."""
+once."""
+BYTES_TITLE = "Sharded training (FSDP2): bytes that each rank copies at each step"
+BYTES_METHOD = """\
+The trainings of `sharded_overhead`. Bytes are counted in each rank, over a whole anchor period in steps that are not
+timed, by wrapping what copies: memckpt's copier into the slots, by the area of the slot that it writes to, its rank
+state (of RNGs and groups, sent to the agent), and what the stager of `dcp.async_save` copies. *formula* is 4 + 12/T
+bytes for each parameter of the shard: a gradient, and 1/T of parameter and two moments."""
+MEMORY_TITLE = "Sharded training (FSDP2): memory that the node's agent holds"
+MEMORY_METHOD = """\
+The trainings of `sharded_overhead`. The agent's memory is what it says of itself: all regions that it holds. *design*
+is (T + D)(4 + 12/T) bytes a parameter with lazy redo, 12 + D(4 + 12/T) with eager, with D slots; held once for each
+shard, and not for each rank the whole model."""
 
 #: Steps until every slot has been written once, so that its pages are mapped: T + 4.
 _WARM_UP: dict[Side, int] = {"lazy": 12, "eager": 12, "nothing": 3, "async_save": 3}
@@ -48,15 +51,6 @@ _NAMES: dict[Side, str] = {
     "nothing": "nothing (null pair)",
     "async_save": "dcp.async_save",
 }
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Numbers of rounds, and of steps in a block."""
-
-    size: str
-    rounds: int
-    steps: int
 
 
 FULL = Scale("30M", rounds=6, steps=3)
@@ -92,7 +86,7 @@ class Measured:
     """
 
     sides: tuple[Side, ...]
-    rounds: list[list[Block]]
+    rounds: Rounds[Block]
     counted: list[list[Counted]]
     held: list[int | None]
 
@@ -117,7 +111,7 @@ def measure(scale: Scale, sides: tuple[Side, ...]) -> Measured:
         for side, training in zip(sides, trainings, strict=True):
             training.wait_ready()
             training.take(_WARM_UP[side] - 1)
-        rounds = take_turns(trainings, scale.rounds, scale.steps)
+        rounds = take_turns([training.take for training in trainings], scale.rounds, scale.steps)
         periods = [Design.of(side).period if side in MODES else 1 for side in sides]
         counted = [training.count(period) for training, period in zip(trainings, periods, strict=True)]
         return Measured(sides, rounds, counted, [held_bytes(training) for training in trainings])
@@ -137,24 +131,10 @@ def held_bytes(training: Ranks) -> int | None:
 
 
 def add_ratios(report: Report, scale: Scale, found: Measured) -> None:
-    columns = ("every step protected by", "ratio", "± spread", "ms with", "ms without", "pairs of blocks", "stall ms")
-    table = report.table(f"{found.numel / 1e6:.1f}M parameters, sharded over {RANKS} ranks", *columns)
-    for index, side in enumerate(found.sides):
-        if index == 0:
-            continue
-        pairs = [(blocks[index].seconds, blocks[0].seconds) for blocks in found.rounds]
-        ratio = Ratio.of(pairs)
-        stall_ms = None
-        if side in MODES:
-            stall_ms = statistics.median(sum(blocks[index].stall.values()) for blocks in found.rounds) * 1e3
-        table.add(
-            _NAMES[side], f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
-            f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {scale.steps}",
-            "-" if stall_ms is None else f"{stall_ms:.1f}",
-            arm=_NAMES[side], ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
-            without_ms=ratio.without_ms, pairs=pairs, block=scale.steps, stall_ms=stall_ms,
-        )  # fmt: skip
-        print(f"{scale.size} sharded, {_NAMES[side]}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
+    training = f"{millions(found.numel)} parameters, sharded over {RANKS} ranks"
+    for index, side in enumerate(found.sides[1:], 1):
+        stall_ms = found.rounds.stall_ms(index) if side in MODES else None
+        report.add_ratio(training, _NAMES[side], found.rounds.pairs(index, 0), scale.steps, stall_ms)
 
 
 def _megabytes(nbytes: float | None) -> str:
@@ -163,18 +143,13 @@ def _megabytes(nbytes: float | None) -> str:
 
 def add_bytes(report: Report, found: Measured) -> None:
     """Bytes that each rank copies at a step, and sizes of its shards."""
-    table = report.table(
-        "Copied by each rank at each step, MB",
-        "every step protected by", *COPIED, "state", "sum", "formula", "shard's parameters", "its optimizer state",
-        "sum / parameters"
-    )  # fmt: skip
     for side, ranks in zip(found.sides, found.counted, strict=True):
         if side == "nothing":
             continue
         for rank, counted in enumerate(ranks):
             formula = Design.of(side).copied * counted.numel if side in MODES else None
-            table.add(
-                f"{_NAMES[side]}: rank {rank}",
+            report.add(
+                _NAMES[side], str(rank),
                 *(_megabytes(counted.copied.get(part)) for part in (*COPIED, "state")),
                 *map(_megabytes, (counted.total, formula, counted.parameters, counted.optimizer_state)),
                 f"{counted.total / counted.parameters:.3f}",
@@ -186,24 +161,30 @@ def add_bytes(report: Report, found: Measured) -> None:
 
 def add_memory(report: Report, found: Measured) -> None:
     """Memory that the node's agent holds for both ranks."""
-    table = report.table(
-        "Held by the node's agent",
-        "every step protected by", "MiB", "bytes/parameter", "design, each shard once", "design, the model on each rank"
-    )  # fmt: skip
     for side, held in zip(found.sides, found.held, strict=True):
         if held is None:
             continue
         design = Design.of(side).held
-        table.add(
+        report.add(
             _NAMES[side], f"{held / 2**20:.1f}", f"{held / found.numel:.2f}", f"{design:.2f}", f"{design * RANKS:.2f}",
             arm=_NAMES[side], held_bytes=held, numel=found.numel, designed_bytes=design * found.numel,
         )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("sharded_overhead", TITLE, METHOD, options.command, options.quick)
+    report = options.report(TITLE, METHOD, *RATIO_COLUMNS)
+    copied = options.report(
+        BYTES_TITLE, BYTES_METHOD, "every step protected by", "rank", *(f"{part}, MB" for part in COPIED), "state, MB",
+        "sum, MB", "formula, MB", "shard's parameters, MB", "its optimizer state, MB", "sum / parameters", part="bytes",
+    )  # fmt: skip
+    held = options.report(
+        MEMORY_TITLE, MEMORY_METHOD, "every step protected by", "MiB", "bytes/parameter", "design, each shard once",
+        "design, the model on each rank", part="memory",
+    )  # fmt: skip
+    reports = (report, copied, held)
     scale = QUICK if options.quick else FULL
-    report.machine["compute_threads"] = f"{RANKS} ranks of 1"
+    for each in reports:
+        each.run["compute threads"] = f"{RANKS} ranks of 1"
     sides: tuple[Side, ...] = ("nothing", "lazy", "eager", "nothing", "async_save")
     cores = len(os.sched_getaffinity(0))
     if cores <= RANKS:
@@ -216,9 +197,10 @@ def main(options: Options) -> None:
         report.leave_out(f"everything at {scale.size}", str(error))
     else:
         add_ratios(report, scale, found)
-        add_bytes(report, found)
-        add_memory(report, found)
-    report.write(options.results)
+        add_bytes(copied, found)
+        add_memory(held, found)
+    for each in reports:
+        each.write()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from functools import partial
 
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import SharedCopy, best_of, copy_bandwidth
-from benchmarks.harness.report import Report, Table
+from benchmarks.harness.report import Report, millions
 from benchmarks.harness.stall import PARTS, StallPerStep
-from benchmarks.workloads.gpt import Trainee, protected
+from benchmarks.workloads.gpt import Trainee, protected, train
 from memckpt.errors import MemoryBudgetError
 
 TITLE = "What protection takes of the training thread at each step"
@@ -29,17 +29,13 @@ def measure(size: str, mode: str, steps: int) -> tuple[StallPerStep, int]:
     with protected(trainee, mode) as session:
         stall = StallPerStep(session)
         # Until every slot has been written once, so that its pages are mapped.
-        for _ in range(4 if mode == "eager" else MODES[mode] + 4):
-            trainee.step()
-            session.commit()
+        train(trainee, session, 4 if mode == "eager" else MODES[mode] + 4)
         with stall.collect(steps):
-            for _ in range(steps):
-                trainee.step()
-                session.commit()
+            train(trainee, session, steps)
     return stall, trainee.model.numel
 
 
-def add_modes(report: Report, table: Table, size: str, steps: int, bandwidth: float) -> None:
+def add_modes(report: Report, size: str, steps: int, bandwidth: float) -> None:
     for mode, period in MODES.items():
         try:
             stall, numel = measure(size, mode, steps)
@@ -48,7 +44,8 @@ def add_modes(report: Report, table: Table, size: str, steps: int, bandwidth: fl
             continue
         floor = (4 + 12 / period) * numel / bandwidth * 1e3
         per_parameter = 1e6 / numel
-        table.add(
+        report.add(
+            millions(numel),
             f"memckpt, {mode}",
             *(f"{stall.milliseconds(part):.2f}" for part in PARTS),
             f"{stall.total_ms:.2f}",
@@ -59,7 +56,7 @@ def add_modes(report: Report, table: Table, size: str, steps: int, bandwidth: fl
         )  # fmt: skip
 
 
-def add_copies(table: Table, size: str, bandwidth: float) -> None:
+def add_copies(report: Report, size: str, bandwidth: float) -> None:
     """The bare copies, of gradients and of the whole state."""
     trainee = Trainee(size)
     trainee.step()
@@ -70,25 +67,24 @@ def add_copies(table: Table, size: str, bandwidth: float) -> None:
         milliseconds = best_of(partial(SharedCopy(tensors).take, tensors), 5) * 1e3
         floor = width * numel / bandwidth * 1e3
         per_parameter = f"{milliseconds * 1e6 / numel:.3f}"
-        table.add(
-            f"bare copy of the {name}", "-", "-", "-", "-", f"{milliseconds:.2f}", per_parameter, f"{floor:.2f}",
+        report.add(
+            millions(numel), f"bare copy of the {name}", "-", "-", "-", "-", f"{milliseconds:.2f}", per_parameter,
+            f"{floor:.2f}",
             arm=f"copy of {name}", total_ms=milliseconds, floor_ms=floor, numel=numel,
         )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("stall", TITLE, METHOD, options.command, options.quick)
+    report = options.report(
+        TITLE, METHOD, "parameters", "every step", *(f"{part.replace('_', ' ')}, ms" for part in PARTS), "sum, ms",
+        "ns per parameter", "floor, ms",
+    )  # fmt: skip
     bandwidth = copy_bandwidth()
     report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s from private into shared memory.")
     for size, steps in (("demo", 8),) if options.quick else (("30M", 24), ("100M", 12)):
-        numel = Trainee(size).model.numel
-        table = report.table(
-            f"{numel / 1e6:.1f}M parameters, ms per step",
-            "every step", "hooks", "anchors", "commit", "slot wait", "sum", "ns per parameter", "floor"
-        )  # fmt: skip
-        add_modes(report, table, size, steps, bandwidth)
-        add_copies(table, size, bandwidth)
-    report.write(options.results)
+        add_modes(report, size, steps, bandwidth)
+        add_copies(report, size, bandwidth)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import SharedCopy
-from benchmarks.harness.report import Ratio, Report
+from benchmarks.harness.report import RATIO_COLUMNS, Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.harness.stall import StallPerStep
 from benchmarks.workloads.gpt import Trainee, catch_up, protected
@@ -232,50 +232,32 @@ def arms_for(size: str, optimizer: str) -> list[Arm]:
 
 
 def measure_size(report: Report, options: Options, size: str, optimizer: str) -> None:
-    """One table, for a model size and an implementation of AdamW."""
+    """The rows of a model size and an implementation of AdamW."""
     pairs, block = (2, 3) if options.quick else (6, 3) if size == "30M" else (4, 2)
     costly_pairs = min(pairs, 3)
-    numel = Trainee(size).model.numel
-    table = report.table(
-        f"{numel / 1e6:.1f}M parameters, {optimizer} AdamW",
-        "every step protected by", "ratio", "± spread", "ms with", "ms without", "pairs of blocks", "stall ms"
-    )  # fmt: skip
-
-    def add(name: str, found: list[tuple[float, float]], stall: StallPerStep | None) -> None:
-        ratio = Ratio.of(found)
-        milliseconds = stall.total_ms if stall is not None else None
-        table.add(
-            name,
-            f"{ratio.ratio:.3f}",
-            f"{ratio.spread:.3f}",
-            f"{ratio.with_ms:.1f}",
-            f"{ratio.without_ms:.1f}",
-            f"{ratio.pairs} x {block}",
-            "-" if milliseconds is None else f"{milliseconds:.1f}",
-            arm=name, ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms, without_ms=ratio.without_ms,
-            pairs=found, block=block, stall_ms=milliseconds,
-        )  # fmt: skip
-        print(f"{size} {optimizer} {name}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
-
+    training = f"{millions(Trainee(size).model.numel)} parameters, {optimizer} AdamW"
     for arm in arms_for(size, optimizer):
         try:
             with arm.open(size, optimizer) as sides:
-                add(arm.name, measure(sides, costly_pairs if arm.costly else pairs, block), sides.stall)
+                found = measure(sides, costly_pairs if arm.costly else pairs, block)
+                stall_ms = sides.stall.total_ms if sides.stall is not None else None
+                report.add_ratio(training, arm.name, found, block, stall_ms)
         except (MemoryBudgetError, MemoryError) as error:
             report.leave_out(f"{arm.name} at {size}", str(error))
     if optimizer == "fused" and size != "100M":
-        add("Lightning ModelCheckpoint", model_checkpoint(size, costly_pairs, block), None)
+        found = model_checkpoint(size, costly_pairs, block)
+        report.add_ratio(training, "Lightning ModelCheckpoint", found, block)
 
 
 def main(options: Options) -> None:
-    report = Report("step_overhead", TITLE, METHOD, options.command, options.quick)
+    report = options.report(TITLE, METHOD, *RATIO_COLUMNS)
     if options.quick:
         measure_size(report, options, "demo", "fused")
-        report.write(options.results)
+        report.write()
     else:
         for size, optimizer in (("30M", "fused"), ("30M", "single-tensor"), ("100M", "fused")):
             measure_size(report, options, size, optimizer)
-            report.write(options.results)  # the next one takes minutes
+            report.write()  # the next one takes minutes
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import memckpt
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import seconds_of
 from benchmarks.harness.processes import children
-from benchmarks.harness.report import Report
+from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
-from benchmarks.workloads.gpt import Trainee
+from benchmarks.workloads.gpt import Trainee, train
 from memckpt import MemckptConfig, Session, StorageConfig
 from memckpt.config import StorageMode
 from memckpt.recovery.from_storage import StoredState
@@ -34,16 +34,21 @@ from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.verification import read_back, verify_files
 
 MODES: tuple[StorageMode, ...] = ("replica", "log")
-TITLE = "The storage tier: writing, resuming, and what a checkpoint takes of the training thread"
+TITLE = "The storage tier: the rate at which a base is written, beside the disk's"
 METHOD = """\
-The state of a GPT with fused AdamW, 12 bytes a parameter. *write*: a base as the writer process makes it, checksums
-and syncs included, in turn with a direct write (`O_DIRECT`) of as many zeros in pieces of 8 MiB, one large sequential
-write of as many bytes with an fsync, and `torch.save` and `dcp.save` with an fsync. *reading it back*: from the
-medium, as the page cache keeps nothing of it. *resume*: verifying every checksum and reading into live tensors, the
-second time from the page cache, beside `torch.load` and `dcp.load`. *training beside storage*: lazy redo, a
-checkpoint every N steps, and in mode log every record, too; where the writer is not done when a checkpoint is due,
-that one is left out. What is written is what the writing processes hand to the kernel; beside it, what full
-checkpoints every N steps would come to. Medians, and for training the mean of all steps beside that of a run without
+The state of a GPT with fused AdamW, 12 bytes a parameter. A base as the writer process makes it, checksums and syncs
+included, in turn with a direct write (`O_DIRECT`) of as many zeros in pieces of 8 MiB, one large sequential write of as
+many bytes with an fsync, and `torch.save` and `dcp.save` with an fsync. *reading it back*: from the medium, as the page
+cache keeps nothing of it. Medians."""
+RESUME_TITLE = "The storage tier: seconds to resume"
+RESUME_METHOD = """\
+The state of a GPT with fused AdamW, 12 bytes a parameter: verifying every checksum and reading into live tensors, the
+second time from the page cache, beside `torch.load` and `dcp.load`. Medians."""
+TRAINING_TITLE = "The storage tier: training beside it"
+TRAINING_METHOD = """\
+A GPT with fused AdamW and lazy redo, a checkpoint every N steps, and in mode log every record, too; where the writer is
+not done when a checkpoint is due, that one is left out. What is written is what the writing processes hand to the
+kernel; beside it, what full checkpoints every N steps would come to. The mean of all steps beside that of a run without
 storage right before."""
 
 
@@ -113,15 +118,12 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
         for number in range(repetitions):
             for name, write in sides.items():
                 times[name].append(seconds_of(partial(write, number)))
-    table = report.table(
-        f"{trainee.model.numel / 1e6:.1f}M parameters: write", "what", "s", "MB/s", "of the direct write"
-    )
     direct = statistics.median(times["direct write"])
     for name, taken in times.items():
         median = statistics.median(taken)
         share = statistics.median(one / other for one, other in zip(times["direct write"], taken, strict=True))
-        table.add(
-            name, f"{median:.2f}", f"{nbytes / median / 1e6:.0f}", f"{share:.2f}",
+        report.add(
+            millions(trainee.model.numel), name, f"{median:.2f}", f"{nbytes / median / 1e6:.0f}", f"{share:.2f}",
             what=name, seconds=taken, nbytes=nbytes, direct=direct,
         )  # fmt: skip
 
@@ -140,9 +142,7 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
         session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=config)
         with session:
             session.restore()
-            for _ in range(6):
-                trainee.step()
-                session.commit()
+            train(trainee, session, 6)
             until_stored(session, 4)
         store = LocalStore(directory / "storage")
         point = stored_points(read_catalog(store))[0]
@@ -168,10 +168,10 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
             "torch.load": torch_load,
             "dcp.load": lambda: dcp.load(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True),
         }
-        table = report.table(f"{trainee.model.numel / 1e6:.1f}M parameters: resume", "what", "s")
         for name, action in sides.items():
             taken = [seconds_of(action) for _ in range(repetitions)]
-            table.add(name, f"{statistics.median(taken):.2f}", what=name, seconds=taken)
+            cells = (millions(trainee.model.numel), name, f"{statistics.median(taken):.2f}")
+            report.add(*cells, what=name, seconds=taken)
 
 
 def written_by(agent_pid: int) -> int:
@@ -187,11 +187,9 @@ def train_with(size: str, storage: StorageConfig | None, steps: int) -> dict[str
         config = MemckptConfig(redo="lazy", storage=storage)
         with memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=config) as session:
             session.restore()
-            for _ in range(4):
-                trainee.step()
-                session.commit()
-            if storage is not None:
-                until_first_stored(session, trainee)
+            train(trainee, session, 4)
+            while storage is not None and session.stored_step is None:  # until the writer processes are running
+                train(trainee, session, 1)
             agent = session.agent_pid
             assert agent is not None
             before, snapshots, written = session.stall.snapshot, 0, written_by(agent)
@@ -213,39 +211,34 @@ def train_with(size: str, storage: StorageConfig | None, steps: int) -> dict[str
     }
 
 
-def until_first_stored(session: Session, trainee: Trainee) -> None:
-    """Train until the writer processes are running."""
-    while session.stored_step is None:
-        trainee.step()
-        session.commit()
-
-
 def measure_intervals(report: Report, size: str, steps: int) -> None:
-    table = report.table(
-        f"{size}: training beside storage", "mode", "checkpoint every", "taken", "stall ms each", "step, of none",
-        "MB written a step", "full checkpoints, MB a step",
-    )  # fmt: skip
     for every in (1, 2, 5, 10, 20):
         plain = train_with(size, None, steps)
         for mode in MODES:
             found = train_with(size, StorageConfig(every_steps=every, mode=mode), steps)
             taken = found["checkpoints"]
             ratio = found["step_ms"] / plain["step_ms"]
-            table.add(
-                mode, f"{every} steps", f"{taken:.0f}", f"{found['stall_ms'] / taken if taken else 0.0:.0f}",
+            report.add(
+                size, mode, f"{every} steps", f"{taken:.0f}", f"{found['stall_ms'] / taken if taken else 0.0:.0f}",
                 f"{ratio:.2f}", f"{found['written'] / 1e6:.0f}", f"{found['state'] / every / 1e6:.0f}",
                 mode=mode, every=every, steps=steps, found=found, without=plain,
             )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("storage_rate", TITLE, METHOD, options.command, options.quick)
+    writes = options.report(TITLE, METHOD, "parameters", "what", "s", "MB/s", "of the direct write")
+    resumes = options.report(RESUME_TITLE, RESUME_METHOD, "parameters", "what", "s", part="resume")
+    training = options.report(
+        TRAINING_TITLE, TRAINING_METHOD, "size", "mode", "checkpoint every", "taken", "stall ms each", "step, of none",
+        "MB written a step", "full checkpoints, MB a step", part="training",
+    )  # fmt: skip
     repetitions = 2 if options.quick else 5
     for size in ("demo",) if options.quick else ("30M", "100M"):
-        measure_writes(report, size, repetitions)
-        measure_resume(report, size, repetitions)
-    measure_intervals(report, "demo" if options.quick else "30M", 12 if options.quick else 24)
-    report.write(options.results)
+        measure_writes(writes, size, repetitions)
+        measure_resume(resumes, size, repetitions)
+    measure_intervals(training, "demo" if options.quick else "30M", 12 if options.quick else 24)
+    for report in (writes, resumes, training):
+        report.write()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import zmq
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.harness.command import Options, run
-from benchmarks.harness.report import Report, Table, median_and_spread
+from benchmarks.harness.report import Report, median_and_spread
 from memckpt.replication.transport.keys import Keys
 from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Transport
 
@@ -25,10 +25,14 @@ One process sends messages with payloads to another one over loopback; the rate 
 the first and the last. Beside `memckpt.replication.transport.transport` a DEALER and a ROUTER with frames of the same
 sizes, which may hold as many bytes on their way and do nothing else: no acknowledgements, no sending again, no
 envelopes. In turn; medians of the repetitions, and of the ratios of pairs. CPU time is that of a process with all its
-threads: the sender's and the receiver's. *Threads*: the transport with several I/O threads in ZeroMQ's context, beside
-one. *AES-GCM*: what encryption with the processor's own instructions would take in the place of CURVE's XSalsa20 and
-Poly1305, as `cryptography` (OpenSSL) seals and opens the same payloads in one thread; copies and sockets come on
-top."""
+threads: the sender's and the receiver's."""
+THREADS_TITLE = "The transport between replicators with several I/O threads in ZeroMQ's context, beside one"
+THREADS_METHOD = """\
+Measured as in `transport`, in turn, with CURVE; medians of the repetitions, and of the ratios of pairs."""
+AES_TITLE = "AES-GCM, 256 bits, in one thread"
+AES_METHOD = """\
+CPU time that encryption with the processor's own instructions would take in the place of CURVE's XSalsa20 and Poly1305,
+as `cryptography` (OpenSSL) seals and opens the payloads of `transport`; copies and sockets come on top."""
 
 PATIENCE_SECONDS = 120.0
 WINDOW_BYTES = 32 << 20
@@ -196,7 +200,7 @@ def cpu_a_gb(side: list[Taken], nbytes: int) -> list[float]:
     ]
 
 
-def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes: int, repetitions: int) -> None:
+def compare(link: Connection, report: Report, keys: Keys | None, size: int, nbytes: int, repetitions: int) -> None:
     """Measure both sides in turn, with payloads of one size."""
     payload = memoryview(bytes(size))
     ours: list[Taken] = []
@@ -208,14 +212,14 @@ def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes
     rates = [statistics.median(nbytes / one.seconds / 1e9 for one in side) for side in (ours, bare)]
     cpus = [*cpu_a_gb(ours, nbytes), *cpu_a_gb(bare, nbytes)]
     security = "plain" if keys is None else "curve"
-    table.add(
+    report.add(
         security, f"{size >> 10}", *(f"{rate:.2f}" for rate in rates), f"{ratio:.2f} ± {spread:.2f}",
         *(f"{cpu:.2f}" for cpu in cpus),
         security=security, payload_bytes=size, nbytes=nbytes, ratio=ratio, transport=ours, bare=bare,
     )  # fmt: skip
 
 
-def compare_threads(link: Connection, table: Table, keys: Keys, size: int, nbytes: int, repetitions: int) -> None:
+def compare_threads(link: Connection, report: Report, keys: Keys, size: int, nbytes: int, repetitions: int) -> None:
     """Measure several I/O threads in turn with one."""
     payload = memoryview(bytes(size))
     one = Task("transport", keys, nbytes // size, size)
@@ -228,14 +232,14 @@ def compare_threads(link: Connection, table: Table, keys: Keys, size: int, nbyte
         pairs = zip(alone, several, strict=True)
         ratio, spread = median_and_spread([first.seconds / other.seconds for first, other in pairs])
         rates = [statistics.median(nbytes / taken.seconds / 1e9 for taken in side) for side in (several, alone)]
-        table.add(
+        report.add(
             str(threads), *(f"{rate:.2f}" for rate in rates), f"{ratio:.2f} ± {spread:.2f}",
             *(f"{cpu:.2f}" for cpu in cpu_a_gb(several, nbytes)),
             threads=threads, payload_bytes=size, nbytes=nbytes, ratio=ratio, several=several, alone=alone,
         )  # fmt: skip
 
 
-def measure_aes(table: Table, size: int, nbytes: int, repetitions: int) -> None:
+def measure_aes(report: Report, size: int, nbytes: int, repetitions: int) -> None:
     """Encrypt and decrypt payloads of one size, each with its own nonce."""
     cipher = AESGCM(AESGCM.generate_key(bit_length=256))
     payload = bytes(size)
@@ -252,24 +256,28 @@ def measure_aes(table: Table, size: int, nbytes: int, repetitions: int) -> None:
             seal, unseal = seal + middle - began, unseal + time.process_time() - middle
         sealing.append(seal / nbytes * 1e9)
         opening.append(unseal / nbytes * 1e9)
-    table.add(
+    report.add(
         f"{size >> 10}", f"{statistics.median(sealing):.2f}", f"{statistics.median(opening):.2f}",
         payload_bytes=size, nbytes=nbytes, sealing=sealing, opening=opening,
     )  # fmt: skip
 
 
 def main(options: Options) -> None:
-    report = Report("transport", TITLE, METHOD, options.command, options.quick)
     repetitions, nbytes = (2, 64 << 20) if options.quick else (7, 512 << 20)
     sizes = (128 << 10,) if options.quick else (16 << 10, 128 << 10, 1 << 20)
-    table = report.table(
-        f"{nbytes >> 20} MiB", "security", "payload KiB", "transport GB/s", "bare ZeroMQ GB/s", "ratio",
+    report = options.report(
+        TITLE, METHOD, "security", "payload KiB", "transport GB/s", "bare ZeroMQ GB/s", "ratio",
         "CPU s a GB, transport: sends", "receives", "bare: sends", "receives",
     )  # fmt: skip
-    threads = report.table(
-        "Threads, curve, 128 KiB", "I/O threads", "GB/s", "with one", "ratio", "CPU s a GB: sends", "receives"
-    )
-    aes = report.table("AES-GCM, 256 bits, one thread", "payload KiB", "CPU s a GB: seals", "opens")
+    threads = options.report(
+        THREADS_TITLE, THREADS_METHOD, "I/O threads", "GB/s", "with one", "ratio", "CPU s a GB: sends", "receives",
+        part="threads",
+    )  # fmt: skip
+    threads.notes.append("Payloads of 128 KiB.")
+    aes = options.report(AES_TITLE, AES_METHOD, "payload KiB", "CPU s a GB: seals", "opens", part="aes")
+    reports = (report, threads, aes)
+    for each in reports:
+        each.notes.append(f"{nbytes >> 20} MiB in each repetition.")
     context = multiprocessing.get_context("spawn")
     link, other = context.Pipe()
     receiver = context.Process(target=receive_tasks, args=(other,))
@@ -277,7 +285,7 @@ def main(options: Options) -> None:
     try:
         for keys in (None, Keys.make()):
             for size in sizes:
-                compare(link, table, keys, size, nbytes, repetitions)
+                compare(link, report, keys, size, nbytes, repetitions)
         compare_threads(link, threads, Keys.make(), 128 << 10, nbytes, repetitions)
     finally:
         link.send(None)
@@ -285,7 +293,8 @@ def main(options: Options) -> None:
         link.close()
     for size in sizes:
         measure_aes(aes, size, nbytes, repetitions)
-    report.write(options.results)
+    for each in reports:
+        each.write()
 
 
 if __name__ == "__main__":

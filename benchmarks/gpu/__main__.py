@@ -20,7 +20,8 @@ import torch
 from benchmarks.gpu import arms
 from benchmarks.gpu.arms import Figures
 from benchmarks.gpu.trainee import SIZES, Size
-from benchmarks.harness.report import RESULTS, Report
+from benchmarks.harness.command import Options
+from benchmarks.harness.report import Report
 
 TITLE = "Every step protected on a GPU: overhead, bytes over PCIe, restore"
 METHOD = """\
@@ -60,8 +61,6 @@ def measure(name: str, device: torch.device, result: Path) -> None:
 
 
 def add(report: Report, name: str, found: dict[str, dict[str, Any]]) -> None:
-    columns = ("step, ms", "over nothing", "stall, ms", "to the host, MB", "first commit, s", "restore, s", "GB/s")
-    table = report.table(name, "every step", *columns)
     whole = {arm: Figures(**values) for arm, values in found.items() if "failed" not in values}
     for arm in (arm for arm in found if arm not in whole):
         report.leave_out(f"{name}, {arm}", found[arm]["failed"])
@@ -76,7 +75,7 @@ def add(report: Report, name: str, found: dict[str, dict[str, Any]]) -> None:
         cells = [text(figures.median_ms), text(ratio, digits=3), text(figures.stall_ms)]
         cells += [text(figures.to_host_bytes, 1e-6, 1), text(figures.first_commit_seconds)]
         cells += [text(figures.restore_seconds, digits=3), text(rate, 1e-9)]
-        table.add(arm, *cells, arm=arm, **dataclasses.asdict(figures))
+        report.add(name, arm, *cells, model=name, arm=arm, **dataclasses.asdict(figures))
         if figures.held_bytes:
             report.notes.append(f"{name}, {arm}: {figures.held_bytes / 2**30:.1f} GiB of the host's memory.")
 
@@ -96,10 +95,13 @@ def main() -> None:
         measure(args.measure[0], torch.device(args.device), Path(args.measure[1]))
         return
     sizes = (args.sizes or ("tiny" if args.quick else "small,medium,1.5B")).split(",")
-    command = f"python -m benchmarks.gpu --device {args.device}" + (" --quick" if args.quick else "")
-    report = Report("gpu", TITLE, METHOD, command, args.quick)
+    options = Options.of("gpu", args.quick, args.results, f" --device {args.device}")
+    report = options.report(
+        TITLE, METHOD, "model", "every step", "step, ms", "over nothing", "stall, ms", "to the host, MB",
+        "first commit, s", "restore, s", "GB/s",
+    )  # fmt: skip
     if args.device == "cuda":
-        report.machine["gpu"] = torch.cuda.get_device_name()
+        report.run["gpu"] = torch.cuda.get_device_name()
     ends = _Clock(args.seconds)
     with tempfile.TemporaryDirectory() as directory:
         for name in sizes:
@@ -113,7 +115,7 @@ def main() -> None:
                 report.leave_out(f"{name}, what is missing", f"{args.seconds:.0f} s were over")
             if result.exists():
                 add(report, name, json.loads(result.read_text()))
-    report.write(args.results or (RESULTS / "quick" if args.quick else RESULTS))
+    report.write()
 
 
 class _Clock:

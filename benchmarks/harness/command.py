@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.report import RESULTS
+from benchmarks.harness.report import RESULTS, Report
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,28 @@ class Options:
     """Options of a benchmark.
 
     Attributes:
+        name: name of the benchmark.
         quick: a small model and few repetitions.
         results: directory of the result files; quick runs do not overwrite the real ones.
-        command: command that repeats the run.
+        arguments: further arguments that repeat the run.
     """
 
+    name: str
     quick: bool
     results: Path
-    command: str
+    arguments: str = ""
+
+    @classmethod
+    def of(cls, name: str, quick: bool, results: Path | None, arguments: str = "") -> Options:
+        return cls(name, quick, results or (RESULTS / "quick" if quick else RESULTS), arguments)
+
+    def report(self, title: str, method: str, *columns: str, part: str = "") -> Report:
+        """A table of results; `part`: which one, of a benchmark with several."""
+        command = f"OMP_WAIT_POLICY=passive python -m benchmarks.{self.name}{self.arguments}"
+        name = f"{self.name}_{part}" if part else self.name
+        return Report(
+            name, self.results, title, method, command + (" --quick" if self.quick else ""), self.quick, columns
+        )
 
 
 def parse(name: str) -> Options:
@@ -33,9 +47,7 @@ def parse(name: str) -> Options:
     parser.add_argument("--quick", action="store_true", help="a small model and few repetitions, not for quoting")
     parser.add_argument("--results", type=Path, help="directory for the results (default: beside the benchmarks)")
     args = parser.parse_args()
-    results = args.results or (RESULTS / "quick" if args.quick else RESULTS)
-    command = f"OMP_WAIT_POLICY=passive python -m benchmarks.{name}" + (" --quick" if args.quick else "")
-    return Options(args.quick, results, command)
+    return Options.of(name, args.quick, args.results)
 
 
 def run(name: str, main: Callable[[Options], None]) -> None:

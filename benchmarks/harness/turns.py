@@ -7,11 +7,12 @@ they need once and has never trained.
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from benchmarks.harness.processes import PATIENCE_SECONDS
 from memckpt.errors import MemoryBudgetError
@@ -30,6 +31,9 @@ class Block:
 
     seconds: float
     stall: dict[str, float] = field(default_factory=dict)
+
+
+B = TypeVar("B", bound=Block)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,11 @@ class Worker:
         if isinstance(said, Failure):
             raise MemoryError(f"{self._name}: {said.reason}")
         return said
+
+    def execute(self, order: Any) -> Any:
+        """Send an order; returns the answer. Errors as for :meth:`receive`."""
+        self.send(order)
+        return self.receive()
 
     def dismiss(self) -> None:
         """Announce that no order will follow; :meth:`close` waits for the process to end."""
@@ -164,22 +173,42 @@ def start_server(*modules: str) -> None:
     _CONTEXT.set_forkserver_preload(list(modules))
 
 
-B_co = TypeVar("B_co", bound=Block, covariant=True)
+@dataclass(frozen=True)
+class Scale:
+    """A model's size, and numbers of rounds and of steps in a block."""
+
+    size: str
+    rounds: int
+    steps: int
 
 
-class TakesTurns(Protocol[B_co]):
-    """A training that stops after each block of steps."""
+@dataclass(frozen=True)
+class Rounds(Generic[B]):
+    """The blocks of each round, in the order of the trainings."""
 
-    def take(self, steps: int) -> B_co:
-        """Run one untimed step and a block of timed ones."""
+    blocks: list[list[B]]
+
+    def of(self, side: int) -> list[B]:
+        return [blocks[side] for blocks in self.blocks]
+
+    def pairs(self, side: int, other: int) -> list[tuple[float, float]]:
+        """Seconds per step of two trainings in each round."""
+        return [(blocks[side].seconds, blocks[other].seconds) for blocks in self.blocks]
+
+    def stall_ms(self, side: int) -> float:
+        """Median milliseconds per step that memckpt takes in the training thread."""
+        return statistics.median(sum(block.stall.values()) for block in self.of(side)) * 1e3
 
 
-def take_turns(trainings: Sequence[TakesTurns[B_co]], rounds: int, steps: int) -> list[list[B_co]]:
-    """The blocks of each round, in the order of the trainings; the order of turns changes from round to round."""
+def take_turns(trainings: Sequence[Callable[[int], B]], rounds: int, steps: int) -> Rounds[B]:
+    """Let trainings run blocks of steps in turn; each is called with their number.
+
+    The order of turns changes from round to round.
+    """
     found = []
     for number in range(rounds):
         shift = number // 2 % len(trainings)
         order = [*range(shift, len(trainings)), *range(shift)]
-        blocks = {index: trainings[index].take(steps) for index in (reversed(order) if number % 2 else order)}
+        blocks = {index: trainings[index](steps) for index in (reversed(order) if number % 2 else order)}
         found.append([blocks[index] for index in range(len(trainings))])
-    return found
+    return Rounds(found)

@@ -74,6 +74,13 @@ def redo_config(mode: str) -> MemckptConfig:
     return MemckptConfig(redo="lazy", anchor_period_steps=period, storage=None)
 
 
+def train(training: Training, session: Session, steps: int) -> None:
+    """Run protected steps."""
+    for _ in range(steps):
+        training.step()
+        session.commit()
+
+
 def catch_up(session: Session) -> None:
     """Wait until an eager agent has applied all records. Uses a private interface."""
     if session.mode == "eager" and session._link.up:

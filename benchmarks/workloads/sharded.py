@@ -6,11 +6,11 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -65,17 +65,6 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A rank is ready for its first step.
-
-    Attributes:
-        agent: pid of the node's agent; None without one.
-    """
-
-    agent: int | None
-
-
-@dataclass(frozen=True)
 class Counted:
     """Bytes that a rank has copied at each step, and sizes of its shards.
 
@@ -107,54 +96,37 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-class Protection(Protocol):
-    """One way to protect a trainee."""
+@dataclass
+class Protection:
+    """A way to protect a trainee; this one: not at all.
+
+    Attributes:
+        agent: pid of the agent; None: none.
+    """
 
     trainee: ShardedTraining
+    agent: int | None = None
 
     def step(self) -> None:
         """A training step, protected."""
+        self.trainee.step()
 
     def settle(self) -> None:
         """Wait for background work of earlier steps."""
 
     def stall(self) -> dict[str, float]:
         """Seconds in the training thread, by cause."""
-
-    def counting(self) -> contextlib.AbstractContextManager[dict[str, int]]:
-        """Count the bytes copied in the block."""
-
-    @property
-    def agent(self) -> int | None:
-        """Pid of the agent; None: none."""
-
-
-@dataclass
-class Nothing:
-    trainee: ShardedTraining
-    agent: int | None = None
-
-    def step(self) -> None:
-        self.trainee.step()
-
-    def settle(self) -> None:
-        return
-
-    def stall(self) -> dict[str, float]:
         return {}
 
     def counting(self) -> contextlib.AbstractContextManager[dict[str, int]]:
+        """Count the bytes copied in the block."""
         return contextlib.nullcontext({})
 
 
-@dataclass
-class Memckpt:
-    trainee: ShardedTraining
-    session: Session
-
-    @property
-    def agent(self) -> int | None:
-        return self.session.agent_pid
+class Memckpt(Protection):
+    def __init__(self, trainee: ShardedTraining, session: Session) -> None:
+        super().__init__(trainee, session.agent_pid)
+        self.session = session
 
     def step(self) -> None:
         self.trainee.step()
@@ -211,21 +183,20 @@ class Memckpt:
             )
 
 
-@dataclass
-class AsyncSave:
+class AsyncSave(Protection):
     """dcp.async_save of model and optimizer after each step; each waits for the one before.
 
     It has its own process group, as it communicates in a background thread, and keeps its stager, so that the memory
     for copies is allocated once.
     """
 
-    trainee: ShardedTraining
-    directory: Path
-    group: Any
-    stager: DefaultStager
-    saved: int = 0
-    pending: list[Any] = field(default_factory=list)
-    agent: int | None = None
+    def __init__(self, trainee: ShardedTraining, directory: Path) -> None:
+        super().__init__(trainee)
+        self.directory = directory
+        self.group = dist.new_group(backend="gloo")
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        self.saved = 0
+        self.pending: list[Any] = []
 
     def step(self) -> None:
         self.trainee.step()
@@ -239,9 +210,6 @@ class AsyncSave:
     def settle(self) -> None:
         while self.pending:
             self.pending.pop().result()
-
-    def stall(self) -> dict[str, float]:
-        return {}
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
@@ -265,15 +233,14 @@ class AsyncSave:
 def protected(task: RankTask) -> Iterator[Protection]:
     trainee = ShardedTraining(make_model(task.size), BATCH // RANKS)
     if task.side == "nothing":
-        yield Nothing(trainee)
+        yield Protection(trainee)
     elif task.side == "async_save":
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        saving = AsyncSave(trainee, task.directory, dist.new_group(backend="gloo"), stager)
+        saving = AsyncSave(trainee, task.directory)
         try:
             yield saving
         finally:
             saving.settle()
-            stager.close()
+            saving.stager.close()
     else:
         # The agent soon leaves by itself if the measuring process is killed.
         config = replace(redo_config(MODES[task.side]), agent=AgentConfig(linger_seconds=5.0))
@@ -314,7 +281,7 @@ def run_rank(task: RankTask, orders: Connection) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=task.rank, world_size=RANKS)
     try:
         with telling_failure(orders), protected(task) as protection:
-            orders.send(Ready(protection.agent))
+            orders.send(protection.agent)
             for order in orders_of(orders):
                 run = _counted if order.counted else _timed
                 orders.send(run(protection, order.steps))
@@ -327,17 +294,13 @@ class Ranks:
 
     def __init__(self, size: str, side: Side, directory: Path) -> None:
         self.directory = directory
-        self._workers = Workers(
-            [
-                Worker(f"rank {rank} with {side}", run_rank, RankTask(size, side, rank, directory))
-                for rank in range(RANKS)
-            ]
-        )
+        tasks = [RankTask(size, side, rank, directory) for rank in range(RANKS)]
+        self._workers = Workers([Worker(f"rank {task.rank} with {side}", run_rank, task) for task in tasks])
         self.agent: int | None = None
 
     def wait_ready(self) -> None:
         """Wait until all ranks are ready; errors as for workers."""
-        self.agent = next((each.agent for each in self._workers.receive() if each.agent is not None), None)
+        self.agent = next((agent for agent in self._workers.receive() if agent is not None), None)
 
     def take(self, steps: int) -> Block:
         """Run one untimed step and a block of timed ones; returns the slower rank's block."""

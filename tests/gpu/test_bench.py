@@ -15,8 +15,7 @@ def test_quick_benchmark(tmp_path: Path, device: str) -> None:
     subprocess.run(command, cwd=_ROOT, check=True, timeout=200)
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert not [note for note in report["notes"] if note.startswith("Left out")], report["notes"]
-    (rows,) = (table["rows"] for table in report["tables"])
-    by_arm = {row["arm"]: row for row in rows}
+    by_arm = {row["arm"]: row for row in report["rows"]}
     assert len(by_arm) == 6
     lazy, copy = by_arm["memckpt, lazy T=8"], by_arm["page-locked copy of the state"]
     # A gradient and an eighth of the state, a step; the state has three tensors for each gradient.

@@ -1,8 +1,9 @@
-"""Benchmarks that rely on how several frameworks and adapters are made still run."""
+"""Benchmarks are complete, their results are quoted, and those that rely on how frameworks are made still run."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,37 +11,69 @@ from typing import Any
 
 import pytest
 
+from benchmarks.run_all import NAMES
 from tests.support.cluster.netns import problem
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def _quick_run(name: str, results: Path) -> dict[str, Any]:
-    """What a quick run of a benchmark reports."""
+def _quick_run(name: str, results: Path) -> list[dict[str, Any]]:
+    """The raw figures of a quick run of a benchmark."""
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--results", str(results)]
     subprocess.run(command, cwd=_ROOT, check=True, timeout=1200)
-    report: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
-    return report
+    return _rows(name, results)
+
+
+def _rows(name: str, results: Path) -> list[dict[str, Any]]:
+    """The raw figures of a table."""
+    rows: list[dict[str, Any]] = json.loads((results / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def _notes(name: str, results: Path) -> list[str]:
+    """The remarks below a table."""
+    notes: list[str] = json.loads((results / f"{name}.json").read_text())["notes"]
+    return notes
+
+
+def test_run_all_knows_every_benchmark() -> None:
+    commands = {path.stem for path in (_ROOT / "benchmarks").glob("*.py")} - {"__init__", "run_all"}
+    assert sorted(NAMES) == sorted(commands)
+
+
+def test_results_are_a_table_each_that_a_document_quotes() -> None:
+    """A file of results says which command made it, has one table, and is linked where its figures are quoted."""
+    pages = [*_ROOT.glob("*.md"), *(_ROOT / "docs").glob("*.md")]
+    quoted = "".join(page.read_text() for page in pages)
+    files = sorted((_ROOT / "benchmarks/results").glob("*.md"))
+    assert files
+    for file in files:
+        text = file.read_text()
+        (command,) = re.findall(r"^Made by `OMP_WAIT_POLICY=passive python -m benchmarks\.(\w+)`:$", text, re.MULTILINE)
+        assert command in NAMES
+        assert file.stem.startswith(command)
+        assert len(re.findall(r"^\|[-:| ]+\|$", text, re.MULTILINE)) == 1, f"{file.name}: expected one table"
+        assert f"benchmarks/results/{file.name})" in quoted, f"{file.name}: no document links it"
 
 
 @pytest.mark.slow
 def test_framework_overhead(tmp_path: Path) -> None:
     """Every framework trains on its three sides; memckpt's has a session, whose stall is counted."""
-    report = _quick_run("framework_overhead", tmp_path)
-    ratios, differences = (table["rows"] for table in report["tables"])
+    ratios = _quick_run("framework_overhead", tmp_path)
+    differences = _rows("framework_overhead_minimal", tmp_path)
     frameworks = {"plain loop", "Lightning", "Accelerate", "transformers.Trainer"}
     assert {row["framework"] for row in ratios if row["arm"] == "memckpt" and row["stall_ms"] > 0} == frameworks
     assert {row["framework"] for row in ratios if row["arm"].startswith("nothing")} == frameworks
     assert len(ratios) == 11
     assert {row["framework"] for row in differences if row["stall_us"] > 0} == frameworks
-    assert report["notes"] == []
+    assert _notes("framework_overhead", tmp_path) == []
 
 
 @pytest.mark.slow
 def test_sharded_overhead(tmp_path: Path) -> None:
     """Two ranks train on each side; what they copy and the agent holds is that of their shards, once."""
-    report = _quick_run("sharded_overhead", tmp_path)
-    ratios, copied, held = (table["rows"] for table in report["tables"])
+    ratios = _quick_run("sharded_overhead", tmp_path)
+    copied, held = (_rows(f"sharded_overhead_{part}", tmp_path) for part in ("bytes", "memory"))
     lazy = "memckpt, lazy T=8"
     assert {row["arm"] for row in ratios} >= {lazy, "nothing (null pair)", "dcp.async_save"}
     assert [row["arm"] for row in ratios if row["stall_ms"]] == [row["arm"] for row in held]
@@ -62,8 +95,7 @@ def test_sharded_overhead(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_peers_traffic(tmp_path: Path) -> None:
     """Peers send what the design says, and little beside; with DDP only what is a rank's own."""
-    report = _quick_run("peers_traffic", tmp_path)
-    (rows,) = (table["rows"] for table in report["tables"])
+    rows = _quick_run("peers_traffic", tmp_path)
     assert [row["kind"] for row in rows] == ["fsdp", "ddp"]
     for row in rows:
         assert row["pieces_bytes"] < row["message_bytes"]
@@ -77,21 +109,19 @@ def test_peers_traffic(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_peers_restore(tmp_path: Path) -> None:
     """Lost nodes have fetched a window each; nobody else fetched anything."""
-    report = _quick_run("peers_restore", tmp_path)
-    (rows,) = (table["rows"] for table in report["tables"])
+    rows = _quick_run("peers_restore", tmp_path)
     shard = 120_576 / 4
     lost = [row["fetched_bytes"][0] / shard / 8 for row in rows]
     assert [round(nodes / 5.5) for nodes in lost] == [0, 1, 2, 0, 0]
     assert all(min(row["seconds"]["restored"]) > 0 for row in rows)
     assert [bool(row["seconds"]["fetched"]) for row in rows] == [nodes > 0 for nodes in lost]
-    assert report["notes"] == []
+    assert not [note for note in _notes("peers_restore", tmp_path) if note.startswith("Left out")]
 
 
 @pytest.mark.slow
 def test_peers_overhead(tmp_path: Path) -> None:
     """Only a training with peers has replicators, and they take CPU time."""
-    report = _quick_run("peers_overhead", tmp_path)
-    (rows,) = (table["rows"] for table in report["tables"])
+    rows = _quick_run("peers_overhead", tmp_path)
     replicators = {row["arm"]: row["replicator_seconds"] for row in rows}
     assert list(replicators) == ["memckpt, no peers", "memckpt, peers", "nothing (null pair)"]
     assert [seconds is not None and seconds > 0 for seconds in replicators.values()] == [False, True, False]
@@ -104,10 +134,11 @@ def test_governor(tmp_path: Path) -> None:
     reason = problem()
     if reason is not None:
         pytest.skip(reason)
-    report = _quick_run("governor", tmp_path)
-    assert len(report["tables"]) == 3
-    for table in report["tables"]:
-        rows = {row["arm"]: row for row in table["rows"]}
+    measured = _quick_run("governor", tmp_path)
+    settings = {row["setting"] for row in measured}
+    assert len(settings) == 3
+    for setting in settings:
+        rows = {row["arm"]: row for row in measured if row["setting"] == setting}
         assert set(rows) == {"nothing", "local", "without", "with"}
         assert all(row["step_seconds"] > 0 for row in rows.values())
         for arm in ("without", "with"):
@@ -126,17 +157,16 @@ def test_governor(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_transport(tmp_path: Path) -> None:
     """Both sides deliver everything, encrypted and not; I/O threads and bare encryption are measured beside it."""
-    table, threads, bare = _quick_run("transport", tmp_path)["tables"]
-    assert threads["rows"]
-    assert bare["rows"]
-    assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
-    assert all(row["ratio"] > 0 for row in table["rows"])
+    rows = _quick_run("transport", tmp_path)
+    assert [row["security"] for row in rows] == ["plain", "curve"]
+    assert all(row["ratio"] > 0 for row in rows)
+    assert _rows("transport_threads", tmp_path)
+    assert _rows("transport_aes", tmp_path)
 
 
 @pytest.mark.slow
 def test_hot_paths_tensors(tmp_path: Path) -> None:
     """Every arm trains; only those with a session count stalls."""
-    (table,) = _quick_run("hot_paths_tensors", tmp_path)["tables"]
-    stalls = {row["arm"]: row["tensor_stall_us"] > 0 for row in table["rows"]}
+    stalls = {row["arm"]: row["tensor_stall_us"] > 0 for row in _quick_run("hot_paths_tensors", tmp_path)}
     arms = {"plain": False, "copy": False, "hook": False, "memckpt, lazy T=8": True, "memckpt, eager": True}
     assert stalls == arms
