@@ -7,8 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from benchmarks.harness.copies import SharedCopy
 from benchmarks.harness.report import RATIO_COLUMNS, Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.harness.stall import StallPerStep
+from benchmarks.workloads.async_saver import AsyncSaver
 from benchmarks.workloads.gpt import Trainee, catch_up, protected
 from memckpt.errors import MemoryBudgetError
 
@@ -130,36 +130,19 @@ def torch_save(size: str, optimizer: str) -> Iterator[Sides]:
         yield Sides(step, trainee.step)
 
 
-@dataclass
-class AsyncSaver:
-    """dcp.async_save after each step; a new one begins when the last has ended."""
-
-    trainee: Trainee
-    directory: Path
-    saved: int = 0
-    pending: list[Any] = field(default_factory=list)
-
-    def step(self) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        self.trainee.step()
-        self.wait()
-        target = self.directory / str(self.saved % 2)
-        self.saved += 1
-        self.pending.append(async_save(self.trainee.state_dict(), checkpoint_id=target, no_dist=True))
-
-    def wait(self) -> None:
-        while self.pending:
-            self.pending.pop().result()
-
-
 @contextlib.contextmanager
 def dcp_async_save(size: str, optimizer: str) -> Iterator[Sides]:
     with scratch_directory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        saver = AsyncSaver(Trainee(size, optimizer), directory)
+        trainee = Trainee(size, optimizer)
+        saver = AsyncSaver([directory / "0", directory / "1"], no_dist=True)
+
+        def step() -> None:
+            trainee.step()
+            saver.save(trainee.state_dict())
+
         try:
-            yield Sides(saver.step, saver.trainee.step, saver.wait)
+            yield Sides(step, trainee.step, saver.wait)
         finally:
             saver.wait()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import memckpt
 from benchmarks.gpu.trainee import Size, Trainee
 from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.async_saver import AsyncSaver
 from benchmarks.workloads.gpt import catch_up
 from memckpt.config import MemckptConfig
 
@@ -181,30 +182,20 @@ def pinned_copy(size: Size, device: torch.device) -> Figures:
 
 def async_save(size: Size, device: torch.device) -> Figures:
     """``torch.distributed.checkpoint.async_save`` after each step; each waits for the one before it."""
-    from torch.distributed.checkpoint.state_dict_saver import async_save as save
-
-    trainee, figures, pending = Trainee(size, device), Figures(), []
+    trainee, figures = Trainee(size, device), Figures()
     with scratch_directory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-
-        def settle() -> None:
-            while pending:
-                pending.pop().result()
+        # A single checkpoint, overwritten: several of a large model would fill a disk.
+        saver = AsyncSaver([directory / "checkpoint"], no_dist=True)
 
         def step() -> None:
             trainee.step()
-            settle()
-            pending.append(save(trainee.state_dict(), checkpoint_id=_target(directory), no_dist=True))
+            saver.save(trainee.state_dict())
 
         trainee.step()
         try:
             figures.step_ms = [seconds_of(step, device) * 1e3 for _ in range(3)][1:]
         finally:
-            settle()
+            saver.wait()
         figures.state_bytes = trainee.state_bytes
     return figures
-
-
-def _target(directory: Path) -> Path:
-    """A single checkpoint, overwritten: several of a large model would fill a disk."""
-    return directory / "checkpoint"

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import memckpt
 from benchmarks.harness.processes import end_agent
 from benchmarks.harness.stall import stall_of, stall_per_step
 from benchmarks.harness.turns import Block, Worker, Workers, orders_of, telling_failure
+from benchmarks.workloads.async_saver import AsyncSaver
 from benchmarks.workloads.gpt import BATCH, make_model, redo_config
 from benchmarks.workloads.rank_gpt import ShardedTraining
 from memckpt import AgentConfig, Session
@@ -192,24 +192,19 @@ class AsyncSave(Protection):
 
     def __init__(self, trainee: ShardedTraining, directory: Path) -> None:
         super().__init__(trainee)
-        self.directory = directory
-        self.group = dist.new_group(backend="gloo")
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
-        self.saved = 0
-        self.pending: list[Any] = []
+        group = dist.new_group(backend="gloo")
+        targets = [directory / "0", directory / "1"]
+        self.saver = AsyncSaver(targets, process_group=group, async_stager=self.stager)
 
     def step(self) -> None:
         self.trainee.step()
         self.settle()
         model, optimizer = get_state_dict(self.trainee.model, self.trainee.optimizer)
-        target = self.directory / str(self.saved % 2)
-        self.saved += 1
-        state = {"model": model, "optimizer": optimizer}
-        self.pending.append(async_save(state, checkpoint_id=target, process_group=self.group, async_stager=self.stager))
+        self.saver.save({"model": model, "optimizer": optimizer})
 
     def settle(self) -> None:
-        while self.pending:
-            self.pending.pop().result()
+        self.saver.wait()
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
