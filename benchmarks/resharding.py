@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as CutAlong
 from torch.distributed.tensor import distribute_tensor
@@ -125,7 +125,7 @@ def read_as(rank: int, world_size: int, directory: Path, size: str, repetitions:
 
     def load() -> None:
         checkpoint = str(store.root / point.checkpoint.directory)
-        dcp.load(dict(state), checkpoint_id=checkpoint, no_dist=world_size == 1)
+        dcp_load(dict(state), checkpoint_id=checkpoint, no_dist=world_size == 1)
 
     taken = [(slowest(restore), slowest(load)) for _ in range(repetitions + 1)]
     if rank == 0:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import memckpt
 from benchmarks.harness.command import Options, run
@@ -97,8 +98,8 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
     with scratch_directory() as directory:
         store: Store = LocalStore(directory / "store")
 
-        def dcp_save(number: int) -> None:
-            dcp.save(dict(tensors), checkpoint_id=str(directory / f"dcp-{number}"), no_dist=True)
+        def dcp_saves(number: int) -> None:
+            dcp_save(dict(tensors), checkpoint_id=str(directory / f"dcp-{number}"), no_dist=True)
 
         def torch_save(number: int) -> None:
             torch.save(tensors, directory / f"torch-{number}")
@@ -112,7 +113,7 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
             "memckpt's base": lambda number: written.append(ours.save(store, f"base-{number}", tensors, crc32=False)),
             "reading it back": lambda number: read_back(store, written[-1]),
             "torch.save": torch_save,
-            "dcp.save": dcp_save,
+            "dcp.save": dcp_saves,
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(repetitions):
@@ -148,7 +149,7 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
         point = stored_points(read_catalog(store))[0]
         torch.save(trainee.state_dict(), directory / "torch")
         tensors = tensors_of(trainee)
-        dcp.save(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True)
+        dcp_save(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True)
         spec = decode_node_state(store.read(point.checkpoint.part_serving(0).state_path)).spec
         live = dict(trainee.model.named_parameters()) | dict(trainee.model.named_buffers())
 
@@ -166,7 +167,7 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
             "memckpt, from storage": resume,
             "of it: checksums": lambda: verify_files(store, point.files),
             "torch.load": torch_load,
-            "dcp.load": lambda: dcp.load(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True),
+            "dcp.load": lambda: dcp_load(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True),
         }
         for name, action in sides.items():
             taken = [seconds_of(action) for _ in range(repetitions)]

@@ -77,9 +77,14 @@ class Figures:
 
     def time(self, step: Callable[[], None], device: torch.device, steps: int, settle: Callable[[], None]) -> None:
         """Run blocks of steps, each after an untimed step."""
+
+        def block() -> None:
+            for _ in range(steps):
+                step()
+
         for _ in range(BLOCKS):
             step()
-            self.step_ms.append(seconds_of(lambda: [step() for _ in range(steps)], device) / steps * 1e3)
+            self.step_ms.append(seconds_of(block, device) / steps * 1e3)
             settle()
 
 

@@ -56,7 +56,7 @@ class Source:
     def __init__(self, nbytes: int) -> None:
         self._array = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
         self.nbytes = nbytes
-        self.first = memoryview(self._array)[:STRIPE_BYTES]
+        self.first = self._array.data[:STRIPE_BYTES]
 
     @property
     def address(self) -> int:
@@ -64,7 +64,7 @@ class Source:
 
     def time(self, side: Side) -> float:
         """Seconds of a side for all stripes."""
-        view, address = memoryview(self._array), self.address
+        view, address = self._array.data, self.address
         began = time.perf_counter()
         for at in range(0, self.nbytes, STRIPE_BYTES):
             side(view[at : at + STRIPE_BYTES], address + at)
