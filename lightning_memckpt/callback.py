@@ -9,20 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_memckpt import engine
-from lightning_memckpt.engine import Resume
 from lightning_memckpt.internals import check_version
 from lightning_memckpt.notes import is_tuning, refuse
 from lightning_memckpt.protection import Protection
+from memckpt import ProtectionArguments
 from memckpt.capture.attributes import checked_names
-from memckpt.config import MemckptConfig
+from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.user_messages import Messages
 
 _log = logging.getLogger("lightning_memckpt")
-# Tests replace these by stand-ins for the engine.
-_attach: engine.Attach = engine.attach
-_is_encodable = engine.is_encodable
 
 
 class MemCheckpoint(pl.Callback):
@@ -54,7 +50,7 @@ class MemCheckpoint(pl.Callback):
         self,
         run_dir: str | os.PathLike[str] | None = None,
         *,
-        resume: Resume | None = None,
+        resume: ResumeChoice | int | None = None,
         config: MemckptConfig | None = None,
         replicated: Sequence[str] = (),
         attributes: Sequence[str] = (),
@@ -79,11 +75,7 @@ class MemCheckpoint(pl.Callback):
             trainer,
             pl_module,
             self,
-            attach=_attach,
-            encodable=_is_encodable,
-            run_dir=self.run_dir,
-            resume=self.resume,
-            config=self.config,
+            arguments=ProtectionArguments(self.run_dir, self.resume, self.config),
             replicated=self.replicated,
             attributes=self.attributes,
             messages=messages,

@@ -19,43 +19,30 @@ process's last one. Steps with further effects (a validation, an epoch's end, a 
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import lightning
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import memckpt
 from lightning_memckpt import trainer_state
 from lightning_memckpt.check_parts import CheckParts
 from lightning_memckpt.checkpoint_files import OverwriteOrphans
-from lightning_memckpt.engine import Attach, Resume, Session
+from lightning_memckpt.fit_state import FitState
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
-from lightning_memckpt.loops import batches_behind, behind_batch, edited_part, with_batches_behind
-from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
+from lightning_memckpt.loops import batches_behind, with_batches_behind
 from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
-from lightning_memckpt.trainer_state import data_replicas, file_entries
-from lightning_memckpt.user_state import Encodable, UserState, attribute_roots, modules_beside
-from memckpt.capture.attributes import Attributes
-from memckpt.config import MemckptConfig
-from memckpt.errors import UnsupportedStateError
+from memckpt.config import ResumeChoice
 from memckpt.user_file import UserFile, connect
 from memckpt.user_messages import Messages
 
 STATE = "lightning"
-
-# Duration of a user's hook at every step, in seconds, from which on a warning is logged.
-_SLOW_HOOK_SECONDS = 0.005
-_LARGE_METRIC_BYTES = 8 << 20
-# Commits between two checks of costs and of left-out state: figures have to settle first.
-_LOOK_EVERY_COMMITS = 64
 
 # Lightning cannot know that the loaders of a resumed fit continue: they have no state_dict() on purpose, or our
 # positions would end up in the user's own checkpoint files.
@@ -69,11 +56,7 @@ class Protection:
         trainer: a supported trainer, in its `setup` hook.
         pl_module: the unwrapped module.
         callback: the callback that this serves.
-        attach: connects to the engine.
-        encodable: returns the paths in a value that the engine cannot store.
-        run_dir: identifies the run.
-        resume: treatment of held state.
-        config: the engine's configuration.
+        arguments: run directory, treatment of held state, and the engine's configuration.
         replicated, attributes: the callback's arguments.
         messages: output for the user.
     """
@@ -84,11 +67,7 @@ class Protection:
         pl_module: pl.LightningModule,
         callback: pl.Callback,
         *,
-        attach: Attach,
-        encodable: Encodable,
-        run_dir: str,
-        resume: Resume,
-        config: MemckptConfig,
+        arguments: memckpt.ProtectionArguments,
         replicated: Sequence[str],
         attributes: Sequence[str],
         messages: Messages,
@@ -96,51 +75,32 @@ class Protection:
         self._trainer: Any = trainer
         self._pl_module = pl_module
         self._callback = callback
-        self._attach = attach
-        self._encodable = encodable
-        self._run_dir = run_dir
-        self._resume = resume
-        self._config = config
+        self._arguments = arguments
         self._replicated = replicated
-
+        self._attributes = attributes
         self._messages = messages
         self._internals = TrainerInternals(trainer)
         self._internals.verify()
         self._shadows = Shadows()
         self._loaders = Loaders(trainer, self._internals)
-        self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))
-        self._logging = LoggingState(trainer, pl_module, self._internals)
-        self._beside: dict[str, nn.Module] = {}
-        self._user: UserState | None = None
-        self._session: Session | None = None
+        self._fit_state: FitState | None = None
+        self._session: memckpt.Session | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._captured: dict[str, Any] | None = None
         self._reentry: Reentry | None = None
         self._orphans: OverwriteOrphans | None = None
         self._silenced: Any = None
-        self._commits = 0
-        self._file_entries: dict[str, Any] = {}
-        self._dropped: set[str] = set()
 
     def install(self) -> None:
         """Wrap methods of the strategy; the rest of the trainer is not touched before the strategy is set up."""
-        strategy = self._trainer.strategy
+        strategy, shadows = self._trainer.strategy, self._shadows
         if self._internals.restores_late:
-            self._internals.around_late_restore(self._shadows, self._around_late_restore)
+            self._internals.around_late_restore(shadows, self._around_late_restore)
         else:
-            self._shadows.put(strategy, "setup", self._around_strategy_setup)
-        self._shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
-        self._shadows.put(strategy, "on_train_start", self._around_on_train_start)
-        self._shadows.put(self._internals.fit_loop, "setup_data", self._around_setup_data)
-        self._shadows.put(strategy, "save_checkpoint", self._around_save_checkpoint)
-
-    def _around_strategy_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def setup(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._begin(self._user_file())
-            return result
-
-        return setup
+            shadows.follow(strategy, "setup", lambda: self._begin(self._user_file()))
+        shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
+        shadows.follow(strategy, "on_train_start", self._start_training)
+        shadows.put(self._internals.fit_loop, "setup_data", self._around_setup_data)
+        shadows.put(strategy, "save_checkpoint", self._around_save_checkpoint)
 
     def _around_late_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -172,34 +132,20 @@ class Protection:
 
         return setup_data
 
-    def _around_on_train_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_train_start(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._start_training()
-            return result
-
-        return on_train_start
-
-    def _around_on_train_batch_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_train_batch_end(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._after_batch()
-            return result
-
-        return on_train_batch_end
-
     # --- stage 1 --------------------------------------------------------------------------------------------
 
     def _begin(self, file: UserFile | None) -> None:
         trainer = self._trainer
-        self._beside = modules_beside(trainer, self._pl_module)
-        self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
+        self._fit_state = fit_state = FitState(
+            trainer, self._pl_module, self._internals, self._loaders, self._callback, self._attributes, self._messages
+        )
+        run_dir, resume, _ = self._arguments
+        self._session = connect(self._connect, resume, file, run_dir, self._messages)
         held = self._session.held
         if held is not None and file is not None:
             self._internals.forget_user_checkpoint()
-        self._session.provide(STATE, lambda: self._captured, CheckParts(trainer), self._put_back)
+        self._session.provide(STATE, lambda: fit_state.captured, CheckParts(trainer), fit_state.put_back)
         self._session.announce_accumulation(self._accumulates)
-        self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
             self._messages.warn(line)
         if held is None:
@@ -208,17 +154,16 @@ class Protection:
         state = held.rank_state.get(STATE)
         if state is None:
             raise ValueError(
-                f"the state held for {self._run_dir!r} was not written by MemCheckpoint (it has "
+                f"the state held for {run_dir!r} was not written by MemCheckpoint (it has "
                 f'{sorted(held.rank_state)}); use another run_dir, or MemCheckpoint(resume="never")'
             )
         for line in trainer_state.changed_settings(trainer, state["settings"]):
             self._messages.warn(line)
-        moved = held.world_size != trainer.world_size or state["replicas"] != data_replicas(trainer)
+        moved = held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer)
         if moved:
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
-        self._user.restore_early(state["user"])
-        self._attributes.restore(state.get("attributes", {}))  # before workers of the loaders copy them
+        fit_state.restore_early(state)
         self._internals.fit_loop.load_state_dict(state["loops"])
         self._reentry = Reentry(
             trainer,
@@ -242,25 +187,26 @@ class Protection:
         """Derive the place in the epoch from the number of trained samples, rounded down to whole batches."""
         before, now = batches_behind(state["loops"]), self._trainer.world_size
         # Tensor-parallel ranks see the same samples.
-        batches = before * state["replicas"] // data_replicas(self._trainer)
+        batches = before * state["replicas"] // trainer_state.data_replicas(self._trainer)
         self._messages.warn(
             f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks resume after {batches}. "
             "Generators, sample order within a batch and logged averages differ from those of an uninterrupted run"
         )
         return {**state, "loops": with_batches_behind(state["loops"], batches)}
 
-    def _connect(self, resume: Resume) -> Session:
+    def _connect(self, resume: ResumeChoice | int) -> memckpt.Session:
+        assert self._fit_state is not None
         strategy = self._trainer.strategy
         wrapped = strategy.model
-        return self._attach(
+        return memckpt.attach(
             # FSDP1 keeps parameters in flat ones, and those of its outermost wrapper are not in the module.
             wrapped if isinstance(strategy, FSDPStrategy) else self._pl_module,
             self._trainer.optimizers,
-            run_dir=self._run_dir,
+            run_dir=self._arguments.run_dir,
             resume=resume,
-            config=self._config,
+            config=self._arguments.config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
-            extra_modules=self._beside,
+            extra_modules=self._fit_state.beside,
             replicated=self._replicated,
         )
 
@@ -282,22 +228,16 @@ class Protection:
     # --- stage 3 --------------------------------------------------------------------------------------------
 
     def _start_training(self) -> None:
-        session, user = self._active()
-        self._shadows.put(self._pl_module, "on_train_batch_end", self._around_on_train_batch_end)
-        for name in modules_beside(self._trainer, self._pl_module).keys() - self._beside.keys():
-            self._messages.warn(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
-        for line in self._loaders.look_again():
-            self._messages.warn(line)
+        session, fit_state = self._active()
+        self._shadows.follow(self._pl_module, "on_train_batch_end", self._after_batch)
+        fit_state.look_again()
         self._messages.inform(session.describe().removeprefix("memckpt: "))
-        self._attributes.check()
+        fit_state.check()
         if self._pending is None:
             return
         state, self._pending = self._pending, None
         report = session.restore_tensors()
-        user.restore_late(state["user"], state["loops"])
-        self._attributes.restore(state.get("attributes", {}))
-        trainer_state.restore(self._trainer, self._internals, state["trainer"])
-        self._logging.restore(state["logging"])
+        fit_state.restore_late(state)
         if not state["validation_owed"]:
             # The killed batch's on_advance_end does not run again, and this is the part of it that affects training.
             self._internals.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
@@ -308,19 +248,10 @@ class Protection:
         if report is not None:
             self._messages.resumed(report)
 
-    def _put_back(self, state: Mapping[str, Any]) -> None:
-        """Restore the state beside tensors after a repeated step that differed from the held one.
-
-        The data position stays where the repeated step has left it.
-        """
-        trainer_state.restore(self._trainer, self._internals, state["trainer"])
-        self._logging.restore(state["logging"])
-        self._attributes.restore(state.get("attributes", {}))
-
-    def _active(self) -> tuple[Session, UserState]:
+    def _active(self) -> tuple[memckpt.Session, FitState]:
         assert self._session is not None, "the strategy is set up before training starts"
-        assert self._user is not None, "made together with the session"
-        return self._session, self._user
+        assert self._fit_state is not None, "made together with the session"
+        return self._session, self._fit_state
 
     def _silence(self) -> None:
         warnings.filterwarnings("ignore", message=_MISLEADING_WARNING)
@@ -337,111 +268,11 @@ class Protection:
         self._end_silence()
         if self._internals.should_accumulate():
             return
-        session, _ = self._active()
-        # In manual optimization only the engine can tell: it has seen every backward and every step.
-        pending = False if self._pl_module.automatic_optimization else None
-        self._captured = self._capture()
-        try:
-            session.commit(step=self._trainer.global_step, gradients_pending=pending)
-        except UnsupportedStateError:
-            if not self._leave_out(self._captured):
-                raise
-            session.commit(step=self._trainer.global_step, gradients_pending=pending)
-        finally:
-            self._captured = None
-        self._commits += 1
+        session, fit_state = self._active()
+        fit_state.commit(session)
         self._log_metrics(session)
 
-    def _capture(self) -> dict[str, Any]:
-        internals = self._internals
-        _, user = self._active()
-        if self._commits % _LOOK_EVERY_COMMITS == 0:
-            self._logging.find_metrics()
-        validation_owed = internals.validation_follows()
-        epoch_over = internals.epoch_is_over()
-        unedited = internals.loop_state()
-        loops = behind_batch(unedited, validation_follows=validation_owed)
-        state = {
-            "lightning": lightning.__version__,
-            "captured_at": time.time(),
-            "validation_owed": validation_owed,
-            "epoch_over": epoch_over,
-            "loops": loops,
-            "unedited_loops": edited_part(unedited),  # for an export
-            "settings": trainer_state.settings(self._trainer),
-            "replicas": data_replicas(self._trainer),
-            "trainer": trainer_state.capture(self._trainer, internals),
-            "logging": self._logging.capture(),
-            "user": user.capture(loops),
-            "attributes": self._attributes.capture(),
-            "loaders": self._loaders.capture(epoch_over=epoch_over),
-            "built_under": self._loaders.built_under,
-            "file": self._file_entries,
-        }
-        if self._commits == 0:
-            state["file"] = self._file_entries = file_entries(self._trainer, self._pl_module, self._encodable)
-            self._find_unstorable(state)
-        self._drop_unstorable(state)
-        if self._commits % _LOOK_EVERY_COMMITS == 0 or self._attributes.left_out:
-            self._announce(state)
-        return state
-
-    @staticmethod
-    def _foreign(state: Mapping[str, Any]) -> Iterator[tuple[str, list[Any], int]]:
-        """States of schedulers and loaders, which users may have written: (name, list, index in it)."""
-        for kind, states in (
-            ("LR scheduler", state["trainer"]["schedulers"]),
-            ("train loader", state["loaders"]["train"]),
-        ):
-            for index in range(len(states)):
-                yield f"{kind} {index}", states, index
-
-    def _find_unstorable(self, state: Mapping[str, Any]) -> bool:
-        """Note those that the engine cannot store, and log them; True if there is a new one."""
-        found = False
-        for name, states, index in self._foreign(state):
-            if name not in self._dropped and (paths := self._encodable(states[index])):
-                self._dropped.add(name)
-                self._messages.warn(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
-                found = True
-        return found
-
-    def _drop_unstorable(self, state: Mapping[str, Any]) -> None:
-        for name, states, index in self._foreign(state):
-            if name in self._dropped:
-                states[index] = None
-
-    def _leave_out(self, captured: dict[str, Any]) -> bool:
-        """Leave out the owner of a value that the engine has refused, and log it; True if there is a new one."""
-        _, user = self._active()
-        found = self._find_unstorable(captured)
-        if not user.leave_out_unencodable(captured["user"]) and not found:
-            return False
-        captured["user"] = user.without_left_out(captured["user"])
-        self._drop_unstorable(captured)
-        self._announce(captured)
-        return True
-
-    def _announce(self, state: Mapping[str, Any]) -> None:
-        """Log state that is left out, and costs that are too high; each once."""
-        _, user = self._active()
-        for line in (*user.left_out, *self._attributes.left_out, *sorted(self._logging.left_out)):
-            self._messages.warn(f"not carried over a restart: {line}")
-        for line in self._loaders.look_again():
-            self._messages.warn(line)
-        if self._commits and user.hook_seconds > _SLOW_HOOK_SECONDS:
-            self._messages.warn(
-                "state_dict() and on_save_checkpoint() hooks of callbacks and module are called at every step; "
-                f"here they take more than {_SLOW_HOOK_SECONDS * 1000:.0f} ms each time"
-            )
-        for name, size in accumulated_bytes(state["logging"]["metrics"]).items():
-            if size > _LARGE_METRIC_BYTES:
-                self._messages.warn(
-                    f"the metric {name!r} accumulates more than {_LARGE_METRIC_BYTES >> 20} MiB in an epoch, which "
-                    "is copied at every step"
-                )
-
-    def _log_metrics(self, session: Session) -> None:
+    def _log_metrics(self, session: memckpt.Session) -> None:
         """Log to the loggers directly: self.log() would change callback_metrics, which training may depend on."""
         trainer = self._trainer
         step = self._internals.logger_axis_step

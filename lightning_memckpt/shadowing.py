@@ -60,6 +60,19 @@ class Shadows:
 
         self._undo[id(instance), name] = undo
 
+    def follow(self, instance: Any, name: str, then: Callable[[], None]) -> None:
+        """Call `then()` after each call of `instance.name`. Raises as :meth:`put`."""
+
+        def around(original: Callable[..., Any]) -> Callable[..., Any]:
+            def followed(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                then()
+                return result
+
+            return followed
+
+        self.put(instance, name, around)
+
     def remove(self, instance: Any, name: str) -> None:
         """Remove one shadow; does nothing if there is none."""
         undo = self._undo.pop((id(instance), name), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 
+import memckpt
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
 from memckpt.capture.scaler import scaler_state
@@ -73,9 +74,7 @@ def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
     }
 
 
-def file_entries(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, encodable: Callable[[Any], list[str]]
-) -> dict[str, Any]:
+def file_entries(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
     """Data for an export only: hyperparameters, and the keys that Lightning gives to other entries.
 
     Excludes hyperparameters that cannot be encoded or are large: each step stores them.
@@ -90,7 +89,7 @@ def file_entries(
         found[each.CHECKPOINT_HYPER_PARAMS_KEY] = {
             name: copy.deepcopy(value)
             for name, value in dict(each.hparams).items()
-            if not encodable({name: value}) and len(pickle.dumps(value)) <= _LARGE_HYPERPARAMETER
+            if not memckpt.unencodable_paths({name: value}) and len(pickle.dumps(value)) <= _LARGE_HYPERPARAMETER
         }
     return {
         "precision": type(trainer.precision_plugin).__qualname__,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning
@@ -20,6 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import memckpt
 from lightning_memckpt.internals import callback_fields, set_callback_fields
 
 try:
@@ -35,8 +36,6 @@ _SHARDING = (FSDPStrategy, ModelParallelStrategy)
 _FLAT_PREFIX = "_fsdp_wrapped_module."
 _REFERENCE = "\0staged tensor"
 _SEPARATOR = "\0"
-
-Encodable = Callable[[Any], "list[str]"]
 
 
 def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
@@ -103,7 +102,6 @@ class UserState:
         pl_module: the unwrapped module.
         beside: modules staged beside it, from :func:`modules_beside`.
         skip: our own callback, which has no state.
-        encodable: returns the paths in a value that the codec does not take.
 
     Attributes:
         left_out: state that is not stored, with the reason; the caller logs it.
@@ -117,13 +115,11 @@ class UserState:
         beside: Mapping[str, nn.Module],
         *,
         skip: pl.Callback,
-        encodable: Encodable,
     ) -> None:
         self._trainer: Any = trainer
         self._pl_module = pl_module
         self._beside = beside
         self._skip = skip
-        self._encodable = encodable
         self._checked = False
         self._dropped: set[str] = set()
         self.left_out: list[str] = []
@@ -165,7 +161,7 @@ class UserState:
         """Find pieces that the codec does not take, and leave them out from now on; True if there are any."""
         found = False
         for name, piece in pieces.items():
-            if name not in self._dropped and (paths := self._encodable(piece)):
+            if name not in self._dropped and (paths := memckpt.unencodable_paths(piece)):
                 self._dropped.add(name)
                 self.left_out.append(f"{name}: {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}")
                 found = True

@@ -21,8 +21,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import memckpt
 from lightning_memckpt import MemCheckpoint
-from lightning_memckpt import callback as callback_module
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loops import behind_batch
 from lightning_memckpt.shadowing import Shadows
@@ -64,8 +64,7 @@ class Sessions:
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> Sessions:
     stand_in = Sessions()
-    monkeypatch.setattr(callback_module, "_attach", stand_in.attach)
-    monkeypatch.setattr(callback_module, "_is_encodable", fake_session.is_encodable)
+    monkeypatch.setattr(memckpt, "attach", stand_in.attach)
     return stand_in
 
 

@@ -215,7 +215,7 @@ def server() -> Iterator[Server]:
     clean.close()
 
 
-STAND_IN: dict[str, Any] = {"attach": fake_session.attach, "encodable": fake_session.is_encodable}
+STAND_IN: dict[str, Any] = {"attach": fake_session.attach}
 ENGINE: dict[str, Any] = {}
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import memckpt
 from lightning_memckpt import MemCheckpoint
-from lightning_memckpt import callback as callback_module
 from lightning_memckpt.export import checkpoint_of, write
 from lightning_memckpt.loops import as_lightning_saves, edited_part
 from memckpt import ExportedState
@@ -216,8 +216,7 @@ class Record(pl.Callback):
 def trained(case: Case, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Train the case with both kinds of files; the steps that there are."""
     monkeypatch.setattr(Exporting, "directory", directory, raising=False)
-    monkeypatch.setattr(callback_module, "_attach", Exporting)
-    monkeypatch.setattr(callback_module, "_is_encodable", fake_session.is_encodable)
+    monkeypatch.setattr(memckpt, "attach", Exporting)
     case.fit(directory, MemCheckpoint(directory / "run"), Saving(directory))
     return sorted(int(path.stem.partition("-")[2]) for path in directory.glob("exported-*.ckpt"))
 
@@ -289,7 +288,7 @@ def test_what_was_captured_without_its_own_counters_is_put_right(
             return super().commit(step=step, gradients_pending=gradients_pending)
 
     trained(case, tmp_path, monkeypatch)
-    monkeypatch.setattr(callback_module, "_attach", Keeping)
+    monkeypatch.setattr(memckpt, "attach", Keeping)
     case.fit(tmp_path / "again", MemCheckpoint(tmp_path / "run"))
     assert len(edited) > 5
     for loops, own, validation_owed in edited:

@@ -213,7 +213,3 @@ class FakeSession:
 
 def attach(model: nn.Module, optimizers: Any, **arguments: Any) -> FakeSession:
     return FakeSession(model, optimizers, **arguments)
-
-
-def is_encodable(value: Any) -> list[str]:
-    return codec.unencodable_paths(value)

@@ -38,8 +38,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
+import memckpt
 from lightning_memckpt import MemCheckpoint
-from lightning_memckpt import callback as callback_module
 from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
@@ -70,7 +70,7 @@ class Run:
         protected: with the callback, or without for the reference.
         kill: point at which a process dies; None to train to the end.
         ranks: number of processes that train together.
-        attach, encodable: the engine; None for the real one.
+        attach: opens a session; None for the engine's.
         sabotage: the part of the restore to leave out.
         resume, checkpoint: arguments of the callback, and of fit().
         storage: whether the run has a storage tier.
@@ -82,7 +82,6 @@ class Run:
     kill: Kill | None = None
     ranks: int = 1
     attach: Callable[..., Any] | None = None
-    encodable: Callable[..., Any] | None = None
     sabotage: str | None = None
     resume: str | int = "auto"
     checkpoint: str | None = None
@@ -108,9 +107,7 @@ def train(run: Run) -> dict[str, Any]:
     control = Control(run.losses, run.kill if last_rank else None)
     torch.set_num_threads(1)
     if run.attach is not None:
-        callback_module._attach = run.attach
-    if run.encodable is not None:
-        callback_module._is_encodable = run.encodable
+        memckpt.attach = run.attach
     if run.sabotage is not None:
         sabotage(run.sabotage)
     pl.seed_everything(1, workers=case.seed_workers, verbose=False)

@@ -1,0 +1,213 @@
+"""The state of one fit beside tensors: committed with each step, restored on a resume.
+
+What the engine cannot store is left out and logged, and training goes on: a scheduler with a lambda must not cost the
+user the protection of everything else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+
+import memckpt
+from lightning_memckpt import trainer_state
+from lightning_memckpt.internals import TrainerInternals
+from lightning_memckpt.loaders import Loaders
+from lightning_memckpt.loops import behind_batch, edited_part
+from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
+from lightning_memckpt.user_state import UserState, attribute_roots, modules_beside
+from memckpt.capture.attributes import Attributes
+from memckpt.errors import UnsupportedStateError
+from memckpt.user_messages import Messages
+
+# Duration of a user's hook at every step, in seconds, from which on a warning is logged.
+_SLOW_HOOK_SECONDS = 0.005
+_LARGE_METRIC_BYTES = 8 << 20
+# Commits between two checks of costs and of left-out state: figures have to settle first.
+_LOOK_EVERY_COMMITS = 64
+
+
+class FitState:
+    """State of Lightning's own objects, of logging, of user hooks and attributes, and the data positions.
+
+    Args:
+        trainer, pl_module: the trainer in its fit, and the unwrapped module.
+        internals: the trainer's internals.
+        loaders: the loaders of the fit.
+        callback: our own callback, which has no state.
+        attributes: the callback's argument.
+        messages: output for the user.
+
+    Attributes:
+        beside: modules that training changes and the LightningModule does not contain, by name.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        internals: TrainerInternals,
+        loaders: Loaders,
+        callback: pl.Callback,
+        attributes: Sequence[str],
+        messages: Messages,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._pl_module = pl_module
+        self._internals = internals
+        self._loaders = loaders
+        self._messages = messages
+        self.beside = modules_beside(trainer, pl_module)
+        self._user = UserState(trainer, pl_module, self.beside, skip=callback)
+        self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))
+        self._logging = LoggingState(trainer, pl_module, internals)
+        self._captured: dict[str, Any] | None = None
+        self._commits = 0
+        self._file_entries: dict[str, Any] = {}
+        self._dropped: set[str] = set()
+
+    # Restore
+
+    def restore_early(self, state: Mapping[str, Any]) -> None:
+        """Restore what `on_fit_start` hooks, and workers of the loaders, are to find."""
+        self._user.restore_early(state["user"])
+        self._attributes.restore(state.get("attributes", {}))
+
+    def look_again(self) -> None:
+        """Log, as training starts, what was made too late, and loaders that cannot be continued exactly."""
+        for name in modules_beside(self._trainer, self._pl_module).keys() - self.beside.keys():
+            self._messages.warn(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
+        for line in self._loaders.look_again():
+            self._messages.warn(line)
+
+    def check(self) -> None:
+        """Check, as training starts, that every attribute can be carried. Raises as :meth:`Attributes.check`."""
+        self._attributes.check()
+
+    def restore_late(self, state: Mapping[str, Any]) -> None:
+        """Restore everything but the data positions; tensors and optimizers are restored already."""
+        self._user.restore_late(state["user"], state["loops"])
+        self.put_back(state)
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Restore the state after a repeated step that differed from the held one.
+
+        The data position stays where the repeated step has left it.
+        """
+        self._attributes.restore(state.get("attributes", {}))
+        trainer_state.restore(self._trainer, self._internals, state["trainer"])
+        self._logging.restore(state["logging"])
+
+    # Commit
+
+    @property
+    def captured(self) -> dict[str, Any] | None:
+        """The state that is being committed; None at any other time."""
+        return self._captured
+
+    def commit(self, session: memckpt.Session) -> None:
+        """Capture the state at the end of a training batch, and commit it with the session's own."""
+        # In manual optimization only the engine can tell: it has seen every backward and every step.
+        pending = False if self._pl_module.automatic_optimization else None
+        self._captured = self._capture()
+        try:
+            session.commit(step=self._trainer.global_step, gradients_pending=pending)
+        except UnsupportedStateError:
+            if not self._leave_out(self._captured):
+                raise
+            session.commit(step=self._trainer.global_step, gradients_pending=pending)
+        finally:
+            self._captured = None
+        self._commits += 1
+
+    def _capture(self) -> dict[str, Any]:
+        internals = self._internals
+        if self._commits % _LOOK_EVERY_COMMITS == 0:
+            self._logging.find_metrics()
+        validation_owed = internals.validation_follows()
+        epoch_over = internals.epoch_is_over()
+        unedited = internals.loop_state()
+        loops = behind_batch(unedited, validation_follows=validation_owed)
+        state = {
+            "lightning": lightning.__version__,
+            "captured_at": time.time(),
+            "validation_owed": validation_owed,
+            "epoch_over": epoch_over,
+            "loops": loops,
+            "unedited_loops": edited_part(unedited),  # for an export
+            "settings": trainer_state.settings(self._trainer),
+            "replicas": trainer_state.data_replicas(self._trainer),
+            "trainer": trainer_state.capture(self._trainer, internals),
+            "logging": self._logging.capture(),
+            "user": self._user.capture(loops),
+            "attributes": self._attributes.capture(),
+            "loaders": self._loaders.capture(epoch_over=epoch_over),
+            "built_under": self._loaders.built_under,
+            "file": self._file_entries,
+        }
+        if self._commits == 0:
+            state["file"] = self._file_entries = trainer_state.file_entries(self._trainer, self._pl_module)
+            self._find_unstorable(state)
+        self._drop_unstorable(state)
+        if self._commits % _LOOK_EVERY_COMMITS == 0 or self._attributes.left_out:
+            self._announce(state)
+        return state
+
+    # State that the engine cannot store
+
+    @staticmethod
+    def _foreign(state: Mapping[str, Any]) -> Iterator[tuple[str, list[Any], int]]:
+        """States of schedulers and loaders, which users may have written: (name, list, index in it)."""
+        for kind, states in (
+            ("LR scheduler", state["trainer"]["schedulers"]),
+            ("train loader", state["loaders"]["train"]),
+        ):
+            for index in range(len(states)):
+                yield f"{kind} {index}", states, index
+
+    def _find_unstorable(self, state: Mapping[str, Any]) -> bool:
+        """Note those that the engine cannot store, and log them; True if there is a new one."""
+        found = False
+        for name, states, index in self._foreign(state):
+            if name not in self._dropped and (paths := memckpt.unencodable_paths(states[index])):
+                self._dropped.add(name)
+                self._messages.warn(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
+                found = True
+        return found
+
+    def _drop_unstorable(self, state: Mapping[str, Any]) -> None:
+        for name, states, index in self._foreign(state):
+            if name in self._dropped:
+                states[index] = None
+
+    def _leave_out(self, captured: dict[str, Any]) -> bool:
+        """Leave out the owner of a value that the engine has refused, and log it; True if there is a new one."""
+        found = self._find_unstorable(captured)
+        if not self._user.leave_out_unencodable(captured["user"]) and not found:
+            return False
+        captured["user"] = self._user.without_left_out(captured["user"])
+        self._drop_unstorable(captured)
+        self._announce(captured)
+        return True
+
+    def _announce(self, state: Mapping[str, Any]) -> None:
+        """Log state that is left out, and costs that are too high; each once."""
+        for line in (*self._user.left_out, *self._attributes.left_out, *sorted(self._logging.left_out)):
+            self._messages.warn(f"not carried over a restart: {line}")
+        for line in self._loaders.look_again():
+            self._messages.warn(line)
+        if self._commits and self._user.hook_seconds > _SLOW_HOOK_SECONDS:
+            self._messages.warn(
+                "state_dict() and on_save_checkpoint() hooks of callbacks and module are called at every step; "
+                f"here they take more than {_SLOW_HOOK_SECONDS * 1000:.0f} ms each time"
+            )
+        for name, size in accumulated_bytes(state["logging"]["metrics"]).items():
+            if size > _LARGE_METRIC_BYTES:
+                self._messages.warn(
+                    f"the metric {name!r} accumulates more than {_LARGE_METRIC_BYTES >> 20} MiB in an epoch, which "
+                    "is copied at every step"
+                )
