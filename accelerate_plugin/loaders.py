@@ -8,7 +8,7 @@ It keeps its identity; while it is followed its class is a subclass of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import accelerate
@@ -17,6 +17,8 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
+from accelerate_plugin.loop import Place
+from accelerate_plugin.support import other_objects
 from memckpt import dataloader
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
@@ -25,31 +27,20 @@ _FOLLOWER = "_memckpt_follower"
 _RELIED_ON = ("base_dataloader", "iteration", "end_of_dataloader", "begin", "end", "get_sampler", "_drop_last")
 
 
-class Rounds:
-    """Number of iterations over followed loaders, and of epochs, that have ended in a training."""
-
-    def __init__(self) -> None:
-        self.ended = 0
-
-
 class Follower:
     """One prepared loader, followed from `prepare` to `close`.
 
     Args:
         loader: a loader that Accelerate has prepared.
         name: its name in messages.
-        rounds: shared by all loaders of the training.
-        begin: called when an iteration begins, before anything else.
-        on_live: called when a resumed iteration is about to yield new batches; restores the global generators.
+        training: the loaders of the training, of which it is one.
 
     Raises:
         UnsupportedError: Accelerate prepared it in a way that cannot be followed.
         UsageError: it is followed already.
     """
 
-    def __init__(
-        self, loader: Any, name: str, rounds: Rounds, *, begin: Callable[[], None], on_live: Callable[[], None]
-    ) -> None:
+    def __init__(self, loader: Any, name: str, training: Followers) -> None:
         if not isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
             raise UnsupportedError(
                 f"{name}: expected a DataLoaderShard or a DataLoaderDispatcher, found {type(loader).__name__}; "
@@ -68,10 +59,8 @@ class Follower:
             )
         self.name = name
         self._loader: Any = loader
-        self._rounds = rounds
+        self._training = training
         self._opened: int | None = None
-        self._begin = begin
-        self._on_live = on_live
         self._held: dict[str, Any] | None = None
         self._consumed = 0
         #: Whether the user is iterating over it.
@@ -163,9 +152,9 @@ class Follower:
     def open(self) -> Iterator[Any]:
         """The result of `iter()`: nothing happens before its first batch is asked for."""
         if self._held is not None:
-            if self._opened is not None and self._opened != self._rounds.ended:
+            if self._opened is not None and self._opened != self._training.ended:
                 self._leave_held(self._held)
-            self._opened = self._rounds.ended
+            self._opened = self._training.ended
         return self._iterate()
 
     def _leave_held(self, held: dict[str, Any]) -> None:
@@ -178,7 +167,7 @@ class Follower:
         self._drain({**held, "left": True})
 
     def _iterate(self) -> Iterator[Any]:
-        self._begin()
+        self._training.begin()
         self._left = False
         held, self._held = self._held, None
         if held is not None and held["exhausted"]:
@@ -187,7 +176,7 @@ class Follower:
         self._consumed = 0 if held is None else held["batches"]
         if held is not None:
             # Code that ran since `hold` may have moved the loader's own generators.
-            dataloader.resume(self._base, held["position"], on_live=self._on_live)
+            dataloader.resume(self._base, held["position"], on_live=self._training.on_live)
         if self._padding is not None:
             self._padding.begin(None if held is None else held["padding"])
         self.active = True
@@ -203,15 +192,15 @@ class Follower:
                     held = None
                 self._consumed += 1
                 yield batch
-            self._rounds.ended += 1
+            self._training.ended += 1
         finally:
             self.active = False
 
     def _pass_over(self, held: dict[str, Any]) -> None:
         """Leave the loader as the killed process had: its last batch of this iteration was taken."""
-        dataloader.resume(self._base, held["position"], on_live=self._on_live)
+        dataloader.resume(self._base, held["position"], on_live=self._training.on_live)
         self._drain(held)
-        self._rounds.ended += 1
+        self._training.ended += 1
 
     def _drain(self, held: dict[str, Any]) -> None:
         loader = self._loader
@@ -235,6 +224,62 @@ class Follower:
         if self._padding is not None:
             self._padding.release()
         dataloader.release(self._base)
+
+
+class Followers:
+    """The followed loaders of one training, in the order of `prepare`.
+
+    Args:
+        begin: called when an iteration begins, before anything else.
+        on_live: called when a resumed iteration is about to yield new batches; restores the global generators.
+
+    Attributes:
+        ended: number of iterations over them, and of epochs, that have ended.
+    """
+
+    def __init__(self, begin: Callable[[], None], on_live: Callable[[], None]) -> None:
+        self.begin = begin
+        self.on_live = on_live
+        self.ended = 0
+        self._all: list[Follower] = []
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def follow(self, loaders: Sequence[Any]) -> None:
+        """Follow these loaders until :meth:`release`. Raises as :class:`Follower`."""
+        for number, loader in enumerate(loaders):
+            self._all.append(Follower(loader, f"loader {number}", self))
+
+    @property
+    def active(self) -> bool:
+        """Whether the user is iterating over one of them."""
+        return any(each.active for each in self._all)
+
+    def places(self) -> list[Place]:
+        """The user's position in each."""
+        return [Place(each.at, each.active, each.over) for each in self._all]
+
+    def hold(self, states: list[Any]) -> None:
+        """Have each continue after its state.
+
+        Raises:
+            ForeignStateError: there are more or fewer loaders than states.
+            DataPositionError: as :meth:`Follower.hold`.
+        """
+        if len(states) != len(self._all):
+            raise other_objects(f"{len(states)} prepared loader(s) and not {len(self._all)}")
+        for follower, state in zip(self._all, states, strict=True):
+            follower.hold(state)
+
+    def release(self) -> None:
+        """Restore all of them."""
+        for follower in self._all:
+            follower.release()
+        self._all.clear()
 
 
 def _iterate(loader: Any) -> Iterator[Any]:

@@ -24,11 +24,10 @@ from accelerate import Accelerator
 
 import memckpt
 from accelerate_plugin.check_parts import check_parts
-from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
-from accelerate_plugin.loop import LoopWatch, Place
+from accelerate_plugin.loaders import Followers, grafting_stateful_loaders
+from accelerate_plugin.loop import LoopWatch
+from accelerate_plugin.object_states import ObjectStates
 from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
-from memckpt.capture.attributes import AttributesOf
-from memckpt.capture.scaler import scaler_state
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
@@ -77,11 +76,9 @@ class MemCheckpointPlugin:
         self._replicated = tuple(replicated)
         self.accelerator: Any = accelerator
         self._log_every = log_every
-        self._prepared: Prepared | None = None
+        self._objects = ObjectStates(accelerator)
         self._session: memckpt.Session | None = None
-        self._followers: list[Follower] = []
-        self._rounds = Rounds()
-        self._registered: dict[str, Any] = {}
+        self._followers = Followers(self._begin_loop, self._restore_rng)
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
         self._begun = False
@@ -92,10 +89,8 @@ class MemCheckpointPlugin:
         self._epoch = 0
         self._batch = 0
         self._commits = 0
-        self._rounds_at_commit = 0
+        self._ended_at_commit = 0
         self._handles: list[Any] = []
-        #: The gradient scaler's scale at the last commit.
-        self._scale: Any = None
 
     # Before the loop
 
@@ -121,7 +116,7 @@ class MemCheckpointPlugin:
         require_training(objects)
         with grafting_stateful_loaders(lookahead=self.accelerator.num_processes):
             result = prepare(self.accelerator, objects, device_placement)
-        self._prepared = prepared = sort_prepared(self.accelerator, result)
+        self._objects.prepared = prepared = sort_prepared(self.accelerator, result)
         self._session = session = memckpt.attach(
             prepared.model,
             prepared.torch_optimizers,
@@ -144,18 +139,14 @@ class MemCheckpointPlugin:
             self._step = session.held.step
             self._epoch = session.held.rank_state[STATE]["epoch"]
             self._batch = session.held.rank_state[STATE]["batch"]
-        session.provide(STATE, self._capture, check_parts, self._put_back)
+        session.provide(STATE, self._capture, check_parts, self._objects.restore)
         session.announce_accumulation(lambda: not self.accelerator.sync_gradients)
         self._watch.install(prepared.torch_optimizers)
         self._handles = [
             self.accelerator.register_save_state_pre_hook(lambda *_: session.unrepeatable("save_state() ran in it")),
             self.accelerator.register_load_state_pre_hook(lambda *_: session.unrepeatable("load_state() ran in it")),
         ]
-        for number, loader in enumerate(prepared.loaders):
-            name = f"loader {number}"
-            self._followers.append(
-                Follower(loader, name, self._rounds, begin=self._begin_loop, on_live=self._restore_rng)
-            )
+        self._followers.follow(prepared.loaders)
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
 
@@ -188,16 +179,7 @@ class MemCheckpointPlugin:
         """
         if self._begun:
             raise UsageError(f"register({name!r}): expected it before the loop, which has begun")
-        if name in self._registered:
-            raise UsageError(f"register({name!r}): expected a new name, found one that is registered already")
-        if attributes:
-            obj = AttributesOf(name, obj, attributes)
-        if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
-            raise UsageError(
-                f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
-                f"{type(obj).__qualname__}"
-            )
-        self._registered[name] = obj
+        self._objects.register(name, obj, attributes)
 
     # Position in the training
 
@@ -236,14 +218,14 @@ class MemCheckpointPlugin:
         while self._epoch < total:
             yield self._epoch
             self._watch.check_epoch()
-            self._warn_inexact(self._watch.left(self._places()))
-            self._rounds.ended += 1
+            self._warn_inexact(self._watch.left(self._followers.places()))
+            self._followers.ended += 1
             self._epoch += 1
             self._batch = 0
 
     def _place_is_asked(self, what: str) -> None:
         """Note that the loop knows where it resumes: later iterations continue there."""
-        if not self._watch.place_is_known and any(each.active for each in self._followers):
+        if not self._watch.place_is_known and self._followers.active:
             raise UsageError(
                 f"{what}: expected its first use before the loop over a prepared loader, found it inside: "
                 "that loop has begun with its first batch, whatever is held; read ckpt.step before it"
@@ -266,12 +248,13 @@ class MemCheckpointPlugin:
             UsageError: called before `prepare`, outside the loop over a prepared loader, or twice for one batch.
         """
         session = self._attached_session("commit()")
-        self._watch.check_commit(self._place(), bool(self._followers))
+        place = tuple(each.at for each in self._followers) if self._followers.active else None
+        self._watch.check_commit(place, bool(self._followers))
         if epoch_over:
             for each in self._followers:
                 each.leave()
         stepped = self._watch.stepped
-        skipped = self.accelerator.sync_gradients and self._scaler_skipped(stepped)
+        skipped = self.accelerator.sync_gradients and self._objects.scaler_skipped(stepped)
         pending = False if skipped and not stepped else None
         if not (stepped or skipped) or not self.accelerator.sync_gradients:
             self._watch.nothing_to_commit()
@@ -279,29 +262,19 @@ class MemCheckpointPlugin:
         before = self._step, self._batch
         self._step += int(stepped)
         self._batch = max((each.batches for each in self._followers if each.active), default=self._batch + 1)
-        if self._rounds.ended != self._rounds_at_commit:
+        if self._followers.ended != self._ended_at_commit:
             session.unrepeatable("an epoch, or another iteration over a loader, ended before it")
         if not session.commit(step=self._step, gradients_pending=pending):
             self._step, self._batch = before
             self._watch.nothing_to_commit()
             return False
-        self._rounds_at_commit = self._rounds.ended
-        self._warn_inexact(self._watch.committed(self._places(), self._in_epochs))
+        self._ended_at_commit = self._followers.ended
+        self._warn_inexact(self._watch.committed(self._followers.places(), self._in_epochs))
         self._commits += 1
         if self._commits % _LOOK_EVERY_COMMITS == 1:
             self._look_at_loaders()
         self._log_metrics(session)
         return True
-
-    def _scaler_skipped(self, stepped: bool) -> bool:
-        """Whether the gradient scaler has skipped a step since the last commit.
-
-        Accelerate's own flag stays set until an optimizer's next step: in a loop that accumulates by hand also after
-        batches whose gradients are still pending. A skipped step changes the scale.
-        """
-        if not self.accelerator.optimizer_step_was_skipped:
-            return False
-        return stepped or self._scale is None or self.accelerator.scaler.get_scale() != float(self._scale)
 
     def metrics(self) -> dict[str, float]:
         """The cost of steps since the last call, such as stalled milliseconds; see docs/lightning.md."""
@@ -313,15 +286,6 @@ class MemCheckpointPlugin:
             return
         self.accelerator.log(self.metrics(), step=self._step)
 
-    def _place(self) -> tuple[tuple[int, int], ...] | None:
-        """Iteration and batch in each loader; None outside of all loops over prepared loaders."""
-        if not any(each.active for each in self._followers):
-            return None
-        return tuple(each.at for each in self._followers)
-
-    def _places(self) -> list[Place]:
-        return [Place(each.at, each.active, each.over) for each in self._followers]
-
     def _warn_inexact(self, line: str | None) -> None:
         if line is not None:
             self._messages.warn(f"not exact after a restart: {line}")
@@ -329,22 +293,14 @@ class MemCheckpointPlugin:
     # State
 
     def _capture(self) -> dict[str, Any]:
-        assert self._prepared is not None
-        scaler = self.accelerator.scaler
-        scaling = None if scaler is None else scaler_state(scaler)
-        self._scale = None if scaling is None else scaling.get("scale")
+        assert self._objects.prepared is not None
         return {
             "accelerate": accelerate.__version__,
             "epoch": self._epoch,
             "batch": self._batch,
-            "models": len(self._prepared.models),
+            "models": len(self._objects.prepared.models),
             "micro_step": self.accelerator.step,
-            "schedulers": [each.state_dict() for each in self._prepared.schedulers],
-            "scaler": scaling,
-            # A scheduler that is stepped after the loop over batches reads it.
-            "skipped": [each.step_was_skipped for each in self._prepared.optimizers],
-            "custom": [each.state_dict() for each in self.accelerator._custom_objects],
-            "registered": {name: each.state_dict() for name, each in self._registered.items()},
+            **self._objects.capture(),
             "loaders": [each.state() for each in self._followers],
         }
 
@@ -363,51 +319,13 @@ class MemCheckpointPlugin:
             return
         state: Mapping[str, Any] = session.held.rank_state[STATE]
         report = session.restore_tensors()
-        self._restore(state)
+        self._objects.restore(state)
+        self.accelerator.step = state["micro_step"]
+        self._followers.hold(state["loaders"])
         self._rng_pending = True
         session.restore_rng()
         if report is not None:
             self._messages.resumed(report)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._put_back(state)
-        self.accelerator.step = state["micro_step"]
-        self._load_loaders(state["loaders"])
-
-    def _put_back(self, state: Mapping[str, Any]) -> None:
-        """Restore everything but the data position, which stays as it is after a repeated step that differed."""
-        assert self._prepared is not None
-        self._load("scheduler", self._prepared.schedulers, state["schedulers"])
-        self._load("object of register_for_checkpointing", self.accelerator._custom_objects, state["custom"])
-        if state["registered"].keys() != self._registered.keys():
-            raise self._foreign(f"register() of {sorted(state['registered'])} and not of {sorted(self._registered)}")
-        for name, obj in self._registered.items():
-            obj.load_state_dict(state["registered"][name])
-        if (state["scaler"] is None) != (self.accelerator.scaler is None):
-            raise self._foreign("a gradient scaler" if state["scaler"] is not None else "no gradient scaler")
-        if state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-            self._scale = state["scaler"].get("scale")
-        for optimizer, skipped in zip(self._prepared.optimizers, state.get("skipped", ()), strict=False):
-            optimizer._is_overflow = skipped
-
-    def _load(self, kind: str, objects: list[Any], states: list[Any]) -> None:
-        if len(objects) != len(states):
-            raise self._foreign(f"{len(states)} {kind}(s) and not {len(objects)}")
-        for each, held in zip(objects, states, strict=True):
-            each.load_state_dict(held)
-
-    def _load_loaders(self, states: list[Any]) -> None:
-        if len(states) != len(self._followers):
-            raise self._foreign(f"{len(states)} prepared loader(s) and not {len(self._followers)}")
-        for follower, state in zip(self._followers, states, strict=True):
-            follower.hold(state)
-
-    def _foreign(self, expected: str) -> ForeignStateError:
-        return ForeignStateError(
-            f"expected {expected}, as in the run that is continued; prepare the same objects in both runs, or start "
-            'over with resume="never"'
-        )
 
     def _restore_rng(self) -> None:
         """Restore the generators once, for the first loader that reaches new batches."""
@@ -447,10 +365,8 @@ class MemCheckpointPlugin:
             handle.remove()
         self._handles = []
         if finished:
-            self._warn_inexact(self._watch.left(self._places()))
-        for follower in self._followers:
-            follower.release()
-        self._followers = []
+            self._warn_inexact(self._watch.left(self._followers.places()))
+        self._followers.release()
         session, self._session = self._session, None
         if session is not None:
             # A run whose loop was never entered has not finished its held training.

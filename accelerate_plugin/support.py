@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from memckpt.errors import UnsupportedError, UsageError
+from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _REASONS = {
@@ -45,6 +45,14 @@ def refuse(accelerator: Accelerator) -> None:
             "expected data parallelism alone, found a parallelism_config with tensor or context parallelism, which has "
             "not been tried; apply parallelize_module to the model yourself, before prepare()"
         )
+
+
+def other_objects(expected: str) -> ForeignStateError:
+    """The error for a run whose objects differ from those of the run that it continues."""
+    return ForeignStateError(
+        f"expected {expected}, as in the run that is continued; prepare the same objects in both runs, or start "
+        'over with resume="never"'
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:

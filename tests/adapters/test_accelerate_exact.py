@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate_plugin import object_states
 from accelerate_plugin.loaders import Follower
 from accelerate_plugin.plugin import MemCheckpointPlugin
 from memckpt.config import StorageConfig
@@ -85,10 +86,8 @@ def _no_refetch() -> None:
 
 
 def _no_schedulers() -> None:
-    load = MemCheckpointPlugin._load
-    MemCheckpointPlugin._load = (  # type: ignore[method-assign]
-        lambda self, kind, objects, states: None if kind == "scheduler" else load(self, kind, objects, states)
-    )
+    load = object_states._load
+    object_states._load = lambda kind, objects, states: None if kind == "scheduler" else load(kind, objects, states)
 
 
 def _no_positions() -> None:

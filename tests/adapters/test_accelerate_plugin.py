@@ -96,9 +96,9 @@ def test_registering(lab: Lab) -> None:
         with pytest.raises(UnsupportedStateError, match=r"attribute plain.handle is of type builtins.object"):
             ckpt.register("plain", plain, ["handle"])
         ckpt.register("plain", plain, ["level", "kept"])
-        state = ckpt._registered["plain"].state_dict()
+        state = ckpt._objects._registered["plain"].state_dict()
         plain.level, plain.kept = 4, []
-        ckpt._registered["plain"].load_state_dict(state)
+        ckpt._objects._registered["plain"].load_state_dict(state)
         assert (plain.level, plain.kept) == (3, [1, 2])
         next(ckpt.epochs(1))
         with pytest.raises(UsageError, match="before the loop, which has begun"):
