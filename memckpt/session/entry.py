@@ -54,13 +54,10 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         data_parallel = model
         model = model.module
-    directory, resume, config = with_environment(run_dir, resume, config)
     session = Session(
         model,
         [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
-        run_dir=Path(directory),
-        resume=resume,
-        config=config,
+        with_environment(run_dir, resume, config),
         data_parallel=data_parallel,
         extra_modules=extra_modules or {},
         replicated=replicated,

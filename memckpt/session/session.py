@@ -18,7 +18,8 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
-from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
+from memckpt.config import RedoMode, ResumeChoice
+from memckpt.config.arguments import ProtectionArguments
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.session.changes import Changes
@@ -53,14 +54,13 @@ class Session:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
+        arguments: ProtectionArguments,
         *,
-        run_dir: Path,
-        resume: ResumeChoice | int,
-        config: MemckptConfig,
         data_parallel: DistributedDataParallel | None,
         extra_modules: Mapping[str, nn.Module],
         replicated: Sequence[str] = (),
     ) -> None:
+        run_dir, config = Path(arguments.run_dir), arguments.config
         self._data_parallel = data_parallel
         self._ranks = ranks = Ranks()
         refuse_unordered(model, optimizers, data_parallel)
@@ -101,7 +101,7 @@ class Session:
         self._protection = Protection(training, link, staging, self._switch, peers, self._reconnection)
         self._preemption = PreemptionNotice(link.tell_preempted)
         try:
-            self._start(resume)
+            self._start(arguments.resume)
             self._step_hooks.install()
             self._mode.begin()
             self._tap.install()
