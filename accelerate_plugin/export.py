@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from accelerate_plugin.plugin import STATE
 from memckpt import ExportedState
-from memckpt.errors import ForeignStateError
 
 #: A file of ours, not Accelerate's: step, epoch and batch of the state.
 PLACE_NAME = "memckpt.json"
@@ -33,15 +32,10 @@ def write(state: ExportedState, target: Path) -> None:
     Raises:
         ForeignStateError: the run was not trained with `MemCheckpointPlugin`.
     """
-    ours = state.provided.get(STATE)
-    if ours is None:
-        raise ForeignStateError(
-            f"expected a run that MemCheckpointPlugin has protected, found one that provides "
-            f"{sorted(state.provided)}; choose another format"
-        )
+    ours = state.provided_as(STATE, "that MemCheckpointPlugin has protected")
     target.mkdir()
     for number, tensors in enumerate(_models(state.model, ours["models"])):
-        save_file(_once(tensors), target / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors", {"format": "pt"})
+        save_file(state.untied(tensors), target / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors", {"format": "pt"})
     for number, optimizer in enumerate(state.optimizers):
         torch.save(optimizer, target / f"{_numbered(OPTIMIZER_NAME, number)}.bin")
     for number, scheduler in enumerate(ours["schedulers"]):
@@ -68,14 +62,6 @@ def _models(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torc
         {name.removeprefix(f"{number}."): tensor for name, tensor in tensors.items() if name.startswith(f"{number}.")}
         for number in range(count)
     ]
-
-
-def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under one name only: safetensors' loader refuses the others as unexpected."""
-    kept: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        kept.setdefault(id(tensor), name)
-    return {name: tensors[name].contiguous() for name in kept.values()}
 
 
 def _random_states(generators: Any, micro_step: int) -> dict[str, Any]:

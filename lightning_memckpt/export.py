@@ -10,7 +10,6 @@ import torch
 from lightning_memckpt.loops import as_lightning_saves
 from lightning_memckpt.protection import STATE
 from memckpt import ExportedState
-from memckpt.errors import ForeignStateError
 
 
 def _untouched(*counters: str) -> dict[str, Any]:
@@ -39,12 +38,7 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
     Raises:
         ForeignStateError: the run was not trained with Lightning's callback.
     """
-    ours = state.provided.get(STATE)
-    if ours is None:
-        raise ForeignStateError(
-            f"expected a run that MemCheckpoint has protected, found one that provides {sorted(state.provided)}; "
-            "choose another format"
-        )
+    ours = state.provided_as(STATE, "that MemCheckpoint has protected")
     user: dict[str, Any] = ours["user"]
     file: dict[str, Any] = ours.get("file", {})
     loops = as_lightning_saves(ours["loops"], ours.get("unedited_loops"), validation_follows=ours["validation_owed"])

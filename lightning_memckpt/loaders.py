@@ -68,14 +68,6 @@ class Loaders:
         self._held = positions
         self._epoch_over = epoch_over
 
-    def hold_derived(self, positions: Positions, batches: int, *, epoch_over: bool, built_under: Any = None) -> None:
-        """As :meth:`hold`, for another number of ranks: each rank has trained `batches` of the epoch."""
-        train = [
-            dataloader.derived(position, batches) if isinstance(position, dict) and "pass" in position else position
-            for position in positions["train"]
-        ]
-        self.hold({**positions, "train": train}, epoch_over=epoch_over, built_under=built_under)
-
     def take_over(self) -> None:
         """Graft training loaders that have been built already, and set them to their held positions.
 
@@ -214,6 +206,15 @@ class Loaders:
                 dataloader.release(loader)
         self._grafted.clear()
         self._flat.clear()
+
+
+def derived_positions(positions: Positions, batches: int) -> Positions:
+    """Positions for another number of ranks, each of which has trained `batches` of the epoch."""
+    train = [
+        dataloader.derived(position, batches) if isinstance(position, dict) and "pass" in position else position
+        for position in positions["train"]
+    ]
+    return {**positions, "train": train}
 
 
 def _consumed(position: dict[str, Any], ahead: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lightning_memckpt.check_parts import CheckParts
 from lightning_memckpt.checkpoint_files import OverwriteOrphans
 from lightning_memckpt.fit_state import FitState
 from lightning_memckpt.internals import TrainerInternals
-from lightning_memckpt.loaders import Loaders
+from lightning_memckpt.loaders import Loaders, derived_positions
 from lightning_memckpt.loops import batches_behind, with_batches_behind
 from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
@@ -159,8 +159,7 @@ class Protection:
             )
         for line in trainer_state.changed_settings(trainer, state["settings"]):
             self._messages.warn(line)
-        moved = held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer)
-        if moved:
+        if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
         fit_state.restore_early(state)
@@ -174,13 +173,7 @@ class Protection:
             val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
         )
         self._reentry.lift()
-        if moved:
-            batches = batches_behind(state["loops"])
-            self._loaders.hold_derived(
-                state["loaders"], batches, epoch_over=state["epoch_over"], built_under=state.get("built_under")
-            )
-        else:
-            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"], built_under=state.get("built_under"))
+        self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"], built_under=state.get("built_under"))
         self._loaders.take_over()
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -192,7 +185,11 @@ class Protection:
             f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks resume after {batches}. "
             "Generators, sample order within a batch and logged averages differ from those of an uninterrupted run"
         )
-        return {**state, "loops": with_batches_behind(state["loops"], batches)}
+        return {
+            **state,
+            "loops": with_batches_behind(state["loops"], batches),
+            "loaders": derived_positions(state["loaders"], batches),
+        }
 
     def _connect(self, resume: ResumeChoice | int) -> memckpt.Session:
         assert self._fit_state is not None

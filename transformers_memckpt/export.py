@@ -14,7 +14,6 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from memckpt import ExportedState
-from memckpt.errors import ForeignStateError
 from transformers_memckpt.protection import STATE
 from transformers_memckpt.trainer_state import History
 
@@ -27,15 +26,10 @@ def write(state: ExportedState, target: Path) -> None:
     Raises:
         ForeignStateError: the run was not trained with the callback for the Trainer.
     """
-    ours = state.provided.get(STATE)
-    if ours is None:
-        raise ForeignStateError(
-            f"expected a run of a transformers.Trainer that memckpt has protected, found one that provides "
-            f"{sorted(state.provided)}; choose another format"
-        )
+    ours = state.provided_as(STATE, "of a transformers.Trainer that memckpt has protected")
     held, file = ours["states"], ours.get("file", {})
     target.mkdir()
-    save_file(_once(state.model), target / SAFE_WEIGHTS_NAME, {"format": "pt"})
+    save_file(state.untied(state.model), target / SAFE_WEIGHTS_NAME, {"format": "pt"})
     if file.get("config"):
         (target / CONFIG_NAME).write_text(file["config"])
     (optimizer,) = state.optimizers
@@ -55,14 +49,6 @@ def write(state: ExportedState, target: Path) -> None:
         stateful_callbacks=callbacks,
     )
     trainer_state.save_to_json(str(target / TRAINER_STATE_NAME))
-
-
-def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under one name only, as the Trainer saves them."""
-    kept: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        kept.setdefault(id(tensor), name)
-    return {name: tensors[name].contiguous() for name in kept.values()}
 
 
 def _random_states(generators: Mapping[str, Any], distributed: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
+from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
 from memckpt.state import codec, rng
 from memckpt.state.spec import StateSpec
 from memckpt.storage import dcp
@@ -56,6 +56,30 @@ class ExportedState:
     optimizers: list[dict[str, Any]]
     provided: Mapping[str, Any]
     generators: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def provided_as(self, name: str, run: str) -> Any:
+        """The value that an adapter has provided as `name`.
+
+        Args:
+            name: key of the value.
+            run: the run that has it, in words, for the error.
+
+        Raises:
+            ForeignStateError: the checkpoint has no such value.
+        """
+        if name not in self.provided:
+            raise ForeignStateError(
+                f"expected a run {run}, found one that provides {sorted(self.provided)}; choose another format"
+            )
+        return self.provided[name]
+
+    @staticmethod
+    def untied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Contiguous tensors, tied ones under their first name only: frameworks store them so with safetensors."""
+        names: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            names.setdefault(id(tensor), name)
+        return {name: tensors[name].contiguous() for name in names.values()}
 
 
 def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
