@@ -175,17 +175,13 @@ class Loaders:
         if held is None:
             return
         self._set_up_validation(held)
-        for loader, position in zip(
-            self._flattened("validation", self._trainer.val_dataloaders), held["validation"], strict=False
-        ):
-            if position is not None and isinstance(loader, DataLoader):
-                dataloader.recreate_persistent_iterator(loader, position)
-                dataloader.restore_generators(loader, position)
-        for loader, position in zip(
-            self._flattened("train", self._trainer.train_dataloader), held["train"], strict=False
-        ):
-            if position is not None and isinstance(loader, DataLoader):
-                dataloader.restore_generators(loader, position)
+        trainer = self._trainer
+        for role, iterables in (("validation", trainer.val_dataloaders), ("train", trainer.train_dataloader)):
+            for loader, position in zip(self._flattened(role, iterables), held[role], strict=False):
+                if position is not None and isinstance(loader, DataLoader):
+                    if role == "validation":
+                        dataloader.recreate_persistent_iterator(loader, position)
+                    dataloader.restore_generators(loader, position)
 
     def _set_up_validation(self, held: Positions) -> None:
         """Create the validation loaders now if the killed process had them.

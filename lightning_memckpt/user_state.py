@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import memckpt
 from lightning_memckpt.internals import callback_fields, set_callback_fields
+from lightning_memckpt.notes import list_callbacks
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -73,8 +74,7 @@ def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[s
 def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
     """Every callback with a unique key: its state key, numbered if several have the same."""
     seen: dict[str, int] = {}
-    untyped: Any = trainer  # callbacks is a dynamic attribute that type checkers do not see
-    for callback in untyped.callbacks:
+    for callback in list_callbacks(trainer):
         key = callback.state_key
         seen[key] = seen.get(key, 0) + 1
         yield (key if seen[key] == 1 else f"{key}#{seen[key]}"), callback

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memckpt import ProtectionArguments
 from memckpt.capture.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
@@ -81,9 +82,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
             self._protection = Protection(
                 self._trainer,
                 self,
-                run_dir=self.run_dir,
-                resume=self.resume,
-                config=self.config,
+                arguments=ProtectionArguments(self.run_dir, self.resume, self.config),
                 replicated=self.replicated,
                 attributes=self.attributes,
             )

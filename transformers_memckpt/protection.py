@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
 from memckpt.capture.attributes import Attributes
-from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.user_file import UserFile, connect
 from memckpt.user_messages import Messages
@@ -59,9 +59,7 @@ class Protection:
     Args:
         trainer: a supported Trainer, in `train()`.
         callback: the callback that this serves.
-        run_dir: identifies the run.
-        resume: treatment of held state.
-        config: the engine's configuration.
+        arguments: run directory, treatment of held state, and the engine's configuration.
         replicated, attributes: the callback's arguments.
     """
 
@@ -70,16 +68,12 @@ class Protection:
         trainer: Any,
         callback: object,
         *,
-        run_dir: str,
-        resume: ResumeChoice | int,
-        config: MemckptConfig,
+        arguments: memckpt.ProtectionArguments,
         replicated: Sequence[str],
         attributes: Sequence[str],
     ) -> None:
         self._trainer = trainer
-        self._run_dir = run_dir
-        self._resume = resume
-        self._config = config
+        self._arguments = arguments
         self._replicated = replicated
         self._messages = Messages(_log, trainer.is_world_process_zero())
         self._states = TrainerStates(trainer, callback)
@@ -150,7 +144,8 @@ class Protection:
         train_loader = trainer.callback_handler.train_dataloader
         self._loader = Follower(train_loader, trainer.args.gradient_accumulation_steps)
         file = UserFile(self._file[0], self._file[1], "resume_from_checkpoint") if self._file is not None else None
-        self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
+        run_dir, resume, _ = self._arguments
+        self._session = connect(self._connect, resume, file, run_dir, self._messages)
         self._attributes.check()
         held = self._session.held
         self._session.provide(STATE, lambda: self._captured, check_parts, self._put_back)
@@ -173,9 +168,9 @@ class Protection:
         return memckpt.attach(
             trainer.model,
             getattr(trainer.optimizer, "optimizer", trainer.optimizer),
-            run_dir=self._run_dir,
+            run_dir=self._arguments.run_dir,
             resume=resume,
-            config=self._config,
+            config=self._arguments.config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
             replicated=self._replicated,
         )
@@ -194,8 +189,8 @@ class Protection:
         state: dict[str, Any] | None = held.rank_state.get(STATE)
         if state is None:
             raise ForeignStateError(
-                f"expected state of a transformers.Trainer in {self._run_dir!r}, found that of another training (it "
-                f'has {sorted(held.rank_state)}); use another run_dir, or resume="never"'
+                f"expected state of a transformers.Trainer in {self._arguments.run_dir!r}, found that of another "
+                f'training (it has {sorted(held.rank_state)}); use another run_dir, or resume="never"'
             )
         if held.world_size != trainer.args.world_size:
             raise ForeignStateError(
