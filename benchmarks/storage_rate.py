@@ -83,13 +83,6 @@ def direct_write(path: Path, nbytes: int) -> None:
         piece.close()
 
 
-def sync_tree(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
 def measure_writes(report: Report, size: str, repetitions: int) -> None:
     trainee = Trainee(size)
     trainee.step()

@@ -1,6 +1,6 @@
 """One rank of a sharded training over two nodes, for the governor's benchmark: reports the time of each step.
 
-Writes one line of JSON to standard output at its end, and leaves its agent to the reader.
+Writes one line of JSON to standard output at its end.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = make_model(args.size)
-    found: dict[str, Any] = {"numel": model.numel, "agent": None, "peers": None}
+    found: dict[str, Any] = {"numel": model.numel, "peers": None}
     if args.elsewhere:
         compute_elsewhere(model, args.elsewhere)
     training = ShardedTraining(model, args.batch)
@@ -102,7 +102,6 @@ def main() -> None:
         session = None
         if args.arm != "nothing":
             session = stack.enter_context(attach(training, args.arm, args.run_dir))
-            found["agent"] = session.agent_pid
         found["seconds"] = train(training, session, args.steps)
         if session is not None:
             found["stall"] = session.stall.total / args.steps
@@ -110,12 +109,10 @@ def main() -> None:
             if status is not None and status.peers is not None:
                 peers = status.peers
                 found["peers"] = {
-                    "bytes_sent": peers.bytes_sent,
                     "bytes_per_record": peers.bytes_per_record,
                     "watermark": peers.watermark,
                     "limit": peers.rate_limit_bytes_per_second,
                     "pace": peers.pace,
-                    "protected": peers.protected,
                 }
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
