@@ -37,7 +37,7 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
     assert writer is not None
     record = int(session.metrics()["step"]) + 1  # the open slot, not read before its commit
     views = [
-        writer.gradient_view(record, 0, 0, writer.index[id(param)])
+        writer.gradient_places.view(record, 0, 0, writer.index[id(param)])
         for param in trainee.model.parameters()
         if param.grad is not None
     ]

@@ -18,6 +18,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.sub_steps import NotedOp, NotedSubStep, on_the_host
 from memckpt.memory.landings import FIRING_BITS
 from memckpt.state.optimizers import dtype_name
+from memckpt.state.records import SparseGradient
 from memckpt.state.tensors import is_dtensor, local, version
 
 
@@ -66,8 +67,10 @@ class GradientStaging:
         self._ops.clear()
         params = len(writer.params) if writer is not None else 0
         self._staged_after, self._held, self._counts = [0] * params, [None] * params, [0] * params
-        self._rows = [] if writer is None else [writer.gradient_row(record, n, 0) for n in range(len(writer.members))]
-        marks = None if writer is None or writer.landings is None else writer.landings.words(record)
+        self._rows, marks = [], None
+        if writer is not None:
+            self._rows = [writer.gradient_places.row(record, number, 0) for number in range(len(writer.members))]
+            marks = None if writer.landings is None else writer.landings.words(record)
         self._landings = [marks] * len(self._rows)
         self._firings, self._landed = [0] * params, 0
         if self._in_flight is not None:
@@ -190,7 +193,7 @@ class GradientStaging:
         for index in writer.members[number]:
             staged_after[index] = 0
             held[index] = None  # a reference would keep the gradient alive beyond zero_grad()
-        self._rows[number] = writer.gradient_row(self._record, number, step.index + 1)
+        self._rows[number] = writer.gradient_places.row(self._record, number, step.index + 1)
         self._landings[number] = None
         return streamed
 
@@ -208,7 +211,7 @@ class GradientStaging:
             expected = writer.grad_dtypes[index]
             self._failed(f"the gradient of {name} is of dtype {gradient.dtype}, not {expected} as before")
         elif gradient.is_sparse:
-            sparse = writer.stage_sparse(self._record, step.optimizer, step.index, index, gradient)
+            sparse = self._stage_sparse(writer, step, index, gradient)
             if sparse is None:
                 self._failed("a sparse gradient needs more room")
             else:
@@ -227,10 +230,27 @@ class GradientStaging:
                 landings = self._landings[step.optimizer]
                 if landings is not None and writer.owners[index][0] == step.optimizer:
                     self._take_off(landings, index)  # no longer the gradient as backward made it
-                view = writer.gradient_view(self._record, step.optimizer, step.index, index)
+                view = writer.gradient_places.view(self._record, step.optimizer, step.index, index)
                 self._copier.copy(view, local(gradient))
         # Staged after all the changes: none of them applies.
         self._staged_after[index] = 1 + len(self._ops)
+
+    def _stage_sparse(
+        self, writer: SlotWriter, step: NotedSubStep, param: int, gradient: torch.Tensor
+    ) -> SparseGradient | None:
+        """Stage a sparse gradient, coalesced or not; None, and the need is noted, if its room is too small."""
+        indices, values = gradient._indices(), gradient._values()
+        spec = writer.spec.params[param]
+        needed = indices.nbytes + values.nbytes
+        if needed > spec.sparse_bytes:
+            # Twice the bytes seen: the number of rows differs from batch to batch.
+            self._live.growth.sparse_bytes[spec.tensor.name] = 2 * needed
+            return None
+        if writer.mine[param]:
+            places = writer.gradient_places.sparse(self._record, step.optimizer, step.index, param, gradient)
+            for place, source in zip(places, (indices, values), strict=True):
+                self._copier.copy(place, source)
+        return SparseGradient(param, gradient.sparse_dim(), indices.shape[1], gradient.is_coalesced())
 
     def _as_staged(self, step: NotedSubStep, index: int, gradient: torch.Tensor) -> bool:
         """Whether a staged gradient underwent known changes only, as far as version counters tell."""

@@ -243,7 +243,7 @@ class Recorder:
         taken = self._steps_taken.get(number, 0)
         self._steps_taken[number] = taken + 1
         growth = self._live.growth.sub_steps
-        if taken >= writer.sub_step_room[number]:
+        if taken >= writer.layout.sub_step_room[number]:
             growth[number] = max(growth.get(number, 1), taken + 1)
             self.fail(f"optimizer {number} took more steps in one record than there was room for")
             return

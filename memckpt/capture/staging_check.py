@@ -62,7 +62,7 @@ class StagingCheck:
             for index in batch:
                 gradient = writer.params[index].grad
                 assert gradient is not None
-                view = writer.gradient_view(record, step.optimizer, step.index, index)
+                view = writer.gradient_places.view(record, step.optimizer, step.index, index)
                 size = view.numel() if full else min(WINDOW, view.numel())
                 start = record * WINDOW % (view.numel() - size + 1)
                 staged.append(_window(view, start, size))
@@ -174,7 +174,7 @@ class _Sample:
                 return False  # copies would round
             torch._foreach_copy_(self._views, used)
             windows = ((self._of_large + begin)[:, None] + self._within).view(-1)
-            area = writer.gradient_area(record, self._optimizer, sub_step, self._dtype)
+            area = writer.gradient_places.area(record, self._optimizer, sub_step, self._dtype)
             expected = area.take(torch.cat([self._of_small, windows]))
             for op in ops:
                 expected = change_values(op.kind, op.operand, expected)

@@ -49,7 +49,8 @@ class Bench:
         try:
             if reader.tap(record) is None:
                 return {}
-            views = {one.param: self.writer.gradient_view(record, 0, 0, one.param) for one in reader.landed(record)}
+            places = self.writer.gradient_places
+            views = {one.param: places.view(record, 0, 0, one.param) for one in reader.landed(record)}
             assert all(len(view.unique()) == 1 for view in views.values()), "half of a gradient is taken for whole"
             return {one.param: (one.firing, views[one.param].flatten()[0].item()) for one in reader.landed(record)}
         finally:

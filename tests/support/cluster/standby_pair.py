@@ -156,7 +156,7 @@ class Training:
             if gradient is None:
                 absent.append(index)
             else:
-                self.writer.gradient_view(record, 0, 0, index).copy_(gradient)
+                self.writer.gradient_places.view(record, 0, 0, index).copy_(gradient)
         self.writer.stage_by_value(record)
         self.writer.ring.seal(record, RANKS[0])
         groups = codec.encode(hyperparameters(self.optimizer))
