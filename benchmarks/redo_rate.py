@@ -18,7 +18,8 @@ from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, redo_config
 from benchmarks.workloads.trainee_process import trainee_process
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import RedoMode
 from memckpt.state import codec
 from memckpt.state.layout import Layout

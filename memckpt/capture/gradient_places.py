@@ -8,8 +8,9 @@ import torch
 
 from memckpt.capture.views import Places
 from memckpt.memory.region import Region
-from memckpt.state.layout import ITEM_BYTES, Layout
+from memckpt.state.layout import Layout
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import ITEM_BYTES
 
 #: Places by parameter in one sub-step; None where there is none for a dense gradient of this rank.
 Row = list[torch.Tensor | None]

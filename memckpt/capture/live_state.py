@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.capture import shards
-from memckpt.config import RedoMode
+from memckpt.capture.spec_request import Growth, SpecRequest
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
@@ -30,7 +29,6 @@ from memckpt.state.optimizers import (
     describe_state,
     dtype_name,
     gradient_habits,
-    hyperparameters,
     is_elementwise,
     is_importable,
     refuse_unsupported,
@@ -43,60 +41,7 @@ SMALL_BYTES = 64 << 10
 #: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
-#: By-value tensors above this size are held once for all ranks that share slots, as long as the ranks agree.
-SHARED_ABOVE_BYTES = 64 << 10
-#: Slots with an accelerator if some ranks share tensors while others have slots of their own: the number of records
-#: by which other units may be ahead of the newest record on which all ranks agree (docs/design.md, "Held once").
-_SLOTS_BETWEEN_UNITS = 5
-
-#: Bytes of by-value tensors per record, over all local ranks, up to which they stay as long as the record's gradients:
-#: storage may choose to log small records, and that log may lag by a whole batch.
-SMALL_BY_VALUE_BYTES = 4 << 20
-
 _log = logging.getLogger("memckpt")
-
-
-@dataclass(frozen=True)
-class SpecRequest:
-    """Settings that a layout depends on, beside the live tensors.
-
-    `reads_late`: peers or the log in storage read records as long as they lie in their slots, not only restores.
-    `shares`: some ranks of the job share slots. `asynchronous`: commits are sent later than they are made.
-    """
-
-    mode: RedoMode
-    period: int
-    slots: int
-    local_ranks: tuple[int, ...]
-    world_size: int
-    replicas: tuple[int, ...] = ()
-    every: int = 1
-    trails: bool = False
-    reads_late: bool = False
-    shares: bool = False
-    asynchronous: bool = False
-
-
-@dataclass
-class Growth:
-    """Room that earlier records have shown to be needed, which never shrinks; and the latest dtypes of gradients.
-
-    Room: sub-steps by optimizer, bytes of sparse gradients, tensors that change, tensors that differ between ranks.
-    """
-
-    sub_steps: dict[int, int] = field(default_factory=dict)
-    sparse_bytes: dict[str, int] = field(default_factory=dict)
-    changing: set[str] = field(default_factory=set)
-    apart: set[str] = field(default_factory=set)
-    grad_dtypes: dict[str, str] = field(default_factory=dict)
-
-    def take_over(self, spec: StateSpec) -> None:
-        """Adopt the room of the run that is being resumed."""
-        self.sub_steps = {index: optimizer.sub_steps for index, optimizer in enumerate(spec.optimizers)}
-        self.sparse_bytes = {param.tensor.name: param.sparse_bytes for param in spec.params if param.sparse_bytes}
-        self.changing = {tensor.name for tensor in spec.by_value}
-        self.apart |= {*spec.apart}
-        self.grad_dtypes = {param.tensor.name: param.grad_dtype for param in spec.params}
 
 
 class LiveState:
@@ -229,6 +174,28 @@ class LiveState:
                     known.add(id(tensor))
         return named
 
+    def names(self) -> dict[int, str]:
+        """Names of :meth:`tensors`, by the `id` of each."""
+        return {id(tensor): name for name, tensor in self.tensors().items()}
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter of the model, by name."""
+        if not self._named_params:
+            self._named_params = list(self._parameters())
+        return self._named_params
+
+    def names_of_groups(self) -> list[list[list[str]]]:
+        """Names of parameters, by optimizer and group."""
+        sizes = tuple(tuple(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
+        if self._group_names is None or self._group_names[0] != sizes:
+            names = self.names()
+            found = [
+                [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+                for optimizer in self.optimizers
+            ]
+            self._group_names = (sizes, found)
+        return self._group_names[1]
+
     def large_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers above :data:`SMALL_BYTES`: copied with every record only once they are seen to change."""
         params = {id(param) for _, param in self._parameters()}
@@ -303,10 +270,8 @@ class LiveState:
             else:
                 static.append(described)
         keys = self._state_dict_keys()
-        once = self._held_once(by_value, request)
-        slots = request.slots
-        if once and request.asynchronous and len(request.local_ranks) < request.world_size:
-            slots = max(slots, _SLOTS_BETWEEN_UNITS)
+        once = request.held_once(by_value, self.growth.apart)
+        slots = request.slots_with(once)
         shared = once if len(request.local_ranks) > 1 else ()
         return StateSpec(
             params=tuple(params),
@@ -324,24 +289,14 @@ class LiveState:
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
             flattened=bool(self._flattened),
             trails=request.trails,
-            by_value_slots=_by_value_slots(by_value, shared, slots, request),
+            by_value_slots=request.by_value_slots(by_value, shared, slots),
             shared=shared,
             apart=tuple(sorted(self.growth.apart)),
         )
 
-    def _held_once(self, by_value: Sequence[TensorSpec], request: SpecRequest) -> tuple[str, ...]:
-        """Names of by-value tensors that the ranks sharing slots hold once; the same on all ranks.
-
-        Empty if somebody reads records late: a record's bytes must be the same whenever they are read.
-        """
-        if not request.shares or request.mode != "lazy" or request.reads_late:
-            return ()
-        apart = self.growth.apart
-        return tuple(one.name for one in by_value if one.nbytes > SHARED_ABOVE_BYTES and one.name not in apart)
-
     def _state_dict_keys(self) -> dict[str, str]:
         """Names of tensors by their key in the model's ``state_dict()``; runs none of the user's hooks."""
-        names = {id(tensor): name for name, tensor in self.tensors().items()}
+        names = self.names()
         # Whole parameters that replace shards temporarily.
         names.update((id(param), _without_wrappers(name)) for name, param in self.model.named_parameters())
         keys = {}
@@ -401,79 +356,6 @@ class LiveState:
     def _optimizer_capture(self) -> OptimizerCapture:
         return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])
 
-    # State that frameworks change by themselves and a resume has to restore
-
-    def describe_groups(self) -> list[list[dict[str, Any]]]:
-        """Groups of all optimizers as plain values for the rank state, with parameters by name."""
-        described = []
-        for optimizer, names in zip(self.optimizers, self.names_of_groups(), strict=True):
-            settings = hyperparameters(optimizer)
-            for values, in_group in zip(settings, names, strict=True):
-                values["params"] = in_group
-            described.append(settings)
-        return described
-
-    def names_of_groups(self) -> list[list[list[str]]]:
-        """Names of parameters, by optimizer and group."""
-        sizes = tuple(tuple(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
-        if self._group_names is None or self._group_names[0] != sizes:
-            names = {id(tensor): name for name, tensor in self.tensors().items()}
-            found = [
-                [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-                for optimizer in self.optimizers
-            ]
-            self._group_names = (sizes, found)
-        return self._group_names[1]
-
-    def restore_groups(self, described: list[list[dict[str, Any]]]) -> None:
-        """Restore the groups that :meth:`describe_groups` returned: structure and hyperparameters."""
-        tensors = self.tensors()
-        for optimizer, groups in zip(self.optimizers, described, strict=True):
-            live = optimizer.param_groups
-            for index, saved in enumerate(groups):
-                values = {**saved, "params": [tensors[name] for name in saved["params"]]}
-                if index < len(live):
-                    live[index].clear()
-                    live[index].update(values)
-                else:
-                    live.append(values)
-            del live[len(groups) :]
-
-    def describe_state_order(self) -> list[list[str] | None]:
-        """For each optimizer, parameters with state in order of insertion; None if that is the groups' order."""
-        orders: list[list[str] | None] = []
-        names: dict[int, str] = {}
-        for optimizer in self.optimizers:
-            found = [id(param) for param in optimizer.state]
-            usual = [id(p) for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
-            if found == usual:
-                orders.append(None)
-                continue
-            names = names or {id(tensor): name for name, tensor in self.tensors().items()}
-            orders.append([names[one] for one in found if one in names])
-        return orders
-
-    def restore_state_order(self, orders: list[list[str] | None]) -> None:
-        """Restore the order that :meth:`describe_state_order` returned: state_dict() shows it."""
-        tensors = self.tensors()
-        for optimizer, order in zip(self.optimizers, orders, strict=True):
-            for name in order or ():
-                state = optimizer.state.pop(tensors[name], None)
-                if state is not None:
-                    optimizer.state[tensors[name]] = state
-
-    def trainable(self) -> dict[str, bool]:
-        """requires_grad of every parameter of the model, by name."""
-        if not self._named_params:
-            self._named_params = list(self._parameters())
-        return {name: param.requires_grad for name, param in self._named_params}
-
-    def restore_trainable(self, flags: dict[str, bool]) -> None:
-        tensors = self.tensors()
-        for name, flag in flags.items():
-            if tensors[name].requires_grad != flag:
-                tensors[name].requires_grad_(flag)
-
 
 def _without_wrappers(name: str) -> str:
     for prefix in _WRAPPER_PREFIXES:
@@ -485,15 +367,3 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     """An optimizer's state for a parameter, without creating an entry."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return state
-
-
-def _by_value_slots(by_value: Sequence[TensorSpec], shared: Collection[str], slots: int, request: SpecRequest) -> int:
-    """Number of records whose by-value tensors are held; 0: as many as there are slots.
-
-    With lazy redo, restorable records lie at most D behind the newest one: beginning the next record invalidates what
-    older ones need. A record's own by-value tensors are written later, at its end.
-    """
-    nbytes = sum(one.nbytes * (1 if one.name in shared else len(request.local_ranks)) for one in by_value)
-    if request.mode != "lazy" or request.reads_late or nbytes <= SMALL_BY_VALUE_BYTES:
-        return 0
-    return slots + 1

@@ -46,7 +46,7 @@ class SelfTest:
     """
 
     def __init__(self, live: LiveState, tested: Sequence[int]) -> None:
-        names = {id(tensor): name for name, tensor in live.tensors().items()}
+        names = live.names()
         self._runs = [_Run(live.optimizers[i], names, i in live.changing_optimizers) for i in tested]
         self._handles: list[Any] = []
         self._records = 0

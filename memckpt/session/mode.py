@@ -6,8 +6,9 @@ import logging
 
 import torch
 
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import STEPS, SelfTest
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import MemckptConfig, MirrorConfig, RedoMode
 from memckpt.session.policy import choose_redo
 from memckpt.session.ranks import Ranks

@@ -10,6 +10,7 @@ import torch
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.param_groups import describe_groups
 from memckpt.capture.presence import describe_gradients
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import UsageError
@@ -98,9 +99,7 @@ class RankState:
         """
         state = {
             "rng": rng.capture(self._device.index if self._device.type == "cuda" else None),
-            "groups": self._live.describe_groups(),
-            "trainable": self._live.trainable(),
-            "state_order": self._live.describe_state_order(),
+            **describe_groups(self._live),
             "reduction": reduction,
             "gradients": describe_gradients(self._live),
             "pending": pending,

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.param_groups import restore_groups, restore_state_order
 from memckpt.recovery.comparison import Comparison, Findings
 from memckpt.session.held_record import HeldRecord
 from memckpt.session.rank_state import RankState
@@ -167,13 +168,12 @@ class Repetition:
         if "optimizers" in self.state:
             found = self._live.capture_optimizers(self.held.spec)
             comparison.value("state", "optimizers", found, self.state["optimizers"])
-        self._live.restore_trainable(self.state["trainable"])
-        self._live.restore_groups(self.state["groups"])
+        restore_groups(self._live, self.state)
         with rng.preserved():
             self.held.put_back(comparison)
         if "optimizers" in self.state:
             self._live.restore_optimizers(self.state["optimizers"])
-        self._live.restore_state_order(self.state["state_order"])
+        restore_state_order(self._live, self.state)
         states.put_back({name: self.state["provided"][name] for name in differing})
         rng.restore(self.state["rng"])
         return comparison.findings(self._live.tensors())

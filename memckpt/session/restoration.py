@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memckpt.capture.param_groups import restore_groups, restore_state_order
 from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import CommHookTap
@@ -81,7 +82,7 @@ class Restoration:
     ) -> RestoreReport:
         started = time.perf_counter()
         plan = chosen.plan
-        self._restore_groups(chosen.state)
+        restore_groups(self._live, chosen.state)
         regions = chosen.take_regions()  # owned by the writer from here on
         writer = self._staging.open(regions)
         try:
@@ -161,7 +162,7 @@ class Restoration:
         started = time.perf_counter()
         stored, repeated = chosen.stored, chosen.repeated
         chosen.restored = True
-        self._restore_groups(chosen.state)
+        restore_groups(self._live, chosen.state)
         with rng.preserved():
             stored.restore(self._live.tensors(), self._live.optimizers)
         pieces = sorted(self._live.pieces())
@@ -194,11 +195,7 @@ class Restoration:
         """Restore optimizer state that is in no slot."""
         if "optimizers" in state:
             self._live.restore_optimizers(state["optimizers"], resharded)
-        self._live.restore_state_order(state["state_order"])
-
-    def _restore_groups(self, state: Mapping[str, Any]) -> None:
-        self._live.restore_trainable(state["trainable"])
-        self._live.restore_groups(state["groups"])
+        restore_state_order(self._live, state)
 
     def _restore_reduction(self, state: Mapping[str, Any], tap: Tap) -> None:
         if isinstance(tap, CommHookTap):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import MemckptConfig
 from memckpt.memory.budget import available_bytes
 from memckpt.session.ranks import Ranks

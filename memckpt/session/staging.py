@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from memckpt.capture.by_value import LayoutChangedError
-from memckpt.capture.live_state import SpecRequest
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.protocol.storing import SnapshotTaken
 from memckpt.protocol.trainer import Commit, GenerationCommit

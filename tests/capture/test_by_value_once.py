@@ -21,7 +21,8 @@ from memckpt.agent.group_state import GroupState
 from memckpt.capture import digests
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.digests import Digests
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.checkpointing.askers import Run
 from memckpt.checkpointing.flow import carry_on
 from memckpt.checkpointing.snapshots import Snapshot, Snapshots

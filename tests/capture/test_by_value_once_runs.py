@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.capture import digests, live_state
+from memckpt.capture import digests, spec_request
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.faults.deferred_copier import defer
@@ -24,8 +24,8 @@ AVERAGE = 4 * (16 * 96 + 96 * 96 + 96 * 4)
 @pytest.fixture(autouse=True)
 def share_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Averages of the size of a test's model are treated as large ones are."""
-    monkeypatch.setattr(live_state, "SHARED_ABOVE_BYTES", 1000)
-    monkeypatch.setattr(live_state, "SMALL_BY_VALUE_BYTES", 0)
+    monkeypatch.setattr(spec_request, "SHARED_ABOVE_BYTES", 1000)
+    monkeypatch.setattr(spec_request, "SMALL_BY_VALUE_BYTES", 0)
 
 
 def job_of(lab: Lab, flip: tuple[int, int] | None = None, **settings: Any) -> Job:
@@ -51,7 +51,7 @@ def test_memory_has_it_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots of a node, as they were mapped: with the average once, and with each rank's own."""
     held = []
     for above in (1000, 1 << 30):
-        monkeypatch.setattr(live_state, "SHARED_ABOVE_BYTES", above)
+        monkeypatch.setattr(spec_request, "SHARED_ABOVE_BYTES", above)
         last = survives(lab, job_of(lab), [Death("all", 8, "committed")], [9])
         held.append(events(last, "shared")[0][-1]["nbytes"])
     # Each of the four slots has the average once less, but for the digests and what is lost to pages.

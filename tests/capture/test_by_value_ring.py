@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from memckpt.capture import live_state
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture import spec_request
+from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
@@ -400,7 +401,7 @@ def test_a_restore_looks_at_the_stamps_of_by_value_tensors() -> None:
 
 def hold_few(control: Control) -> None:
     """Averages of the size of a test's model are held as large ones are; said where that is so."""
-    live_state.SMALL_BY_VALUE_BYTES = 0
+    spec_request.SMALL_BY_VALUE_BYTES = 0
     start = SlotWriter.start_generation
 
     def noting(self: SlotWriter, record: int) -> Any:

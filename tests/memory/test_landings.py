@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from memckpt.capture.copier import Copier, HostCopier
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.capture.stall_clock import StallClock
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.landings import Landings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.capture.live_state import Growth
+from memckpt.capture.spec_request import Growth
 from memckpt.capture.stall_clock import StallClock
 from memckpt.protocol.trainer import Begin
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.capture.copier import HostCopier
-from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.spec_request import SpecRequest
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation

@@ -1,0 +1,75 @@
+"""Parameter groups, requires_grad flags and the order of optimizer state, by name.
+
+Frameworks change these by themselves, and a resume has to restore them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memckpt.capture.live_state import LiveState
+from memckpt.state.optimizers import hyperparameters
+
+
+def describe_groups(live: LiveState) -> dict[str, Any]:
+    """Part of the rank state that :func:`restore_groups` and :func:`restore_state_order` read; plain values."""
+    return {
+        "groups": _groups(live),
+        "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
+        "state_order": _state_order(live),
+    }
+
+
+def _groups(live: LiveState) -> list[list[dict[str, Any]]]:
+    """Groups of all optimizers, with parameters by name."""
+    described = []
+    for optimizer, names in zip(live.optimizers, live.names_of_groups(), strict=True):
+        settings = hyperparameters(optimizer)
+        for values, in_group in zip(settings, names, strict=True):
+            values["params"] = in_group
+        described.append(settings)
+    return described
+
+
+def _state_order(live: LiveState) -> list[list[str] | None]:
+    """For each optimizer, parameters with state in order of insertion; None if that is the groups' order."""
+    orders: list[list[str] | None] = []
+    names: dict[int, str] = {}
+    for optimizer in live.optimizers:
+        found = [id(param) for param in optimizer.state]
+        usual = [id(p) for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+        if found == usual:
+            orders.append(None)
+            continue
+        names = names or live.names()
+        orders.append([names[one] for one in found if one in names])
+    return orders
+
+
+def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
+    """Restore flags, and the groups' structure and hyperparameters."""
+    tensors = live.tensors()
+    for name, flag in described["trainable"].items():
+        if tensors[name].requires_grad != flag:
+            tensors[name].requires_grad_(flag)
+    for optimizer, groups in zip(live.optimizers, described["groups"], strict=True):
+        groups_now = optimizer.param_groups
+        for index, saved in enumerate(groups):
+            values = {**saved, "params": [tensors[name] for name in saved["params"]]}
+            if index < len(groups_now):
+                groups_now[index].clear()
+                groups_now[index].update(values)
+            else:
+                groups_now.append(values)
+        del groups_now[len(groups) :]
+
+
+def restore_state_order(live: LiveState, described: Mapping[str, Any]) -> None:
+    """Restore the order of state, which state_dict() shows; call after all state is restored."""
+    tensors = live.tensors()
+    for optimizer, order in zip(live.optimizers, described["state_order"], strict=True):
+        for name in order or ():
+            state = optimizer.state.pop(tensors[name], None)
+            if state is not None:
+                optimizer.state[tensors[name]] = state
