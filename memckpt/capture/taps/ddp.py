@@ -74,7 +74,7 @@ class CommHookTap:
         self._world_size = dist.get_world_size(self._group)
         self._factor = 1.0 / self._world_size
         self._removed = False
-        self._at_end = OncePerBackward(self._backward_ending)
+        self._at_end = OncePerBackward(self._backward_ended, last=True)
         self._positions = {id(param): index for index, param in enumerate(model.module.parameters())}
         self._observed: list[list[int]] = []
         self._held: list[_HeldBucket] = []
@@ -221,10 +221,6 @@ class CommHookTap:
                     self._recorder.stage(param, gradient)
         for one in held:
             one.future.set_result(one.buffer)
-
-    def _backward_ending(self) -> None:
-        # DDP finalizes its buckets in its own callback; one queued from inside a callback runs after it.
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     @survives("ending a backward")
     def _backward_ended(self) -> None:

@@ -44,7 +44,7 @@ class ShardTap(ParameterTap):
         self._before_reduction = before_reduction
         self._offloaded: list[torch.Tensor] = []
         self._reductions_before = 0
-        self._reduction = OncePerBackward(self._reduction_ending)
+        self._reduction = OncePerBackward(self._reduction_ended, last=True)
 
     def install(self) -> None:
         super().install()
@@ -66,10 +66,6 @@ class ShardTap(ParameterTap):
     def _backward_begins(self) -> None:
         if self._reduction.ask():
             self._reductions_before = self.reductions
-
-    def _reduction_ending(self) -> None:
-        # fully_shard reduces the rest in its own callback; one queued from inside a callback runs after it.
-        torch.autograd.Variable._execution_engine.queue_callback(self._reduction_ended)
 
     @survives("tracking a backward")
     def _reduction_ended(self) -> None:

@@ -57,10 +57,15 @@ class OncePerBackward:
     """Asks autograd to call a function when the running backward has ended.
 
     A backward that raises drops its callbacks. So the id of the backward is remembered, not just that it was asked.
+
+    Args:
+        ended: the function.
+        last: whether it is called after the callbacks in which DDP and fully_shard finish their reductions.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
+    def __init__(self, ended: Callable[[], None], last: bool = False) -> None:
+        # One queued from inside a callback runs after all those that are queued by then.
+        self._ended = functools.partial(_at_end, ended) if last else ended
         self._asked_in = -1
 
     def ask(self) -> bool:
@@ -69,8 +74,12 @@ class OncePerBackward:
         if running == self._asked_in or running == -1:
             return False
         self._asked_in = running
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        _at_end(self._ended)
         return True
+
+
+def _at_end(function: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 class ParameterHooks(ABC):
