@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 from contextlib import nullcontext
-from itertools import count as numbers
 from typing import Annotated
 
 import typer
@@ -30,8 +29,6 @@ MaxAge = Annotated[
     typer.Option(min=0, help="With --check: how many seconds ago the last commit may be.", metavar="SECONDS"),
 ]
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes, with --watch.")]
-#: Number of refreshes of a watch; for tests.
-Refreshes = Annotated[int | None, typer.Option(hidden=True, min=1)]
 
 
 def status(
@@ -45,7 +42,6 @@ def status(
     max_behind: MaxBehind = None,
     max_age: MaxAge = None,
     as_json: AsJson = False,
-    refreshes: Refreshes = None,
 ) -> None:
     """Show a run's state in this node's memory and in storage.
 
@@ -68,7 +64,7 @@ def status(
         raise ConfigurationError(f"--url {url}: expected no --url with --memory, which does not read storage")
     looker = Looker(AgentAddress.of(run, node), url, memory)
     if watch:
-        _watch(looker, interval, as_json, refreshes)
+        _watch(looker, interval, as_json)
         return
     view = looker.look()
     if check:
@@ -112,19 +108,17 @@ def _show(view: View, as_json: bool) -> None:
         out.print(render(view))
 
 
-def _watch(looker: Looker, interval: float, as_json: bool, refreshes: int | None) -> None:
-    looks = numbers() if refreshes is None else range(refreshes)
+def _watch(looker: Looker, interval: float, as_json: bool) -> None:
     in_place = out.is_terminal and not as_json
     try:
         with Live(console=out, auto_refresh=False) if in_place else nullcontext() as live:
-            for look in looks:
-                if look:
-                    select.select([], [], [], interval)
+            while True:
                 view = looker.look()
                 if live is not None:
                     live.update(render(view), refresh=True)
                 else:
                     _show(view, as_json)
+                select.select([], [], [], interval)
     except KeyboardInterrupt:
         return  # the normal end of a watch
 

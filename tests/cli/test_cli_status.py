@@ -336,20 +336,9 @@ def test_an_object_store_is_listed_again_only_when_the_agent_has_written(
 # Watching
 
 
-def test_a_watch_looks_again_and_again(run: Path) -> None:
-    code, text = invoke("status", run, "--watch", "--interval", "0.1", "--refreshes", "2", "--json")
-    assert code == 0
-    assert [json.loads(line)["stored"]["step"] for line in text.splitlines()] == [2, 2]
-    code, text = invoke("status", run.parent / "nothing", "--watch", "--interval", "0.1", "--refreshes", "2")
-    assert code == 0
-    assert text.count("there is no such directory") == 2
-
-
-def test_a_watch_on_a_terminal_changes_in_place_and_ends_with_ctrl_c(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    console = Console(force_terminal=True, width=100, record=True)
-    monkeypatch.setattr(status_module, "out", console)
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[View]:
+    """What each watch has seen; Ctrl-C ends it in its third look."""
     look, looks = Looker.look, []
 
     def until_interrupted(self: Looker) -> View:
@@ -359,6 +348,24 @@ def test_a_watch_on_a_terminal_changes_in_place_and_ends_with_ctrl_c(
         return looks[-1]
 
     monkeypatch.setattr(Looker, "look", until_interrupted)
+    return looks
+
+
+def test_a_watch_looks_again_and_again(run: Path, looks: list[View]) -> None:
+    code, text = invoke("status", run, "--watch", "--interval", "0.1", "--json")
+    assert code == 0
+    assert [json.loads(line)["stored"]["step"] for line in text.splitlines()] == [2, 2]
+    looks.clear()
+    code, text = invoke("status", run.parent / "nothing", "--watch", "--interval", "0.1")
+    assert code == 0
+    assert text.count("there is no such directory") == 2
+
+
+def test_a_watch_on_a_terminal_changes_in_place_and_ends_with_ctrl_c(
+    run: Path, looks: list[View], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(force_terminal=True, width=100, record=True)
+    monkeypatch.setattr(status_module, "out", console)
     assert invoke("status", run, "--watch", "--interval", "0.1")[0] == 0
     assert len(looks) == 2
     assert "step 2" in console.export_text()
