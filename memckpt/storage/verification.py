@@ -8,7 +8,6 @@ from typing import NamedTuple
 import xxhash
 
 from memckpt.errors import StorageError
-from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.store import Store, StoredFile, is_missing
 
 _PIECE_BYTES = 8 << 20
@@ -60,18 +59,6 @@ def examine(store: Store, files: Iterable[StoredFile], progress: Callable[[int],
         if problem is not None:
             found.damaged.append(problem)
     return found
-
-
-def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
-    """Read all files of a checkpoint and compare them with its commit files. Returns the problems.
-
-    `progress` is called with the bytes read since its last call.
-
-    Raises:
-        StorageError: a file cannot be read.
-    """
-    problems = [] if checkpoint.complete else ["parts are missing"]
-    return problems + verify_files(store, checkpoint.part_files, progress)
 
 
 def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from memckpt.protocol.writer import (
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM
-from memckpt.storage.verification import verify
+from memckpt.storage.verification import verify_files
 from tests.conftest import Bucket
 from tests.storage.test_storage import part_of, some_state, write
 from tests.storage.test_storage_runs import (
@@ -350,7 +350,7 @@ def test_a_half_written_checkpoint_is_never_resumed_from(stopper: Stopper, lab: 
     lab.check_same(PLAIN, first, second, final)
     catalog = catalog_of(lab)
     assert len(catalog.complete) == len(catalog.checkpoints) == 2
-    assert [verify(LocalStore(lab.run_dir / "storage"), one) for one in catalog.complete] == [[], []]
+    assert [verify_files(LocalStore(lab.run_dir / "storage"), one.part_files) for one in catalog.complete] == [[], []]
 
 
 def kill_trainer(control: Control) -> None:

@@ -25,7 +25,7 @@ from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.tidying import PINNED, write_pins
-from memckpt.storage.verification import verify
+from memckpt.storage.verification import verify_files
 from tests.support.cluster.storage_node import spec_of
 from tests.support.faults.full_disk import LimitedDisk
 
@@ -160,7 +160,7 @@ def test_the_last_checkpoint_but_one_goes_where_there_is_room_for_no_third(
     save(store, 6)
     assert steps_of(store) == [6, 5]
     assert "deleted step 4, as the storage is full" in caplog.text
-    assert verify(store, read_catalog(store).complete[0]) == []
+    assert verify_files(store, read_catalog(store).complete[0].part_files) == []
 
 
 def test_nothing_goes_where_that_would_not_be_enough(
@@ -272,7 +272,7 @@ def test_where_nobody_says_what_is_free_a_write_that_is_refused_makes_room(
     with pytest.raises(StorageFullError, match="No space left"):
         save(store, 4)
     assert steps_of(store) == [3], "it may have gone: what is newest is good"
-    assert verify(store, read_catalog(store).complete[0]) == []
+    assert verify_files(store, read_catalog(store).complete[0].part_files) == []
 
 
 def test_a_store_that_cannot_be_asked_for_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def every_byte(write: Callable[[LocalStore], object], make: Callable[[LocalStore
             assert [one.key for one in stored_points(read_catalog(store))] == points
             count += stride
         assert len(stored_points(read_catalog(store))) > len(points), "with room again it is there"
-        assert all(verify(store, one) == [] for one in read_catalog(store).complete)
+        assert all(verify_files(store, one.part_files) == [] for one in read_catalog(store).complete)
     return count
 
 

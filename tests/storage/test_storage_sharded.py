@@ -32,7 +32,7 @@ from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers
 from memckpt.storage.store import Store
-from memckpt.storage.verification import matches, verify
+from memckpt.storage.verification import matches, verify_files
 from tests.support.cluster.mesh import all_empty, mesh_of
 from tests.support.cluster.sharded_job import (
     TIMELINE,
@@ -311,7 +311,7 @@ def test_a_part_that_cannot_be_read_back_does_not_count(here: LocalStore, monkey
         write_part(job, job.units[1], 1, 3, TIMELINE, keep_last=1)
     catalog = read_catalog(here)
     assert [(one.record, one.complete) for one in catalog.checkpoints] == [(3, False), (2, True)]
-    assert verify(here, catalog.checkpoints[1]) == []
+    assert verify_files(here, catalog.checkpoints[1].part_files) == []
     assert not [path for path in catalog.files if "000000000003/n1" in path]
 
 
@@ -343,12 +343,12 @@ def test_a_file_that_makes_one_of_what_is_gone_is_left_over(here: LocalStore) ->
 def test_a_flipped_byte_in_any_part_is_found(here: LocalStore) -> None:
     train(here, rows(3), 3)
     (checkpoint,) = read_catalog(here).complete
-    assert verify(here, checkpoint) == []
+    assert verify_files(here, checkpoint.part_files) == []
     for part in checkpoint.parts.values():
         file = next(file for file in part.files if file.path.endswith(".distcp"))
         data = here.read(file.path)
         here.write(file.path, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-        (wrong,) = verify(here, checkpoint)
+        (wrong,) = verify_files(here, checkpoint.part_files)
         assert wrong.startswith(f"{file.path}: expected checksum")
         here.write(file.path, data)
         assert matches(here, file) is None
