@@ -1,4 +1,4 @@
-"""Output for users: short counts, and a logger that shows INFO unless the application has configured logging."""
+"""Output for users: short counts and sizes; a logger that shows INFO unless the application configures logging."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def short_number(number: float, digits: int = 1) -> str:
         if number >= size:
             return f"{number / size:.{digits}f}{letter}"
     return f"{number:.0f}"
+
+
+def nbytes_text(nbytes: float) -> str:
+    """A number of bytes in a suitable unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
 
 
 def show_by_default(logger: logging.Logger) -> None:

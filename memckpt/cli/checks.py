@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from memckpt.cli.common import count, nbytes_text
+from memckpt.cli.common import count
 from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, MirrorConfig, RedoMode
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS
 from memckpt.state.layout import CAPTURES
+from memckpt.user_messages import nbytes_text
 
 Outcome = Literal["ok", "warning", "problem"]
 

@@ -82,15 +82,6 @@ def no_agent(address: AgentAddress) -> str:
     return said
 
 
-def nbytes_text(nbytes: float) -> str:
-    """A number of bytes in a suitable unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
 def seconds_text(seconds: float) -> str:
     """A duration in a suitable unit."""
     if seconds < 100:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from memckpt.cli.common import AsJson, Node, Run, Url, err, nbytes_text, no_agent, out, print_json, store_of
+from memckpt.cli.common import AsJson, Node, Run, Url, err, no_agent, out, print_json, store_of
 from memckpt.cli.run_store import Adopt, catalog_of, check_owner, reading_progress
 from memckpt.errors import (
     AgentNotFoundError,
@@ -29,6 +29,7 @@ from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.local_store import LocalStore, sync_directory
 from memckpt.storage.store import Store
 from memckpt.storage.verification import verify_files
+from memckpt.user_messages import nbytes_text
 
 To = Annotated[
     Path, typer.Option(help="Target file; for dcp, accelerate, transformers a directory. It must not exist.")

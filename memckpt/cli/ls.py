@@ -7,19 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from memckpt.cli.common import (
-    AsJson,
-    Run,
-    Url,
-    count,
-    err,
-    nbytes_text,
-    out,
-    plain_table,
-    print_json,
-    store_of,
-    time_text,
-)
+from memckpt.cli.common import AsJson, Run, Url, count, err, out, plain_table, print_json, store_of, time_text
 from memckpt.cli.run_store import Adopt, catalog_of, check_owner, steps_text
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.storage.catalog import Checkpoint, Key
@@ -28,6 +16,7 @@ from memckpt.storage.format import Batch
 from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import read_pins
+from memckpt.user_messages import nbytes_text
 
 
 def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False) -> None:

@@ -8,9 +8,10 @@ from itertools import groupby
 from rich.markup import escape
 from rich.table import Table
 
-from memckpt.cli.common import count, nbytes_text, seconds_text
+from memckpt.cli.common import count, seconds_text
 from memckpt.protocol.status import PeerLinkStatus, PeersStatus
 from memckpt.state.records import RankGroup
+from memckpt.user_messages import nbytes_text
 
 #: Seconds of silence from which they are shown.
 _SILENT_SECONDS = 5.0

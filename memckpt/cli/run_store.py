@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from memckpt.cli.common import err
 from memckpt.errors import ForeignStateError, NothingHeldError, UsageError
-from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, INSIDE, keep_run, kept_run, original_of, read_kept, refuse_other, url_outside
@@ -75,6 +75,10 @@ def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_loo
     if catalog.others:
         said = f"{store.url} also has files of other runs, which are left alone: {', '.join(catalog.others)}"
         err.print(said, style="yellow", markup=False, soft_wrap=True)
+
+
+def checkpoint_name(one: Checkpoint) -> str:
+    return f"step {one.step}, attempt {one.timeline.number}"
 
 
 def steps_text(batches: Sequence[Batch]) -> str:

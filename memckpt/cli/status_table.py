@@ -7,10 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from memckpt.cli.common import count, nbytes_text, no_agent, plain_table, seconds_text, time_text
+from memckpt.cli.common import count, no_agent, plain_table, seconds_text, time_text
 from memckpt.cli.peers import show_peers
 from memckpt.cli.run_view import Stored, View
 from memckpt.protocol.status import Status, StorageStatus
+from memckpt.user_messages import nbytes_text
 
 
 def render(view: View) -> Group:

@@ -8,9 +8,9 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from memckpt.cli.checks import STATE_BYTES, Check, bytes_per_parameter
-from memckpt.cli.common import count, nbytes_text
+from memckpt.cli.common import count
 from memckpt.config import RedoMode, StorageConfig
-from memckpt.user_messages import short_number
+from memckpt.user_messages import nbytes_text, short_number
 
 _LITTLE_ROOM = 5 << 30
 #: Bytes per second; at a lower rate a checkpoint of 100M parameters takes more than half a minute.

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from memckpt.cli.common import AsJson, Node, Run, Url, count, err, nbytes_text, out, print_json, store_of
-from memckpt.cli.run_store import Adopt, catalog_of, check_owner
+from memckpt.cli.common import AsJson, Node, Run, Url, count, err, out, print_json, store_of
+from memckpt.cli.run_store import Adopt, catalog_of, check_owner, checkpoint_name
 from memckpt.errors import MemckptError, NothingHeldError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
@@ -19,6 +19,7 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other, url_outside
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import delete, find_garbage, only_on, read_pins, write_pins
+from memckpt.user_messages import nbytes_text
 
 OfStep = Annotated[int, typer.Argument(help="The step of a checkpoint, as `memckpt ls` shows it.")]
 Off = Annotated[bool, typer.Option("--off", help="Remove the pin.")]
@@ -124,7 +125,7 @@ def rm(
     if as_json:
         print_json({"step": step, "bytes": one.nbytes, "forced": reasons})
         return
-    typer.echo(f"step {step}, attempt {one.timeline.number}, is deleted ({nbytes_text(one.nbytes)})")
+    typer.echo(f"{checkpoint_name(one)}, is deleted ({nbytes_text(one.nbytes)})")
 
 
 def _reasons_to_keep(catalog: Catalog, one: Checkpoint, pinned: bool, address: AgentAddress) -> list[str]:
@@ -177,7 +178,7 @@ def gc(
             return False
 
     garbage = find_garbage(catalog, read_pins(store), None if served else address.node, abandoned)
-    checkpoints = [f"step {one.step}, attempt {one.timeline.number}" for one in garbage.incomplete]
+    checkpoints = [checkpoint_name(one) for one in garbage.incomplete]
     batches = [batch.log_path for batch in garbage.batches]
     if not dry_run:
         delete(store, garbage)

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from memckpt.cli.common import AsJson, Run, Url, count, err, nbytes_text, out, print_json, store_of
-from memckpt.cli.run_store import ASIDE, Adopt, catalog_of, check_owner, reading_progress, steps_text
+from memckpt.cli.common import AsJson, Run, Url, count, err, out, print_json, store_of
+from memckpt.cli.run_store import ASIDE, Adopt, catalog_of, check_owner, checkpoint_name, reading_progress, steps_text
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, Key, move_aside, note_passed, still_there
 from memckpt.storage.format import Batch, place_of
 from memckpt.storage.owner import CLAIM
 from memckpt.storage.store import Store
 from memckpt.storage.verification import examine
+from memckpt.user_messages import nbytes_text
 
 Repair = Annotated[bool, typer.Option(help="Move damaged files into a directory of the store.")]
 
@@ -76,20 +77,20 @@ class _Verified:
         if (wrong or unread) and not still_there(store, one):
             return  # deleted by retention while it was read
         if unread:
-            self.unreadable[_name(one)] = unread
+            self.unreadable[checkpoint_name(one)] = unread
         elif wrong:
             self._is_damaged(one, wrong)
         elif one.complete:
             self.good.append(one)
         elif any(place is not None and place.key == one.key for place in map(place_of, self._catalog.unreadable)):
-            self.unreadable[_name(one)] = ["parts are missing, or cannot be read"]
+            self.unreadable[checkpoint_name(one)] = ["parts are missing, or cannot be read"]
         elif one.key in self._may_come:
             self.unfinished.append(one)
         elif still_there(store, one):
             self._is_damaged(one, [])
 
     def _is_damaged(self, one: Checkpoint, wrong: list[str]) -> None:
-        self.damaged[_name(one)] = wrong if one.complete else ["parts are missing", *wrong]
+        self.damaged[checkpoint_name(one)] = wrong if one.complete else ["parts are missing", *wrong]
         places = (place_of(part.commit_path) for part in one.parts.values())
         self._places |= {place for place in places if place is not None}
         self._bad.append(one.key)
@@ -132,17 +133,13 @@ class _Verified:
         }
 
 
-def _name(one: Checkpoint) -> str:
-    return f"step {one.step}, attempt {one.timeline.number}"
-
-
 def _show_verified(found: _Verified, aside: str | None) -> None:
     for name, wrong in found.damaged.items():
         err.print(f"{name}: {'; '.join(wrong)}", style="red", markup=False)
     for name, wrong in found.unreadable.items():
         err.print(f"{name}: {'; '.join(wrong)}", style="yellow", markup=False)
     for one in found.unfinished:
-        out.print(f"{_name(one)}: parts of other nodes are missing (so far)", style="yellow", markup=False)
+        out.print(f"{checkpoint_name(one)}: parts of other nodes are missing (so far)", style="yellow", markup=False)
     good, batches = found.good, found.batches
     size = nbytes_text(sum(one.nbytes for one in good))
     newest = f", the newest is step {good[0].step}" if good else ""

@@ -19,18 +19,9 @@ from memckpt.storage.retention import superseded
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import read_pins
 from memckpt.storage.verification import examine
+from memckpt.user_messages import nbytes_text
 
 _log = logging.getLogger("memckpt.storage")
-
-
-def size_text(nbytes: int) -> str:
-    """A number of bytes in a suitable unit."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, refused: str = "") -> StorageFullError:
@@ -44,11 +35,11 @@ def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, 
         spare: bytes that could be deleted.
         refused: the storage's own error message, if a write failed.
     """
-    found = "no room" if free is None else f"{size_text(free)} free"
-    also = f", and {size_text(spare)} that could be deleted" if spare else ""
+    found = "no room" if free is None else f"{nbytes_text(free)} free"
+    also = f", and {nbytes_text(spare)} that could be deleted" if spare else ""
     why = f" ({refused})" if refused else ""
     return StorageFullError(
-        f"{url} has no room for {what}: expected {size_text(needed)}, found {found}{also}{why}. Make room there, or "
+        f"{url} has no room for {what}: expected {nbytes_text(needed)}, found {found}{also}{why}. Make room there, or "
         "give the run a storage.url with more; training goes on, and the next step is written as soon as there is room",
         needed,
         free,
