@@ -17,7 +17,7 @@ import pytest
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.replication import ListPieces, Pieces
+from memckpt.protocol.replication import Fragments, ListFragments
 from memckpt.protocol.trainer import Credit
 from tests.support.trainings.engine_harness import Lab
 
@@ -73,7 +73,7 @@ def test_a_replicator_has_as_many_as_the_system_allows() -> None:
     with selectors.DefaultSelector() as selector:
         process = HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
         try:
-            process.ask(ListPieces({}), Pieces, 20)
+            process.ask(ListFragments({}), Fragments, 20)
             soft, hard = limits_of(process._process.pid)
         finally:
             process.close()
