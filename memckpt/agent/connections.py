@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
-import selectors
 import socket
 from collections.abc import Callable, Iterator
 
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
 from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import AgentChannel
@@ -38,7 +37,7 @@ class Connections:
 
     Args:
         address: where it listens.
-        selector: of the agent's loop; its data are functions without arguments.
+        loop: the agent's.
         handle: called with each message that arrives. A MemckptError from it is sent back as a refusal; after an
             AgentError the connection ends, too.
         left: called with each trainer whose connection has ended.
@@ -47,12 +46,12 @@ class Connections:
     def __init__(
         self,
         address: AgentAddress,
-        selector: selectors.BaseSelector,
+        loop: EventLoop,
         handle: Callable[[Connection, TrainerToAgent], None],
         left: Callable[[Connection], None],
     ) -> None:
         self._address = address
-        self._selector = selector
+        self._loop = loop
         self._handle = handle
         self._left = left
         self._open: dict[int, Connection] = {}
@@ -62,7 +61,7 @@ class Connections:
         """Begin to answer. The caller holds the address's starting lock."""
         self._listener = self._address.listen()
         for listening in self._listener.sockets:
-            self._selector.register(listening, selectors.EVENT_READ, functools.partial(self._accept, listening))
+            self._loop.attend(listening, functools.partial(self._accept, listening))
 
     @property
     def address(self) -> AgentAddress:
@@ -79,7 +78,7 @@ class Connections:
         with address.starting():
             address.withdraw(self._listener.serving)
             for listening in self._listener.sockets:
-                self._selector.unregister(listening)
+                self._loop.forget(listening)
             self._listener.close()
             self._listener = None
 
@@ -97,8 +96,6 @@ class Connections:
                 yield connection
 
     def _accept(self, listening: socket.socket) -> None:
-        if listening.fileno() < 0:
-            return  # closed while this event was on its way
         try:
             sock, _ = listening.accept()
         except BlockingIOError:
@@ -117,17 +114,16 @@ class Connections:
             return
         connection = Connection(AgentChannel(sock), process)
         self._open[sock.fileno()] = connection
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self.read(connection))
+        self._loop.attend(sock, lambda: self.read(connection))
         # Forked loader workers may keep a dead trainer's socket open: only the pidfd tells that it is dead.
-        self._selector.register(process, selectors.EVENT_READ, lambda: self._died(connection))
+        self._loop.attend(process, lambda: self._died(connection))
 
     def drop(self, connection: Connection) -> None:
         """End one of them, if it has not ended yet."""
         if self._open.pop(connection.channel.fileno(), None) is None:
             return
         for source in (connection.channel.sock, connection.process):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(source)
+            self._loop.forget(source)
         connection.channel.close()
         if connection.trainer is None:
             connection.process.close()

@@ -7,15 +7,13 @@ has ended, and hear every few seconds whom they wait for.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import selectors
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from memckpt.agent.connections import Connection
 from memckpt.errors import RunBusyError
 from memckpt.node.attempt import TrainerHandle
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.trainer import Hello
 
@@ -29,33 +27,31 @@ class Fence:
     Args:
         trainers: that must end.
         seconds: how long they may take.
-        selector: of the agent's loop; its data are functions without arguments.
-        clock: in seconds.
+        loop: the agent's.
     """
 
     def __init__(
         self,
         trainers: Sequence[TrainerHandle],
         seconds: float,
-        selector: selectors.BaseSelector,
-        clock: Callable[[], float] = time.monotonic,
+        loop: EventLoop,
     ) -> None:
-        self._clock = clock
-        self._selector = selector
+        self._loop = loop
         self._seconds = seconds
-        self._began = clock()
+        self._began = loop.clock()
         self._report_at = self._began + _REPORT_SECONDS
         self._dying = [(trainer.rank, trainer.process.duplicate()) for trainer in trainers]
         #: Ranks of later attempts, each with its first message.
         self.waiting: list[tuple[Connection, Hello]] = []
         for _, process in self._dying:
-            selector.register(process, selectors.EVENT_READ, self._look)
+            loop.attend(process, self._look)
 
     def _look(self) -> None:
         """Somebody has died."""
         for rank, process in list(self._dying):
             if not process.alive():
-                _log.info("pid %d (rank %d) has ended after %.1f s", process.pid, rank, self._clock() - self._began)
+                waited = self._loop.clock() - self._began
+                _log.info("pid %d (rank %d) has ended after %.1f s", process.pid, rank, waited)
                 self._dying.remove((rank, process))
                 self._let_go(process)
 
@@ -76,7 +72,7 @@ class Fence:
         Raises:
             RunBusyError: they have had all their time.
         """
-        now = self._clock()
+        now = self._loop.clock()
         waited = now - self._began
         those = "; ".join(f"pid {process.pid} (rank {rank}), state {process.state()}" for rank, process in self._dying)
         if waited >= self._seconds:
@@ -91,8 +87,7 @@ class Fence:
         return f"killed and not ended since {waited:.0f} s (at most {self._seconds:.0f} s): {those}"
 
     def _let_go(self, process: ProcessHandle) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(process)
+        self._loop.forget(process)
         process.close()
 
     def close(self) -> None:

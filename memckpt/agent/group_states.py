@@ -224,9 +224,9 @@ class GroupStates:
         limits = [limit for one in self if (limit := one.saver.deadline()) is not None]
         return min(limits, default=None)
 
-    def patience(self, idle_since: float) -> float:
-        """How long to wait for trainers to come back before their state goes to storage."""
-        return max((one.saver.patience(idle_since) for one in self), default=0.0)
+    def save_at(self, idle_since: float) -> float:
+        """Until when trainers may come back before their state goes to storage (monotonic clock)."""
+        return max((one.saver.save_at(idle_since) for one in self), default=idle_since)
 
     def look_at_clock(self) -> None:
         for one in self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from memckpt.agent.group_states import GroupStates
 from memckpt.agent.host import Host
@@ -19,21 +20,30 @@ class Lifetime:
         host: the agent.
         linger_seconds: how long it holds the state with no trainer.
         by_operator: as for the agent.
+        clock: monotonic, in seconds.
 
     Attributes:
-        started: when it did, by the monotonic clock.
+        started: when it did, by the clock.
         idle_since: since when no trainer is here; None while one is, or is awaited.
         over: why it ends; None as long as it does not.
         finishing: training has finished, and its final step has to be in storage first, whatever time that takes.
         linger_seconds: as above; an attempt may bring its own.
     """
 
-    def __init__(self, groups: GroupStates, host: Host, linger_seconds: float, by_operator: bool) -> None:
+    def __init__(
+        self,
+        groups: GroupStates,
+        host: Host,
+        linger_seconds: float,
+        by_operator: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._groups = groups
         self._host = host
         self.linger_seconds = linger_seconds
         self.by_operator = by_operator
-        self.started = time.monotonic()
+        self.started = clock()
         self.idle_since: float | None = self.started
         self.over: str | None = None
         self.finishing = False
@@ -50,7 +60,7 @@ class Lifetime:
 
     def trainers_left(self) -> None:
         """The last trainer has gone."""
-        self.idle_since = time.monotonic()
+        self.idle_since = self._clock()
 
     def begin_attempt(self, first: bool) -> None:
         """Trainers of a new attempt have come: who was about to end stays for them."""
@@ -79,29 +89,29 @@ class Lifetime:
         """Do what is due."""
         if self.idle_since is not None:
             self._groups.save_asked()
-        if self._must_save and self._groups.patience(self.idle_since or 0.0) <= 0:
+        if self._must_save and self._clock() >= self._groups.save_at(self.idle_since or 0.0):
             self._save(as_checkpoint=self.finishing)
         owed = self.finishing and not self._saved_alone
         if self._over_when_saved is not None and not self._groups.saving and not owed:
             self.over = self._over_when_saved
-        if self._linger_left() == 0.0 and not self._groups.saving:
+        lingers_until = self._lingers_until()
+        if lingers_until is not None and self._clock() >= lingers_until and not self._groups.saving:
             self.over = f"no trainer came back within {self.linger_seconds:.0f} s"
 
-    def patience(self) -> float | None:
-        """Seconds until something is due by the clock; None: nothing is."""
-        left = self._linger_left()
-        if not self._must_save:
-            return left
-        until_saved = self._groups.patience(self.idle_since or 0.0)
-        return until_saved if left is None else min(left, until_saved)
+    def deadline(self) -> float | None:
+        """When something is due by the clock; None: nothing is."""
+        # What is being saved has a deadline of its own, and its end is an event.
+        lingers_until = None if self._groups.saving else self._lingers_until()
+        save_at = self._groups.save_at(self.idle_since or 0.0) if self._must_save else None
+        return min((at for at in (lingers_until, save_at) if at is not None), default=None)
 
-    def _linger_left(self) -> float | None:
-        """Seconds until lingering ends; None while a trainer is here."""
+    def _lingers_until(self) -> float | None:
+        """When lingering ends; None while a trainer is here."""
         if self.idle_since is None or (self.by_operator and not self._had_attempt):
             return None
         holds = bool(self._groups.complete_generations) or self._host.bytes_for_peers() > 0
         limit = self.linger_seconds if holds else min(self.linger_seconds, _ORPHAN_SECONDS)
-        return max(0.0, self.idle_since + limit - time.monotonic())
+        return self.idle_since + limit
 
     @property
     def _must_save(self) -> bool:

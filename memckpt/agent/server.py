@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-import selectors
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Fence
 from memckpt.agent.group_states import GroupStates
-from memckpt.agent.inbox import Inbox
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
-from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
+from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.agent.status import Figures, describe
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
@@ -28,6 +26,7 @@ from memckpt.memory.life import LifePage, look_seconds
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.redo_news import RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
@@ -71,42 +70,38 @@ class Agent:
     ) -> None:
         self._stopping: Callable[[], None] | None = stopping
         self._address = address
-        self._selector = selectors.DefaultSelector()
-        self._connections = Connections(address, self._selector, self._handle, self._trainer_left)
+        #: The page in which the loop shows that it lives.
+        self._life = LifePage.create()
+        self._loop = EventLoop(self._life)
+        self._connections = Connections(address, self._loop, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
         #: In front of the attempt that is about to begin, while trainers of the present one are dying.
         self._fence: Fence | None = None
         self._past_nonces: set[str] = set()
         self._figures = Figures()
-        #: The page in which this loop shows that it lives; how often it comes round at least, while trainers may look.
-        self._life = LifePage.create()
-        self._beat_seconds = 1.0
         self._liveness_seconds = 15.0
-        #: Messages of redo threads, with the ranks whose group they are of; of signal handlers without.
-        self._inbox = Inbox[tuple[RankGroup, RedoNews | StopRequest]](self._selector, lambda item: self._hear(*item))
-        #: Those of standby replicas' redo threads.
-        self._standbys_inbox = Inbox[tuple[StandbyKey, RedoNews]](
-            self._selector, lambda item: self._peers.standby_said(*item)
-        )
         self._groups = GroupStates(address.node, self)
-        self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator)
+        self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
         self._standbys = StandbyReplicas(
             address.node,
-            lambda key, message: self._standbys_inbox.put((key, message)),
+            lambda key, message: self._loop.post(partial(self._peers.standby_said, key, message)),
             lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._groups),
         )
         self._peers = Peers(
-            self._selector,
+            self._loop,
             self._groups.get,
             self._groups.adopt,
             self._watermark_advanced,
             self._replicator_lost,
             self._standbys,
-            self._life,
         )
         self._trainer_messages = TrainerMessages(
             self, self._connections, self._groups, self._peers, self._lifetime, self._figures
         )
+        self._loop.each_turn(self._look_at_fence, lambda: None if self._fence is None else self._fence.deadline)
+        self._loop.each_turn(self._groups.look_at_clock, self._groups.deadline)
+        self._loop.each_turn(self._tell_replicator, lambda: None)
+        self._loop.each_turn(self._lifetime.look_at_clock, self._lifetime.deadline)
 
     def start_writer(
         self,
@@ -115,15 +110,13 @@ class Agent:
         ended: Callable[[str], None],
     ) -> WriterProcess:
         """Start a process that writes."""
-        return WriterProcess("memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended)
+        return WriterProcess("memckpt.checkpointing.writer", ["--what", what], self._loop, received, ended)
 
     # Life
 
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
         self._connections.listen()
-        self._inbox.open()
-        self._standbys_inbox.open()
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to leave; `ready` is called first, and ends it by raising."""
@@ -131,35 +124,20 @@ class Agent:
         try:
             ready()
             while self._lifetime.over is None:
-                self._life.beat()
-                for key, _ in self._selector.select(self._patience()):
-                    key.data()
-                self._look_at_clock()
+                self._loop.turn()
         finally:
             _log.info("leaving: %s", self._lifetime.over or "error")
             self._close()
 
     def leave(self, reason: str) -> None:
         """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
-        self._inbox.put(((), StopRequest(reason)))
+        self._loop.post(partial(self._stop, reason))
 
-    def _patience(self) -> float | None:
-        """How long to wait for events: until something is due by the clock, or for ever."""
-        limits = [self._lifetime.patience(), self._beat_seconds if self._attempt is not None else None]
-        fence = self._fence.deadline if self._fence is not None else None
-        for deadline in (self._groups.deadline(), self._peers.deadline(), fence):
-            if deadline is not None:
-                limits.append(deadline - time.monotonic())
-        known = [limit for limit in limits if limit is not None]
-        return max(0.0, min(known)) if known else None
-
-    def _look_at_clock(self) -> None:
-        self._look_at_fence()
-        self._groups.look_at_clock()
-        self._peers.look_at_clock()
-        self._peers.tell_own(sum(one.nbytes for one in self._groups))
-        self._look_for_deserters()
-        self._lifetime.look_at_clock()
+    def _stop(self, reason: str) -> None:
+        self._stop_answering()
+        self._groups.preempt()
+        self._tell_trainers(Leaving())
+        self._lifetime.end_when_saved(reason)
 
     def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
@@ -193,25 +171,24 @@ class Agent:
         self._standbys.close()
         self._connections.close(Leaving())
         self._life.close()
-        self._selector.close()
-        self._inbox.close()
-        self._standbys_inbox.close()
+        self._loop.close()
 
     # Trainers
 
     def _trainer_left(self, connection: Connection) -> None:
         assert connection.trainer is not None
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
-            connection.trainer.left, connection.trainer.left_at = True, time.monotonic()
+            connection.trainer.left, connection.trainer.left_at = True, self._loop.clock()
             self._groups.make_slots(self._attempt)
             if not self._attempt.living() and self._fence is None:
                 self._lifetime.trainers_left()
 
-    def _look_for_deserters(self) -> None:
-        """Where a trainer goes on without us, others are not to wait for this node's records."""
+    def _tell_replicator(self) -> None:
+        """What memory is held; and where a trainer goes on without us, others do not wait for this node's records."""
+        self._peers.tell_own(sum(one.nbytes for one in self._groups))
         if self._attempt is None or self._fence is not None:
             return
-        for trainer in self._attempt.deserters(time.monotonic() - self._liveness_seconds):
+        for trainer in self._attempt.deserters(self._loop.clock() - self._liveness_seconds):
             trainer.left_at = math.inf  # told once
             _log.warning("rank %d goes on without protection: peers do not wait for this node", trainer.rank)
             self._peers.tell_deserted()
@@ -248,19 +225,13 @@ class Agent:
         """Memory that holds other nodes' records, in bytes."""
         return self._peers.held_bytes
 
-    # From redo threads and from signal handlers
+    # From redo threads
 
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
-        self._inbox.put((ranks, message))
+        self._loop.post(partial(self._hear, ranks, message))
 
-    def _hear(self, ranks: RankGroup, message: RedoNews | StopRequest) -> None:
-        if isinstance(message, StopRequest):
-            self._stop_answering()
-            self._groups.preempt()
-            self._tell_trainers(Leaving())
-            self._lifetime.end_when_saved(message.reason)
-            return
+    def _hear(self, ranks: RankGroup, message: RedoNews) -> None:
         group = self._groups.get(ranks)
         if group is None:
             return  # it has been let go of since
@@ -323,7 +294,7 @@ class Agent:
         # One that is back asks for nothing, and replicas of others are not to stand still for it.
         held = () if hello.rejoining else (*self._groups.inventory(hello), *self._peers.inventory_of_standbys())
         self._liveness_seconds = hello.liveness_seconds
-        self._beat_seconds = look_seconds(hello.liveness_seconds)
+        self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
         self._connections.answer(connection, Inventory(held, os.getpid()), [self._life.fd])
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
@@ -337,7 +308,7 @@ class Agent:
             dying = self._attempt.fence(hello, connection.process.pid)
             if not dying:
                 return True
-            self._fence = Fence(dying, hello.fence_seconds, self._selector)
+            self._fence = Fence(dying, hello.fence_seconds, self._loop)
             self._lifetime.trainer_came()
         self._fence.waiting.append((connection, hello))
         return False

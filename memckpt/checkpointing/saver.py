@@ -287,13 +287,12 @@ class Saver:
                 export.done(SaveFailed(0, "no step can be produced from memory"))
 
     def retry_later(self) -> None:
-        """Let :meth:`patience` end once more after a while: what is held could not be saved."""
+        """Have what is held saved once more after a while: it could not be."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
-    def patience(self, idle_since: float) -> float:
-        """Seconds to wait for trainers to come back before their state goes to storage."""
-        due = idle_since + (0.0 if self._schedule.preempted else _RETURN_SECONDS)
-        return max(due, self._retry_at) - time.monotonic()
+    def save_at(self, idle_since: float) -> float:
+        """Until when trainers may come back before their state goes to storage (monotonic clock)."""
+        return max(idle_since + (0.0 if self._schedule.preempted else _RETURN_SECONDS), self._retry_at)
 
     # The processes that write
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import Generic, TypeVar
 
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.channel import Channel, encode
 from memckpt.protocol.descriptors import writable
 from memckpt.protocol.messages import AgentToReplicator, AgentToWriter, ReplicatorToAgent, WriterToAgent
@@ -62,11 +62,10 @@ class HelperProcess(Generic[In, Out]):
 
     Args:
         module: module to run, with these arguments and those for the connection.
-        selector: selector of the agent's loop, which reads the answers.
+        loop: the agent's, which reads the answers; the process may watch its page.
         received: called with each answer; an AgentError from it means that the process cannot be trusted.
         ended: called with the reason once the process is gone, or cannot be trusted.
         liveness_seconds: seconds without a sign of life after which it counts as standing still; None: not watched.
-        life: the page that our own loop moves and that the process may watch; belongs to the caller.
 
     Raises:
         AgentError: it cannot be started.
@@ -76,16 +75,14 @@ class HelperProcess(Generic[In, Out]):
         self,
         module: str,
         arguments: Sequence[str],
-        selector: selectors.BaseSelector,
+        loop: EventLoop,
         received: Callable[[In], None],
         ended: Callable[[str], None],
         liveness_seconds: float | None = None,
-        life: LifePage | None = None,
     ) -> None:
-        self._selector = selector
+        self._loop = loop
         self._received = received
         self._ended = ended
-        self._own_life = life
         #: The page that its loop moves, and the watch on it.
         self._life = LifePage.create() if liveness_seconds is not None else None
         self._watch: LifeWatch | None = None
@@ -96,10 +93,10 @@ class HelperProcess(Generic[In, Out]):
             raise
         if self._life is not None and liveness_seconds is not None:
             # Its other threads are the network's, which run on even if its loop hangs.
-            self._watch = LifeWatch(self._life, self._process.pid, liveness_seconds, "main")
+            self._watch = LifeWatch(self._life, self._process.pid, liveness_seconds, "main", loop.clock)
 
     def _start(self, module: str, arguments: Sequence[str]) -> None:
-        pages = {"--life": self._life, "--agent-life": self._own_life}
+        pages = {"--life": self._life, "--agent-life": self._loop.life}
         given = {option: page.fd for option, page in pages.items() if self._life is not None and page is not None}
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -131,11 +128,9 @@ class HelperProcess(Generic[In, Out]):
         #: Queued messages, with our duplicates of their descriptors.
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._waiting_bytes = 0
-        self._selector.register(ours, selectors.EVENT_READ, self._attend)
+        self._loop.attend(ours, self._attend)
 
     def _attend(self) -> None:
-        if self._channel.fileno() < 0:
-            return  # closed while this event was on its way
         try:
             self._send_waiting()
             answer = self._channel.poll()
@@ -157,7 +152,7 @@ class HelperProcess(Generic[In, Out]):
 
     @property
     def look_at(self) -> float | None:
-        """Time of the next call of :meth:`stands_still`, by the monotonic clock; None: it is not watched."""
+        """Time of the next call of :meth:`stands_still`, by the loop's clock; None: it is not watched."""
         return None if self._watch is None else self._watch.due
 
     def stands_still(self) -> bool:
@@ -183,8 +178,8 @@ class HelperProcess(Generic[In, Out]):
         while True:
             left = max(0.0, until - time.monotonic())
             found = ready(left if self._watch is None else min(left, self._watch.pause))
-            if self._own_life is not None:
-                self._own_life.beat()  # our own watchers have to see that we only wait
+            if self._loop.life is not None:
+                self._loop.life.beat()  # our own watchers have to see that we only wait
             if found is not None or left == 0.0:
                 return found
             if self._watch is not None and self._watch.stands_still():
@@ -205,13 +200,13 @@ class HelperProcess(Generic[In, Out]):
             raise AgentGoneError(f"the process reads nothing, and {self._waiting_bytes} bytes wait for it")
         self._waiting.append((body, [os.dup(fd) for fd in fds]))
         self._waiting_bytes += len(body)
-        self._selector.modify(self._channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self._attend)
+        self._loop.attend(self._channel.sock, self._attend, to_write=True)
 
     def _send_waiting(self) -> None:
         while self._waiting and self._channel.offer(*self._waiting[0]):
             self._drop_first()
             if not self._waiting:
-                self._selector.modify(self._channel.sock, selectors.EVENT_READ, self._attend)
+                self._loop.attend(self._channel.sock, self._attend)
 
     def _drop_first(self) -> None:
         body, fds = self._waiting.popleft()
@@ -279,7 +274,7 @@ class HelperProcess(Generic[In, Out]):
         """
         if self._channel.fileno() < 0:
             return
-        self._selector.unregister(self._channel.sock)
+        self._loop.forget(self._channel.sock)
         self._process.kill()
         try:
             self._process.wait(_END_SECONDS)

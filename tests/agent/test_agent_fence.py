@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import selectors
 import signal
 from collections.abc import Iterator
 
@@ -12,6 +12,7 @@ import pytest
 from memckpt.agent.fencing import Fence
 from memckpt.errors import RunBusyError
 from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
@@ -47,12 +48,6 @@ def victim() -> Iterator[Victim]:
     victim = Victim()
     yield victim
     victim.close()
-
-
-@pytest.fixture
-def selector() -> Iterator[selectors.BaseSelector]:
-    with selectors.DefaultSelector() as selector:
-        yield selector
 
 
 BY_HAND, GONE = Launcher(0, 0, 0), Launcher(2**22 + 1, 1, 0)
@@ -106,9 +101,21 @@ class Clock:
         return self.now
 
 
-def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, selector: selectors.BaseSelector) -> None:
-    clock = Clock()
-    fence = Fence([victim.trainer(BY_HAND)], 60.0, selector, clock)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loop(clock: Clock) -> Iterator[EventLoop]:
+    loop = EventLoop(clock=clock)
+    with contextlib.closing(loop):
+        yield loop
+
+
+def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, loop: EventLoop, clock: Clock) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    fence = Fence([victim.trainer(BY_HAND)], 60.0, loop)
     assert fence.report() is None
     assert fence.deadline == 5.0
     clock.now = 5.0
@@ -125,16 +132,17 @@ def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, selecto
     with pytest.raises(RunBusyError, match=f"not ended within 60 s: pid {victim.pid} .rank 0., state [SR]"):
         fence.report()
     fence.close()
-    assert not selector.get_map()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, selector: selectors.BaseSelector) -> None:
+def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, loop: EventLoop, clock: Clock) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    fence = Fence([victim.trainer(BY_HAND)], 60.0, selector)
-    assert not selector.select(0)
+    fence = Fence([victim.trainer(BY_HAND)], 60.0, loop)
+    loop.each_turn(lambda: None, lambda: clock.now)
+    loop.turn()
+    assert fence._dying
     victim.end()
-    (event,) = selector.select(20)
-    event[0].data()
+    loop.turn()
+    assert not fence._dying
     assert fence.done
-    assert not selector.get_map()
     assert len(os.listdir("/proc/self/fd")) == before

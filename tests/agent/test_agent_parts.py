@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import selectors
 import signal
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.processes import helper_process
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import INLINE_BYTES, Channel
@@ -36,7 +37,7 @@ from tests.storage.test_storage_runs import until
 from tests.support.trainings.engine_harness import Lab
 
 Pair = tuple[Channel, Channel]
-Replicator = tuple[HelperProcess, selectors.BaseSelector, list[Message], list[str]]
+Replicator = tuple[HelperProcess, EventLoop, list[Message], list[str]]
 
 
 @pytest.fixture
@@ -164,9 +165,9 @@ def test_a_process_handle_kills_and_sees_the_end(lab: Lab) -> None:
 def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number: signal.Signals) -> None:
     """The agent starts it when it is told to end, and a scheduler may not be done with its list of processes yet."""
     ended: list[str] = []
-    with selectors.DefaultSelector() as selector:
+    with closing(EventLoop()) as loop:
         writer = HelperProcess(
-            "memckpt.checkpointing.writer", ["--what", "records"], selector, lambda message: None, ended.append
+            "memckpt.checkpointing.writer", ["--what", "records"], loop, lambda message: None, ended.append
         )
         process = writer._process
         try:
@@ -191,17 +192,17 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
 def replicator() -> Iterator[Replicator]:
     received: list[Message] = []
     ended: list[str] = []
-    with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.replication.process", [], selector, received.append, ended.append)
+    with closing(EventLoop()) as loop:
+        process = HelperProcess("memckpt.replication.process", [], loop, received.append, ended.append)
         try:
             process.ask(ListFragments({}), Fragments, 20)
-            yield process, selector, received, ended
+            yield process, loop, received, ended
         finally:
             process.close()
 
 
 def test_what_a_process_that_stands_still_does_not_take_waits_for_it(replicator: Replicator) -> None:
-    process, selector, received, ended = replicator
+    process, loop, received, ended = replicator
     process._process.send_signal(signal.SIGSTOP)
     before = len(os.listdir("/proc/self/fd"))
     page = PhasesPage.create(1)
@@ -213,13 +214,9 @@ def test_what_a_process_that_stands_still_does_not_take_waits_for_it(replicator:
     process._process.send_signal(signal.SIGCONT)
 
     while len(received) < 2000:
-        ready = selector.select(20)
-        assert ready, f"nothing comes after {len(received)} answers"
-        for key, _ in ready:
-            key.data()
+        loop.turn()
     while process._waiting:
-        for key, _ in selector.select(20):
-            key.data()
+        loop.turn()
     assert len(os.listdir("/proc/self/fd")) == before
     assert ended == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from memckpt.agent.connections import Connection, Connections
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.status import StatusRequest
@@ -24,7 +24,7 @@ class Desk:
     """An agent's connections, and what has become of them."""
 
     connections: Connections
-    selector: selectors.DefaultSelector
+    loop: EventLoop
     address: AgentAddress
     handled: list[tuple[Connection, Message]]
     left: list[Connection]
@@ -34,19 +34,14 @@ class Desk:
         """The other end of a new connection."""
         sock = self.address.connect()
         assert sock is not None
-        self.turn()
+        self.loop.turn()
         return Channel(sock)
-
-    def turn(self) -> None:
-        """One turn of the agent's loop."""
-        for key, _ in self.selector.select(5):
-            key.data()
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
     address = AgentAddress.of(tmp_path, "node")
-    selector = selectors.DefaultSelector()
+    loop = EventLoop()
     handled: list[tuple[Connection, Message]] = []
     left: list[Connection] = []
 
@@ -57,14 +52,14 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         if desk.refuses:
             raise AgentError("no")
 
-    desk = Desk(Connections(address, selector, handle, left.append), selector, address, handled, left)
+    desk = Desk(Connections(address, loop, handle, left.append), loop, address, handled, left)
     with address.starting():
         desk.connections.listen()
     yield desk
     desk.connections.close(Leaving())
     for connection in left:
         connection.process.close()
-    selector.close()
+    loop.close()
     assert not address.file_path.exists()
 
 
@@ -75,14 +70,14 @@ def _commit(record: int) -> Commit:
 def test_commits_of_a_trainer_that_died_are_read_though_an_answer_to_it_has_failed(desk: Desk) -> None:
     trainer = desk.call()
     trainer.send(StatusRequest())
-    desk.turn()
+    desk.loop.turn()
     connection = desk.handled[0][0]
     trainer.send(_commit(2))
     trainer.send(_commit(3))
     trainer.close()
     desk.connections.answer(connection, Protected(1, 1))
     assert not desk.left, "it is not let go of before everything is read"
-    desk.turn()
+    desk.loop.turn()
     assert [message for _, message in desk.handled[1:]] == [_commit(2), _commit(3)]
     assert desk.left == [connection]
 
@@ -90,13 +85,13 @@ def test_commits_of_a_trainer_that_died_are_read_though_an_answer_to_it_has_fail
 def test_commits_of_a_trainer_that_died_with_our_answers_unread_are_read(desk: Desk) -> None:
     trainer = desk.call()
     trainer.send(StatusRequest())
-    desk.turn()
+    desk.loop.turn()
     connection = desk.handled[0][0]
     desk.connections.answer(connection, Protected(1, 1))
     trainer.send(_commit(2))
     trainer.send(_commit(3))
     trainer.close()
-    desk.turn()
+    desk.loop.turn()
     assert [message for _, message in desk.handled[1:]] == [_commit(2), _commit(3)]
     assert desk.left == [connection]
 
@@ -115,7 +110,7 @@ def test_the_last_words_of_an_agent_are_read_though_it_left_ours_unread(desk: De
 def test_a_trainer_that_takes_nothing_ends_after_what_it_has_sent(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = desk.call()
     trainer.send(StatusRequest())
-    desk.turn()
+    desk.loop.turn()
     connection = desk.handled[0][0]
     trainer.send(_commit(2))
 
@@ -124,7 +119,7 @@ def test_a_trainer_that_takes_nothing_ends_after_what_it_has_sent(desk: Desk, mo
 
     monkeypatch.setattr(connection.channel, "send", full)
     desk.connections.answer(connection, Protected(1, 1))
-    desk.turn()
+    desk.loop.turn()
     assert desk.handled[-1] == (connection, _commit(2))
     assert desk.left == [connection]
     with pytest.raises(AgentGoneError):
@@ -137,7 +132,7 @@ def test_a_refusal_is_told_and_ends_the_connection(desk: Desk) -> None:
     desk.refuses = True
     trainer.send(Goodbye(finished=False))
     trainer.send(_commit(2))
-    desk.turn()
+    desk.loop.turn()
     assert type(trainer.receive(5.0)[0]).__name__ == "Refused"
     assert [type(message) for _, message in desk.handled] == [Goodbye], "nothing is read after a refusal"
     trainer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from memckpt.errors import AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.replication import Halt, Halted
 from tests.support.cluster.peers_harness import wait_for
@@ -122,9 +122,9 @@ def test_the_counter_comes_round(page: LifePage) -> None:
 def test_a_replicator_that_is_stopped_is_not_waited_for() -> None:
     before = set(os.listdir("/proc/self/fd"))
     own = LifePage.create()
-    with selectors.DefaultSelector() as selector:
+    with contextlib.closing(EventLoop(own)) as loop:
         process = HelperProcess(
-            "memckpt.replication.process", [], selector, lambda message: None, lambda reason: None, 60.0, own
+            "memckpt.replication.process", [], loop, lambda message: None, lambda reason: None, 60.0
         )
         with contextlib.closing(process):
             assert process.ask(Halt(), Halted, 60.0) == Halted()

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import os
 import resource
-import selectors
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
@@ -70,8 +70,8 @@ def low_limit() -> Iterator[None]:
 
 @pytest.mark.usefixtures("low_limit")
 def test_a_replicator_has_as_many_as_the_system_allows() -> None:
-    with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
+    with closing(EventLoop()) as loop:
+        process = HelperProcess("memckpt.replication.process", [], loop, lambda message: None, lambda reason: None)
         try:
             process.ask(ListFragments({}), Fragments, 20)
             soft, hard = limits_of(process._process.pid)

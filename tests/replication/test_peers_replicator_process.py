@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import selectors
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,7 +20,7 @@ from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.processes import helper_process
-from memckpt.processes.backoff import Backoff
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerNode
@@ -45,6 +44,7 @@ class Desk:
     Attributes:
         started: those that it has started, all of them.
         make: makes the next one.
+        now: by the clock of its loop.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,15 +55,22 @@ class Desk:
         monkeypatch.setattr(own_replicator, "ReplicatorProcess", self._start)
         standbys = StandbyReplicas("a", lambda key, message: None, lambda: 0)
         find: Any = self.places.get
-        nothing: Any = None
-        self.peers = Peers(nothing, find, find, lambda passed: None, self.lost.append, standbys)
+        self.now = 100.0
+        self.loop = EventLoop(clock=lambda: self.now)
+        self.peers = Peers(self.loop, find, find, lambda passed: None, self.lost.append, standbys)
 
     def _start(
-        self, module: str, arguments: object, selector: object, received: Any, ended: Any, *watched: object
+        self, module: str, arguments: object, loop: object, received: Any, ended: Any, *watched: object
     ) -> FakeReplicator:
         replicator = self.make(self, ended)
         self.started.append(replicator)
         return replicator
+
+    def turn_at(self, now: float) -> None:
+        """A turn of the loop, at that time; nothing but the clock wakes it."""
+        self.now = now
+        self.loop.post(lambda: None)
+        self.loop.turn()
 
     def join(self, **other: Any) -> None:
         self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
@@ -113,7 +120,7 @@ JOB = PeerJob("a1", (PeerNode("a", FakeReplicator.address, ("a",)),), (), "erasu
 @pytest.fixture
 def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     desk = Desk(monkeypatch)
-    with closing(desk.peers):
+    with closing(desk.loop), closing(desk.peers):
         yield desk
 
 
@@ -190,10 +197,10 @@ def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_lis
 def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
     desk.peers.listen(LISTEN)
     desk.join()
-    desk.peers.look_at_clock()
+    desk.turn_at(1.0)
     assert len(desk.started) == 1
     desk.started[0].stopped = True
-    desk.peers.look_at_clock()
+    desk.turn_at(2.0)
     assert [one.closed for one in desk.started] == [True, False]
     assert [type(one) for one in desk.started[1].sent] == [Join]
 
@@ -226,43 +233,34 @@ def test_a_replicator_that_stands_still_where_others_know_it_is_replaced_at_its_
     assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
 
 
-def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(own_replicator, "time", SimpleNamespace(monotonic=lambda: now))
-    desk.peers._replicator._backoff = Backoff(lambda: now)
+def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(desk: Desk) -> None:
     desk.peers.listen(LISTEN)
     desk.join()
     pauses = []
     for _ in range(10):
         living = len(desk.started)
         desk.started[-1].ended("killed")
-        deadline = desk.peers.deadline()
-        pauses.append(0.0 if deadline is None else deadline - now)
+        deadline = desk.loop.deadline()
+        pauses.append(0.0 if deadline is None else deadline - desk.now)
         if deadline is not None:
             assert len(desk.started) == living
             assert desk.lost[-1] == f"killed; another replicator is started in {pauses[-1]:.0f} s"
-            now = deadline - 0.1
-            desk.peers.look_at_clock()
+            desk.turn_at(deadline - 0.1)
             assert len(desk.started) == living
-            now = deadline
-            desk.peers.look_at_clock()
+            desk.turn_at(deadline)
         assert len(desk.started) == living + 1
         assert [type(one) for one in desk.started[-1].sent] == [Join]
-        assert desk.peers.deadline() is None
+        assert desk.loop.deadline() is None
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
-    now += 60  # the last one has lived
+    desk.now += 60  # the last one has lived
     desk.started[-1].ended("killed")
-    assert desk.peers.deadline() is None
+    assert desk.loop.deadline() is None
     assert not desk.started[-1].closed
 
 
 def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not_pass_the_watermark(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: Desk,
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(own_replicator, "time", SimpleNamespace(monotonic=lambda: now))
     group: Any = SimpleNamespace(held=None, ranks=(0,))
     desk.peers.listen(LISTEN)
     desk.join()
@@ -274,8 +272,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
         assert "killed; no other one takes its place: the replicator does not answer" in desk.lost[-1]
         assert desk.lost[-1].count("the port is taken") == 1
         assert desk.peers.redo_limit(group) == 7
-        now = desk.peers.deadline() or 0.0
-        desk.peers.look_at_clock()
+        desk.turn_at(desk.loop.deadline() or 0.0)
     tried = len(desk.started)
     with pytest.raises(AgentError, match="the port is taken"):
         desk.peers.listen(LISTEN)
@@ -285,10 +282,10 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     assert desk.peers.listen(LISTEN).address == FakeReplicator.address
     desk.peers.join(Join(JOB, rejoin=True))
     assert [type(one) for one in desk.started[-1].sent] == [Join]
-    assert desk.peers.deadline() is None
+    assert desk.loop.deadline() is None
     desk.started[-1].ended("killed")
     desk.peers.begin_attempt()
-    assert desk.peers.deadline() is None
+    assert desk.loop.deadline() is None
 
 
 def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
@@ -299,7 +296,7 @@ def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: D
     for _ in range(3):
         desk.peers.sync(group)
     assert len(desk.started) == 3
-    assert desk.peers.deadline() is not None
+    assert desk.loop.deadline() is not None
     # Nobody is there who could answer: redo goes on as far as the slots ask for.
     assert desk.peers.redo_limit(group) == 9 - (3 - 2)
     desk.make = FakeReplicator
@@ -452,8 +449,8 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
         if isinstance(message, WatermarkAdvanced):
             process.close()
 
-    with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.replication.process", [], selector, take, received.append)
+    with closing(EventLoop()) as loop:
+        process = HelperProcess("memckpt.replication.process", [], loop, take, received.append)
         with closing(process):
             yield process, process._process, received
 
@@ -518,6 +515,6 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
 
     monkeypatch.setattr(helper_process.subprocess, "Popen", fail)
     before = set(os.listdir("/proc/self/fd"))
-    with selectors.DefaultSelector() as selector, pytest.raises(AgentError, match=error.args[1]):
-        HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
+    with closing(EventLoop()) as loop, pytest.raises(AgentError, match=error.args[1]):
+        HelperProcess("memckpt.replication.process", [], loop, lambda message: None, lambda reason: None)
     assert set(os.listdir("/proc/self/fd")) == before

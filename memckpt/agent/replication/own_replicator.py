@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import selectors
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,8 +10,8 @@ import msgspec
 
 from memckpt.agent.replication.fragment_memory import FragmentRooms
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
-from memckpt.memory.life import LifePage
 from memckpt.processes.backoff import Backoff
+from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import ReplicatorProcess
 from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peers import Listen, Listening
@@ -67,9 +65,8 @@ class OwnReplicator:
     The memory outlives the process: the next one goes on with it.
 
     Args:
-        selector: selector of the agent's loop.
+        loop: the agent's.
         owner: told of its messages, its death and its replacement.
-        life: the page that the agent's loop moves; belongs to the caller.
 
     Attributes:
         process: the process that runs; None while there is none.
@@ -78,23 +75,23 @@ class OwnReplicator:
         problem: why there is no process, in words.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, owner: Owner, life: LifePage | None) -> None:
+    def __init__(self, loop: EventLoop, owner: Owner) -> None:
         self.process: ReplicatorProcess | None = None
         self.planned = False
         self.fingerprints: dict[int, tuple[str, ...]] = {}
         self.problem = ""
-        self._selector = selector
+        self._loop = loop
         self._owner = owner
-        self._life = life
         self._rooms = FragmentRooms()
         #: What it was told of the attempt, and where it listens.
         self._listening: tuple[Listen, Listening] | None = None
-        self._backoff = Backoff()
+        self._backoff = Backoff(loop.clock)
         #: When another one is started, where the last one died soon after those before it.
         self._retry_at: float | None = None
         self._died_of = ""
         #: Memory of the node that it was told of, in bytes; None: it was not.
         self._told_own: int | None = None
+        loop.each_turn(self._look_at_clock, self._deadline)
 
     @property
     def kept_bytes(self) -> int:
@@ -248,7 +245,7 @@ class OwnReplicator:
     def _start(self, liveness_seconds: float) -> ReplicatorProcess:
         """Start a process; it goes on with what the last one kept."""
         process = ReplicatorProcess(
-            "memckpt.replication.process", [], self._selector, self._received, self._die, liveness_seconds, self._life
+            "memckpt.replication.process", [], self._loop, self._received, self._die, liveness_seconds
         )
         try:
             for message, fd in self._rooms.handover():
@@ -293,25 +290,23 @@ class OwnReplicator:
         self._owner.replicator_lost(reason)
 
     def _wait_with_another(self, pause: float) -> None:
-        self._retry_at = time.monotonic() + pause
+        self._retry_at = self._loop.clock() + pause
         self._owner.replicator_lost(f"{self.problem}; another replicator is started in {pause:.0f} s")
 
-    def deadline(self) -> float | None:
-        """When :meth:`look_at_clock` has something to do; None: never, as far as is known."""
+    def _deadline(self) -> float | None:
         looks = None if self.process is None else self.process.look_at
         return min((at for at in (self._retry_at, looks) if at is not None), default=None)
 
-    def look_at_clock(self) -> None:
-        """Do what is due."""
+    def _look_at_clock(self) -> None:
         if self.process is not None and self.process.stands_still():
             self._die("it shows no sign of life (stopped, or dead-locked), and is killed")
-        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+        if self._retry_at is not None and self._loop.clock() >= self._retry_at:
             self._restart()
 
     def _restart(self) -> None:
         """Start another one, which goes on with what the last one kept."""
         self._retry_at = None
-        planned, began = self.planned, time.monotonic()
+        planned, began = self.planned, self._loop.clock()
         try:
             self._replace(planned)
         except MemckptError as error:
@@ -320,7 +315,7 @@ class OwnReplicator:
                 self._do_without(self.problem)
             else:
                 # While it is waited for, the loop does nothing else: that must be rare.
-                took = time.monotonic() - began
+                took = self._loop.clock() - began
                 self._wait_with_another(max(1.0, self._backoff.died(), _REST_FACTOR * took))
             return
         if planned:

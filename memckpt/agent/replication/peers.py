@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import selectors
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -18,9 +16,9 @@ from memckpt.agent.replication.recovery import Recovery
 from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
-from memckpt.memory.life import LifePage
 from memckpt.memory.phases import PhasesPage
 from memckpt.node.redo_news import RedoNews
+from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.messages import ReplicatorToAgent
 from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PhasesAre
 from memckpt.protocol.recovery import BadSourceSeen, Described, Filled, Recover, Recovered, RecoveryProgress
@@ -39,13 +37,12 @@ class Peers:
     """Belongs to the agent's event loop. Owns the replicator.
 
     Args:
-        selector: selector of the loop.
+        loop: the agent's.
         group: the group of ranks that share shards, or None.
         adopt: makes a group for ranks that are not here.
         watermark_advanced: called when the watermark has got further.
         lost: called with the reason when there is no replicator for a while, or for the rest of the attempt.
         standbys: standby replicas of other nodes' ranks; belong to the caller.
-        life: the page that the agent's loop moves; belongs to the caller.
 
     Attributes:
         watermark: the newest record that is acknowledged for every node of the job; None: no peers take part.
@@ -53,20 +50,20 @@ class Peers:
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
+        loop: EventLoop,
         group: Callable[[RankGroup], GroupState | None],
         adopt: Callable[[RankGroup], GroupState],
         watermark_advanced: Callable[[WatermarkAdvanced], None],
         lost: Callable[[str], None],
         standbys: StandbyReplicas,
-        life: LifePage | None = None,
     ) -> None:
+        self._clock = loop.clock
         self._standbys = standbys
         self._group = group
         self._adopt = adopt
         self._tell_watermark = watermark_advanced
         self._told_lost = lost
-        self._replicator = OwnReplicator(selector, self, life)
+        self._replicator = OwnReplicator(loop, self)
         self._job: PeerJob | None = None
         self._recovery: Recovery | None = None
         self._recoveries = 0
@@ -121,7 +118,7 @@ class Peers:
             return msgspec.structs.replace(
                 self._report, protected=False, problem=problem, held_bytes=self.kept_bytes, links=()
             )
-        quiet = time.monotonic() - self._reported
+        quiet = self._clock() - self._reported
         if quiet < _QUIET_SECONDS:
             return self._report
         return msgspec.structs.replace(
@@ -316,7 +313,7 @@ class Peers:
             case TakeState():
                 self._take_state(message.record)
             case PeersReport():
-                self._report, self._reported = message.status, time.monotonic()
+                self._report, self._reported = message.status, self._clock()
             case GivenUp():
                 self._given_up.add(message.generation)
                 self._tell_watermark(self._newest)
@@ -369,11 +366,3 @@ class Peers:
             group = self._group(unit.ranks)
             if group is not None and job.nodes[unit.node].name == told.node:
                 self.sync(group)
-
-    def deadline(self) -> float | None:
-        """When :meth:`look_at_clock` has something to do; None: never, as far as is known."""
-        return self._replicator.deadline()
-
-    def look_at_clock(self) -> None:
-        """Do what is due."""
-        self._replicator.look_at_clock()
