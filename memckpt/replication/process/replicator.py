@@ -7,8 +7,6 @@ arrived is looked at, and so on; the network's own threads send meanwhile.
 from __future__ import annotations
 
 import logging
-import math
-import time
 
 import msgspec
 import zmq
@@ -17,6 +15,7 @@ from memckpt.errors import AgentError
 from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
+from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.messages import AgentToReplicator
 from memckpt.protocol.peers import Join, Listen, Listening, PhasesAre
@@ -77,12 +76,13 @@ class Replicator:
         self, channel: ReplicatorChannel, life: LifePage | None = None, agent: LifeWatch | None = None
     ) -> None:
         self._channel = channel
-        self._life = life
         self._agent = agent
-        #: The loop comes round that often, at least.
-        self._beat_seconds = 1.0
+        #: The transport registers its sockets.
         self._poller = zmq.Poller()
-        self._poller.register(channel.fileno(), zmq.POLLIN)
+        self._loop = EventLoop(life, poller=self._poller)
+        self._loop.beat_seconds = 1.0
+        self._loop.attend(channel, self._hear_agent)
+        self._loop.each_turn(self._work, self._deadline)
         self._transport: Transport | None = None
         self._node = ""
         self._feed: StandbyFeed | None = None
@@ -99,34 +99,33 @@ class Replicator:
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
-            self._beat()
-            self._poller.poll(math.ceil(self._patience() * 1000))
-            # All that is there: the agent sends some messages a step, and queues no more than HelperProcess allows.
-            # Peers are not trusted that far, so that their messages have a limit.
-            while (received := self._channel.poll()) is not None:
-                self._handle(*received)
-            self._take_deliveries()
-            now = time.monotonic()
-            if self._draining_until is not None:
-                self._drain(now)
-            elif self._member is not None:
-                if self._marks is not None:
-                    for mark in self._marks.read():
-                        self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
-                if self._transport is not None:
-                    self._member.unheard = self._transport.silent
-                self._look_at_agent()
-                self._member.work(now)
-                self._report(now)
-            self._fetching.tend(now)
-            if self._member is not None and self._feed is not None:
-                self._answering.work(self._member.mail, self._feed.fragment_store)
-            for news in self._fetching.take_news():
-                self._channel.send(news)
+            self._loop.turn()
 
-    def _beat(self) -> None:
-        if self._life is not None:
-            self._life.beat()
+    def _hear_agent(self) -> None:
+        # All that is there: the agent sends some messages a step, and queues no more than HelperProcess allows. Peers
+        # are not trusted that far, so that their messages have a limit.
+        while (received := self._channel.poll()) is not None:
+            self._handle(*received)
+
+    def _work(self) -> None:
+        self._take_deliveries()
+        now = self._loop.clock()
+        if self._draining_until is not None:
+            self._drain(now)
+        elif self._member is not None:
+            if self._marks is not None:
+                for mark in self._marks.read():
+                    self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+            if self._transport is not None:
+                self._member.unheard = self._transport.silent
+            self._look_at_agent()
+            self._member.work(now)
+            self._report(now)
+        self._fetching.tend(now)
+        if self._member is not None and self._feed is not None:
+            self._answering.work(self._member.mail, self._feed.fragment_store)
+        for news in self._fetching.take_news():
+            self._channel.send(news)
 
     def _look_at_agent(self) -> None:
         assert self._member is not None
@@ -142,9 +141,9 @@ class Replicator:
             self._leave()
             self._channel.send(Drained())
 
-    def _patience(self) -> float:
-        now = time.monotonic()
-        limits = [self._beat_seconds]
+    def _deadline(self) -> float | None:
+        now = self._loop.clock()
+        limits = []
         if self._transport is not None:
             limits.append(self._transport.tend(now))
         if self._member is not None:
@@ -153,7 +152,7 @@ class Replicator:
             limits.append(1.0)
         if self._draining_until is not None:
             limits.append(0.05)  # what arrives wakes us, but not that a peer is gone
-        return max(0.0, min(limits))
+        return now + min(limits) if limits else None
 
     def close(self) -> None:
         """Close everything; what is kept for others stays with the agent."""
@@ -161,6 +160,7 @@ class Replicator:
         if self._feed is not None:
             self._feed.leave()
         self._memory.close()
+        self._loop.close()
 
     def _close_phases(self) -> None:
         phases, self._phases, self._marks = self._phases, None, None
@@ -219,12 +219,12 @@ class Replicator:
             case Holds():
                 self._memory.own_bytes = message.nbytes
             case Drain():
-                self._draining_until = time.monotonic() + _DRAIN_SECONDS
+                self._draining_until = self._loop.clock() + _DRAIN_SECONDS
                 if self._member is not None:
-                    self._member.leave(time.monotonic())
+                    self._member.leave(self._loop.clock())
             case Describe():
                 assert self._member is not None
-                self._fetching.describe(message, self._member.mail, time.monotonic())
+                self._fetching.describe(message, self._member.mail, self._loop.clock())
             case Fill():
                 self._fill(message, regions)
             case Halt():
@@ -250,7 +250,7 @@ class Replicator:
             keys = Keys(*msgspec.structs.astuple(message.keys))
         self._security = "curve" if isinstance(keys, Keys) else "plain"
         self._node = message.node
-        self._beat_seconds = look_seconds(message.liveness_seconds)
+        self._loop.beat_seconds = look_seconds(message.liveness_seconds)
         if self._agent is not None:
             self._agent.limit = message.liveness_seconds
         if self._feed is None:
@@ -331,14 +331,14 @@ class Replicator:
         source = message.wanted.source
         # What a node hands out live is not encoded: any code does.
         code = self._member.code_for(source.data if isinstance(source, FromFragments) else self._member.job.data)
-        self._fetching.fill(message, regions, code, self._member.mail, time.monotonic())
+        self._fetching.fill(message, regions, code, self._member.mail, self._loop.clock())
 
     # What peers say
 
     def _take_deliveries(self) -> None:
         if self._transport is None or self._member is None:
             return  # before the attempt has its plan nothing is taken; it waits where it is
-        now = time.monotonic()
+        now = self._loop.clock()
         for _ in range(_MOST_DELIVERIES):
             loopback = self._member.mail.loopback
             event = loopback.popleft() if loopback else self._transport.receive()
