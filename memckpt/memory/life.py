@@ -120,7 +120,9 @@ class LifeWatch:
         return self._quiet
 
     def stands_still(self) -> bool:
-        """Look; returns whether the limit is reached."""
+        """Look, if that is due; returns whether the limit is reached."""
+        if self._quiet < self.limit and self._clock() < self.due:
+            return False
         return self.look() >= self.limit
 
     def _account(self) -> tuple[bool, int]:

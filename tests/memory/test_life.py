@@ -101,6 +101,28 @@ def test_a_loop_that_comes_round_lives(page: LifePage) -> None:
         assert watch.stands_still()
 
 
+def test_a_look_waits_until_it_is_due_unless_the_process_stands_still(
+    page: LifePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop asks in each of its turns; a look reads a file of the kernel's."""
+    now, looks = 0.0, 0
+    watch = LifeWatch(page, os.getpid(), 8.0, "main", clock=lambda: now)
+
+    def account() -> tuple[bool, int]:
+        nonlocal looks
+        looks += 1
+        return False, 0
+
+    monkeypatch.setattr(watch, "_account", account)
+    for _ in range(9):
+        now += 1.0
+        answers = [watch.stands_still() for _ in range(100)]
+    assert looks == 8 + 100, "one a second, and each once the limit is reached"
+    assert all(answers)
+    page.beat()
+    assert not watch.stands_still(), "it lives again, and that shows at once"
+
+
 def test_who_was_stopped_itself_has_seen_nothing(page: LifePage) -> None:
     with child(nothing) as pid:
         now = 0.0
