@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.errors import DamagedStateError
-from memckpt.memory.region import Region
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.recovery.target import RestoreTarget, progress
@@ -28,7 +28,7 @@ class Restorer:
 
     Args:
         layout: layout of the held generation.
-        slots, static, replica: its regions.
+        regions: its regions.
         ring: stamps of the slots.
         tensors: the live tensors by name.
         optimizers: the live optimizers; state is created as needed, on the parameters' devices.
@@ -38,9 +38,7 @@ class Restorer:
     def __init__(
         self,
         layout: Layout,
-        slots: Region,
-        static: Region | None,
-        replica: Region | None,
+        regions: GenerationRegions,
         ring: SlotRing,
         tensors: dict[str, torch.Tensor],
         optimizers: Sequence[Optimizer],
@@ -48,9 +46,9 @@ class Restorer:
     ) -> None:
         self._layout = layout
         self._factory = build
-        self._slots: mmap.mmap = slots.map
-        self._static = static
-        self._replica = replica
+        self._slots: mmap.mmap = regions.slots.map
+        self._static = regions.static
+        self._replica = regions.replica
         self._ring = ring
         self._target = RestoreTarget(layout, tensors, optimizers)
         self._tensors = tensors

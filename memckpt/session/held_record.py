@@ -25,6 +25,11 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt")
 
 
+def restorer_of(regions: PreparedRegions, writer: SlotWriter, live: LiveState) -> Restorer:
+    """Restorer of a generation into the live state. `writer` is on these regions."""
+    return Restorer(writer.layout, regions, writer.ring, live.tensors(), live.optimizers)
+
+
 class HeldRecord(Protocol):
     """The held state after one record. The caller that repeats the record's step closes it.
 
@@ -112,15 +117,7 @@ class InMemory:
 
     def put_back(self, comparison: Comparison) -> None:
         assert self._writer is not None
-        restorer = Restorer(
-            self._writer.layout,
-            self._regions.slots,
-            self._regions.static,
-            self._regions.replica,
-            self._writer.ring,
-            self._live.tensors(),
-            self._live.optimizers,
-        )
+        restorer = restorer_of(self._regions, self._writer, self._live)
         metas, advanced = self._regions.message.metas, self._advanced
         restorer.restore(self._record, self._rank, metas, advanced.missing, advanced.plain, comparison)
 

@@ -14,10 +14,10 @@ from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import CommHookTap
 from memckpt.capture.taps.tap import Tap
-from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.recovery.restore import replica_digest
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
-from memckpt.session.held_record import InMemory, InStorage
+from memckpt.session.held_record import InMemory, InStorage, restorer_of
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.repetition import Repetition
@@ -117,17 +117,10 @@ class Restoration:
         metas = message.metas
         if message.before is not None:
             record, metas = record - 1, message.before.metas
-        restorer = Restorer(
-            writer.layout,
-            regions.slots,
-            regions.static,
-            regions.replica,
-            writer.ring,
-            self._live.tensors(),
-            self._live.optimizers,
-        )
         with rng.preserved():
-            restorer.restore(record, self._ranks.rank, metas, message.missing, message.plain)
+            restorer_of(regions, writer, self._live).restore(
+                record, self._ranks.rank, metas, message.missing, message.plain
+            )
 
     def adopt(self, writer: SlotWriter) -> None:
         """Adopt the writer of a held generation, after a repeated step."""

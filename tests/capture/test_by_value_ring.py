@@ -22,7 +22,7 @@ from memckpt.capture.spec_request import SpecRequest
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
-from memckpt.memory.generation_regions import Allowance
+from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.generation import Generation
@@ -385,7 +385,7 @@ def test_a_restore_looks_at_the_stamps_of_by_value_tensors() -> None:
         model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(4))})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tensors = {"weight": model["weight"], "average": torch.zeros(4)}
-        restorer = Restorer(layout, region, None, None, ring, tensors, [optimizer])
+        restorer = Restorer(layout, GenerationRegions(layout, region, None, None), ring, tensors, [optimizer])
         ring.seal(5, 0)
         tensor_at(region.map, layout.by_value_base(5), (4,), "float32").fill_(5.0)
         restorer._restore_by_value(5, 0)

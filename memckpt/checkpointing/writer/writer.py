@@ -19,6 +19,7 @@ from memckpt.errors import (
     StorageError,
     StorageFullError,
 )
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.storing import Saved, SaveFailed
@@ -80,7 +81,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
     state = NodeState(job.spec, job.missing, job.plain, job.rank_states)
     if job.source == "ring":
         static = regions[1] if len(regions) > 1 else None
-        tensors, state = _redo(job, layout, regions[0], static)
+        tensors, state = _redo(job, layout, GenerationRegions(layout, regions[0], static, None))
     else:
         static = regions[2] if len(regions) > 2 else None
         tensors = {}
@@ -169,18 +170,18 @@ def free(job: LookForRoom) -> int | None:
         return None
 
 
-def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tuple[dict[str, torch.Tensor], NodeState]:
+def _redo(job: Save, layout: Layout, regions: GenerationRegions) -> tuple[dict[str, torch.Tensor], NodeState]:
     """Produce the state from a ring that stands still."""
     spec, part = job.spec, job.part
     torch.set_num_threads(job.threads)
     extend_search_path(job.search_path)
-    ring = SlotRing(slots, layout, job.generation)
+    ring = SlotRing(regions.slots, layout, job.generation)
     ring.check_by_value(part.record, spec.local_ranks)
-    by_value = by_value_tensors(layout, slots.map, layout.by_value_base(part.record))
+    by_value = by_value_tensors(layout, regions.slots.map, layout.by_value_base(part.record))
     if not part.full:
         return by_value, NodeState(spec, (), b"", job.rank_states)
     host = HostState(spec, by_value=False)
-    restorer = Restorer(layout, slots, static, None, ring, host.tensors, host.optimizers, build=host.build)
+    restorer = Restorer(layout, regions, ring, host.tensors, host.optimizers, build=host.build)
     restorer.restore(part.record, None, job.metas, (), b"")
     tensors, state = host.described(job.rank_states)
     return {**tensors, **by_value}, state
