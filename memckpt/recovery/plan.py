@@ -16,6 +16,42 @@ from memckpt.storage.chain import StoredPoint
 
 
 @dataclass(frozen=True)
+class NewAttempt:
+    """The attempt that a plan is for.
+
+    Attributes:
+        world_size: number of its ranks.
+        nonce: its nonce.
+        shardings: by rank, digest of its shards; empty: nothing is sharded.
+        units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
+            where every node restores what it holds itself.
+    """
+
+    world_size: int
+    nonce: str
+    shardings: Sequence[str] = ()
+    units: Sequence[tuple[str, RankGroup]] = ()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a store can produce.
+
+    Attributes:
+        points: its complete states, newest first.
+        latest_attempt: the highest number of an attempt that has begun to write to it.
+        name: name of the store, in words.
+    """
+
+    points: Sequence[StoredPoint] = ()
+    latest_attempt: int = 0
+    name: str = "storage"
+
+
+NOTHING_STORED = Stored()
+
+
+@dataclass(frozen=True)
 class StartOver:
     """Nothing is restored.
 
@@ -68,74 +104,63 @@ Plan = StartOver | RestoreRecord | RestoreStored
 def make_plan(
     inventories: Sequence[HeldRecords],
     resume: ResumeChoice | int,
-    world_size: int,
-    nonce: str,
-    stored: Sequence[StoredPoint] = (),
-    latest_attempt: int = 0,
-    shardings: Sequence[str] = (),
+    attempt: NewAttempt,
+    stored: Stored = NOTHING_STORED,
     fragments: Sequence[HeldFragments] = (),
-    units: Sequence[tuple[str, RankGroup]] = (),
     without: Collection[BadSource] = (),
     before: bool = False,
-    store: str = "storage",
 ) -> Plan:
     """Choose the newest record that memory can produce for every rank, or else the newest in storage.
 
     Args:
         inventories: live state of every rank's node, for each set of shards it holds; ranks of one node repeat them.
         resume: the user's setting.
-        world_size: number of ranks of this attempt.
-        nonce: nonce of this attempt.
-        stored: the complete states in storage, newest first.
-        latest_attempt: the highest number of an attempt that has begun to write to storage.
-        shardings: by rank, digest of its shards in this attempt; empty: nothing is sharded.
+        attempt: this attempt.
+        stored: what storage has.
         fragments: those on every rank's node of other nodes' records; ranks of one node repeat them.
-        units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
-            where every node restores what it holds itself.
         without: sources that an earlier plan used and that proved bad.
         before: fetch from peers so that the previous record can be produced, too, where possible.
-        store: name of the store of `stored`, in words.
 
     Raises:
         ForeignStateError: the held state belongs to another model, optimizer or world size.
         NothingHeldError: something must be restored and nothing can be.
     """
-    assert units or not fragments, "fragments require units"
+    assert attempt.units or not fragments, "fragments require units"
     nodes = list({place_of(inventory): inventory for inventory in inventories}.values())
     everything: list[HeldRecords | HeldFragments] = [*nodes, *fragments]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
-    in_storage = max((one.timeline.number for one in stored), default=0)
-    timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
+    in_storage = max((one.timeline.number for one in stored.points), default=0)
+    timeline = Timeline(max(in_memory, in_storage, stored.latest_attempt) + 1, attempt.nonce)
     something = any(held.records or held.problem for held in everything)
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something, asked=True)
-    memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_standbys(nodes), world_size, shardings)
-    if units:
-        memory = _PeersMemory(nodes, fragments, without, units, world_size, shardings, before)
+    memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_standbys(nodes), attempt)
+    if attempt.units:
+        memory = _PeersMemory(nodes, fragments, without, attempt, before)
     # Memory is older than storage: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
     if not stale:
         _refuse_problems(everything)
         if memory.changed:
-            memory.refuse_changed(stored, store)
+            memory.refuse_changed(stored)
     common = {} if stale or memory.changed else memory.common()
     chosen = _choose(common, resume)
     if chosen is not None:
         return memory.restore(timeline, *chosen)
     if stale:
-        reason = f"memory holds an older attempt than {store}"
+        reason = f"memory holds an older attempt than {stored.name}"
     elif memory.changed:
         reason = f"memory holds a run {memory.changed}"
     elif isinstance(resume, int) and common:
         reason = f"expected step {resume}, found steps {sorted(set(common.values()))} in {memory.name}"
     else:
         reason = memory.why_nothing()
-    candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
+    candidates = tuple(one for one in stored.points if not isinstance(resume, int) or one.step == resume)
     if candidates:
         known = [] if stale else [held.newest for held in nodes if held.newest]
-        return RestoreStored(timeline, candidates, reason, max(known, default=None), store)
-    if isinstance(resume, int) and stored:
-        reason += f"; {store} has steps {sorted({one.step for one in stored})}"
+        return RestoreStored(timeline, candidates, reason, max(known, default=None), stored.name)
+    if isinstance(resume, int) and stored.points:
+        reason += f"; {stored.name} has steps {sorted({one.step for one in stored.points})}"
     if resume == "auto":
         # State of some nodes is useless without the others; nothing that could still be restored is dropped.
         return StartOver(timeline, reason, discard=something)
@@ -143,19 +168,15 @@ def make_plan(
 
 
 def must_reshard(
-    inventories: Sequence[HeldRecords],
-    world_size: int,
-    shardings: Sequence[str],
-    fragments: Sequence[HeldFragments] = (),
-    units: Sequence[tuple[str, RankGroup]] = (),
+    inventories: Sequence[HeldRecords], attempt: NewAttempt, fragments: Sequence[HeldFragments] = ()
 ) -> bool:
     """Whether the held state cannot be restored directly: another number of ranks, or other shards.
 
-    With peers (`units`), also if ranks that shared a node no longer do. Arguments as for :func:`make_plan`.
+    With peers, also if ranks that shared a node no longer do. Arguments as for :func:`make_plan`.
     """
-    if units:
-        return bool(_PeersMemory(inventories, fragments, (), units, world_size, shardings).changed)
-    return bool(_OwnMemory(_without_standbys(inventories), world_size, shardings).changed)
+    if attempt.units:
+        return bool(_PeersMemory(inventories, fragments, (), attempt).changed)
+    return bool(_OwnMemory(_without_standbys(inventories), attempt).changed)
 
 
 def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
@@ -226,10 +247,10 @@ class _OwnMemory:
 
     name = "local memory"
 
-    def __init__(self, nodes: Sequence[HeldRecords], world_size: int, shardings: Sequence[str]) -> None:
+    def __init__(self, nodes: Sequence[HeldRecords], attempt: NewAttempt) -> None:
         self._nodes = nodes
         held = [(each.ranks, each.world_size, each.sharding) for each in nodes if each.records]
-        self.changed = _OTHER_SHARDS if _is_other(held, world_size, shardings) else ""
+        self.changed = _OTHER_SHARDS if _is_other(held, attempt) else ""
 
     def common(self) -> dict[int, int]:
         return common_records(self._nodes)
@@ -238,13 +259,13 @@ class _OwnMemory:
         newest = max(max(held.newest, *held.records, 0) for held in self._nodes)
         return RestoreRecord(timeline, record, step, self.name, newest - record)
 
-    def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
+    def refuse_changed(self, stored: Stored) -> None:
         """Refuse a changed run whose newest state in memory is not in storage yet: others could not get it."""
-        held = _not_stored(self._nodes, self.common(), stored)
+        held = _not_stored(self._nodes, self.common(), stored.points)
         if held is not None:
             raise _changed_error(
                 f"node {held.node} holds a run of {held.world_size} ranks with other shards than those of this attempt",
-                store,
+                stored.name,
             )
 
     def why_nothing(self) -> str:
@@ -277,17 +298,15 @@ class _PeersMemory:
         nodes: Sequence[HeldRecords],
         fragments: Sequence[HeldFragments],
         without: Collection[BadSource],
-        units: Sequence[tuple[str, RankGroup]],
-        world_size: int,
-        shardings: Sequence[str],
+        attempt: NewAttempt,
         before: bool = False,
     ) -> None:
         self._nodes = nodes
         self._before = before
         self._sources = Sources(nodes, fragments, without)
-        self._places = {unit: node for node, unit in units}
+        self._places = {unit: node for node, unit in attempt.units}
         self.changed = ""
-        if _is_other(self._sources.held, world_size, shardings):
+        if _is_other(self._sources.held, attempt):
             self.changed = _OTHER_SHARDS
         elif not self._sources.units <= self._places.keys():
             self.changed = "whose ranks were distributed over nodes in another way"
@@ -301,15 +320,15 @@ class _PeersMemory:
         lost = self._sources.newest - record
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
-    def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
+    def refuse_changed(self, stored: Stored) -> None:
         """Refuse a changed run whose live state is not in storage yet.
 
         Fragments and standby replicas cannot be written there first: for these an older state in storage suffices.
         """
         own = _without_standbys(self._nodes)
-        unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None
-        if unsaved or (not stored and self._sources.common_of_all()):
-            raise _changed_error(f"memory holds a run {self.changed}", store)
+        unsaved = _not_stored(own, Sources(own).common_of_all(), stored.points) is not None
+        if unsaved or (not stored.points and self._sources.common_of_all()):
+            raise _changed_error(f"memory holds a run {self.changed}", stored.name)
 
     def why_nothing(self) -> str:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
@@ -324,11 +343,11 @@ _OTHER_SHARDS = "with another number of ranks, or other shards"
 _NOTHING = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
 
 
-def _is_other(held: Iterable[tuple[RankGroup, int, str]], world_size: int, shardings: Sequence[str]) -> bool:
-    """Whether any held (ranks, world size, sharding digest) differs from this attempt's."""
-    by_rank = dict(enumerate(shardings))
+def _is_other(held: Iterable[tuple[RankGroup, int, str]], attempt: NewAttempt) -> bool:
+    """Whether any held (ranks, world size, sharding digest) differs from the attempt's."""
+    by_rank = dict(enumerate(attempt.shardings))
     return any(
-        found != world_size or any(by_rank.get(rank, "") != sharding for rank in ranks)
+        found != attempt.world_size or any(by_rank.get(rank, "") != sharding for rank in ranks)
         for ranks, found, sharding in held
     )
 

@@ -11,7 +11,16 @@ from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import ForeignStateError
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.peers import BadSource
-from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, make_plan, must_reshard
+from memckpt.recovery.plan import (
+    NewAttempt,
+    Plan,
+    RestoreRecord,
+    RestoreStored,
+    StartOver,
+    Stored,
+    make_plan,
+    must_reshard,
+)
 from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
@@ -121,7 +130,8 @@ class Resumption:
         held = [each for inventories, _ in answers for each in inventories]
         shardings = [sharding for _, sharding in answers]
         fragments = self._peers.listen()
-        resharding = must_reshard(held, ranks.world_size, shardings, fragments, self._peers.units)
+        attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units)
+        resharding = must_reshard(held, attempt, fragments)
         if resharding:
             self._resharding.save(own, held, fragments, resume, spec)
         step = resume if isinstance(resume, int) else None
@@ -130,20 +140,8 @@ class Resumption:
         self._link.owner = tier.run
 
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
-            return make_plan(
-                held,
-                resume,
-                ranks.world_size,
-                ranks.nonce,
-                tier.points,
-                latest_attempt=tier.catalog.latest_attempt,
-                shardings=shardings,
-                fragments=fragments,
-                units=self._peers.units,
-                without=bad,
-                before=before,
-                store=tier.name,
-            )
+            stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name)
+            return make_plan(held, resume, attempt, stored, fragments, bad, before)
 
         repeat = self._repeat.wanted and step is None
         plan = plan_patiently(tier, resume, lambda: self._peers.carry_out(plan_without, spec, before=repeat))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.node.generation import branch_off
 from memckpt.recovery.plan import (
+    NewAttempt,
+    Plan,
     RestoreRecord,
     RestoreStored,
     StartOver,
+    Stored,
     make_plan,
     must_reshard,
     record_to_reshard,
@@ -42,6 +46,19 @@ def held(
         "steps": tuple(10 * r for r in records),
     } | settings
     return HeldRecords(node=node, records=tuple(records), history=history, **arguments)
+
+
+def planned(
+    inventories: Sequence[HeldRecords],
+    resume: Any,
+    world_size: int,
+    nonce: str,
+    stored: Sequence[Checkpoint] = (),
+    latest_attempt: int = 0,
+    shardings: Sequence[str] = (),
+) -> Plan:
+    """The plan of an attempt without peers."""
+    return make_plan(inventories, resume, NewAttempt(world_size, nonce, shardings), Stored(stored, latest_attempt))
 
 
 @dataclass
@@ -85,7 +102,7 @@ def test_the_plan_is_the_newest_record_with_the_same_contents_everywhere(data: s
     nonces = (f"attempt{number}" for number in itertools.count())
     for _ in range(data.draw(st.integers(1, 6))):
         nonce = next(nonces)
-        plan = make_plan([node.inventory() for node in nodes], "auto", RANKS, nonce)
+        plan = planned([node.inventory() for node in nodes], "auto", RANKS, nonce)
         common = [
             record
             for record in nodes[0].contents
@@ -111,9 +128,9 @@ def test_the_plan_is_the_newest_record_with_the_same_contents_everywhere(data: s
 @given(st.permutations(range(3)), st.integers(0, 2))
 def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repeated: int) -> None:
     inventories = [held(*each, of="abc") for each in (("a", range(3, 8)), ("b", range(4, 9)), ("c", range(2, 7)))]
-    expected = make_plan(inventories, "auto", RANKS, "n")
+    expected = planned(inventories, "auto", RANKS, "n")
     shuffled = [inventories[index] for index in order] + [inventories[repeated]]
-    assert make_plan(shuffled, "auto", RANKS, "n") == expected
+    assert planned(shuffled, "auto", RANKS, "n") == expected
     assert isinstance(expected, RestoreRecord)
     assert (expected.record, expected.step, expected.lost) == (6, 60, 2)
     assert expected.timeline == Timeline(2, "n")
@@ -121,7 +138,7 @@ def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repe
 
 def test_records_of_one_number_on_different_timelines_do_not_match() -> None:
     left = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), None))
-    plan = make_plan([held("a", range(4, 8), of="ab"), held("b", range(4, 8), left, of="ab")], "auto", RANKS, "n")
+    plan = planned([held("a", range(4, 8), of="ab"), held("b", range(4, 8), left, of="ab")], "auto", RANKS, "n")
     assert isinstance(plan, RestoreRecord)
     assert plan.record == 5
     assert plan.timeline.number == 3
@@ -147,27 +164,27 @@ def test_going_back_behind_an_earlier_branch_point_hides_what_was_between() -> N
 def test_another_model_is_refused(resume: Any) -> None:
     foreign = HeldRecords(node="b", problem="held: w [3]; this run: w [4]")
     with pytest.raises(ForeignStateError, match=r"node b .* First difference: held: w \[3\]; this run: w \[4\]"):
-        make_plan([held("a", range(3, 8)), foreign], resume, RANKS, "n")
+        planned([held("a", range(3, 8)), foreign], resume, RANKS, "n")
 
 
 def test_never_drops_whatever_is_held() -> None:
     foreign = HeldRecords(node="b", problem="another model")
-    assert make_plan([foreign], "never", RANKS, "n") == StartOver(
+    assert planned([foreign], "never", RANKS, "n") == StartOver(
         Timeline(1, "n"), "resume='never'", discard=True, asked=True
     )
-    nothing = make_plan([HeldRecords(node="a")], "never", RANKS, "n")
+    nothing = planned([HeldRecords(node="a")], "never", RANKS, "n")
     assert isinstance(nothing, StartOver)
     assert not nothing.discard
 
 
 def test_another_world_size_is_refused() -> None:
     with pytest.raises(ForeignStateError, match="holds a run of 4 ranks with other shards"):
-        make_plan([held("a", range(3, 8))], "auto", 2, "n")
+        planned([held("a", range(3, 8))], "auto", 2, "n")
 
 
 def test_a_step_names_the_newest_record_that_carries_it() -> None:
     inventory = held("a", range(3, 8), steps=(1, 1, 2, 2, 3))
-    plan = make_plan([inventory], 2, RANKS, "n")
+    plan = planned([inventory], 2, RANKS, "n")
     assert isinstance(plan, RestoreRecord)
     assert (plan.record, plan.lost) == (6, 1)
 
@@ -183,9 +200,9 @@ def test_a_step_names_the_newest_record_that_carries_it() -> None:
 )
 def test_a_demand_that_cannot_be_met_says_why(inventories: list[HeldRecords], resume: Any, message: str) -> None:
     with pytest.raises(NothingHeldError, match=message):
-        make_plan(inventories, resume, RANKS, "n")
+        planned(inventories, resume, RANKS, "n")
     if resume == "require":
-        plan = make_plan(inventories, "auto", RANKS, "n")
+        plan = planned(inventories, "auto", RANKS, "n")
         assert isinstance(plan, StartOver)
 
 
@@ -194,25 +211,25 @@ def test_shards_of_one_rank_that_nobody_holds_are_missed(missing: int) -> None:
     """With fully sharded training a node holds each of its ranks apart."""
     units = [held("a", range(3, 9), ranks=(rank,), sharding=f"s{rank}") for rank in range(RANKS)]
     shardings = [unit.sharding for unit in units]
-    plan = make_plan(units, "auto", RANKS, "n", shardings=shardings)
+    plan = planned(units, "auto", RANKS, "n", shardings=shardings)
     assert isinstance(plan, RestoreRecord)
     assert plan.record == 8
     del units[missing]
     with pytest.raises(NothingHeldError, match=f"nothing is held of rank {missing}, and the other ranks alone"):
-        make_plan([*units, HeldRecords(node="a")], "require", RANKS, "n", shardings=shardings)
+        planned([*units, HeldRecords(node="a")], "require", RANKS, "n", shardings=shardings)
 
 
 def test_other_shards_are_resumed_from_storage_after_the_newest_record_of_all_ranks() -> None:
     units = [held("a", range(3, 9), ranks=(0, 1), sharding="x"), held("b", range(2, 8), ranks=(2, 3), sharding="y")]
     same, other = ["x", "x", "y", "y"], ["x", "y", "x", "y"]
-    assert not must_reshard(units, RANKS, same)
-    assert isinstance(make_plan(units, "auto", RANKS, "n", [stored(1, 7)], shardings=same), RestoreRecord)
+    assert not must_reshard(units, NewAttempt(RANKS, "n", same))
+    assert isinstance(planned(units, "auto", RANKS, "n", [stored(1, 7)], shardings=same), RestoreRecord)
     for world_size, shardings in ((RANKS, other), (RANKS, []), (2, ["x", "y"])):
-        assert must_reshard(units, world_size, shardings)
-        plan = make_plan(units, "auto", world_size, "n", [stored(1, 7), stored(1, 5)], shardings=shardings)
+        assert must_reshard(units, NewAttempt(world_size, "n", shardings))
+        plan = planned(units, "auto", world_size, "n", [stored(1, 7), stored(1, 5)], shardings=shardings)
         assert isinstance(plan, RestoreStored)
         with pytest.raises(ForeignStateError, match="which lacks the state in memory"):
-            make_plan(units, "auto", world_size, "n", [stored(1, 6)], shardings=shardings)
+            planned(units, "auto", world_size, "n", [stored(1, 6)], shardings=shardings)
     assert record_to_reshard(units, "auto") == 7
     assert record_to_reshard(units, 50) == 5
     assert record_to_reshard(units, "never") is None
@@ -229,7 +246,7 @@ def stored(number: int, record: int, *, nonce: str = "a", world_size: int = RANK
 
 
 def test_memory_comes_before_storage() -> None:
-    plan = make_plan([held("a", range(3, 9))], "auto", RANKS, "b", [stored(1, 8), stored(1, 5)])
+    plan = planned([held("a", range(3, 9))], "auto", RANKS, "b", [stored(1, 8), stored(1, 5)])
     assert isinstance(plan, RestoreRecord)
     assert plan.record == 8
 
@@ -238,7 +255,7 @@ def test_memory_comes_before_storage() -> None:
 def test_storage_serves_where_memory_cannot(resume: Any) -> None:
     checkpoints = [stored(1, 6), stored(1, 5)]
     for inventories in ([HeldRecords(node="a")], [HeldRecords(node="a"), held("b", range(3, 9), of="ab")]):
-        plan = make_plan(inventories, resume, RANKS, "c", checkpoints)
+        plan = planned(inventories, resume, RANKS, "c", checkpoints)
         assert isinstance(plan, RestoreStored)
         assert [one.record for one in plan.candidates] == [6, 5]
         assert plan.timeline == Timeline(2, "c")
@@ -248,10 +265,10 @@ def test_storage_serves_where_memory_cannot(resume: Any) -> None:
 
 def test_what_memory_knows_of_and_cannot_produce_says_what_is_lost() -> None:
     knows = msgspec.structs.replace(held("b", range(3, 9), of="ab"), newest=8)
-    plan = make_plan([HeldRecords(node="a"), knows], "auto", RANKS, "c", [stored(1, 6)])
+    plan = planned([HeldRecords(node="a"), knows], "auto", RANKS, "c", [stored(1, 6)])
     assert isinstance(plan, RestoreStored)
     assert plan.newest == 8
-    plan = make_plan([msgspec.structs.replace(held("a", range(3, 9)), newest=8)], "auto", RANKS, "c", [stored(2, 6)])
+    plan = planned([msgspec.structs.replace(held("a", range(3, 9)), newest=8)], "auto", RANKS, "c", [stored(2, 6)])
     assert isinstance(plan, RestoreStored)
     assert plan.newest is None, "of a later attempt"
 
@@ -259,36 +276,36 @@ def test_what_memory_knows_of_and_cannot_produce_says_what_is_lost() -> None:
 def test_a_step_is_looked_for_in_memory_and_then_in_storage() -> None:
     checkpoints = [stored(1, 8), stored(1, 5)]
     inventories = [held("a", range(6, 9))]
-    assert isinstance(make_plan(inventories, 70, RANKS, "b", checkpoints), RestoreRecord)
-    plan = make_plan(inventories, 50, RANKS, "b", checkpoints)
+    assert isinstance(planned(inventories, 70, RANKS, "b", checkpoints), RestoreRecord)
+    plan = planned(inventories, 50, RANKS, "b", checkpoints)
     assert isinstance(plan, RestoreStored)
     assert [one.step for one in plan.candidates] == [50]
     with pytest.raises(NothingHeldError, match=r"expected step 40, found steps .*; storage has steps \[50, 80\]"):
-        make_plan(inventories, 40, RANKS, "b", checkpoints)
+        planned(inventories, 40, RANKS, "b", checkpoints)
 
 
 def test_memory_of_an_attempt_that_was_left_behind_is_not_used() -> None:
     """The job has trained on elsewhere, and is back where an old agent still lingers."""
-    plan = make_plan([held("a", range(3, 9))], "auto", RANKS, "c", [stored(2, 6, nonce="b")])
+    plan = planned([held("a", range(3, 9))], "auto", RANKS, "c", [stored(2, 6, nonce="b")])
     assert isinstance(plan, RestoreStored)
     assert plan.reason == "memory holds an older attempt than storage"
 
 
 def test_another_number_of_ranks_is_resumed_from_storage_and_only_if_all_is_there() -> None:
     inventories = [held("a", range(3, 9))]
-    plan = make_plan(inventories, "auto", 2, "b", [stored(1, 8), stored(1, 5)])
+    plan = planned(inventories, "auto", 2, "b", [stored(1, 8), stored(1, 5)])
     assert isinstance(plan, RestoreStored)
     with pytest.raises(ForeignStateError, match="which lacks the state in memory"):
-        make_plan(inventories, "auto", 2, "b", [stored(1, 5)])
+        planned(inventories, "auto", 2, "b", [stored(1, 5)])
 
 
 def test_starting_over_goes_on_with_the_numbers_of_storage() -> None:
-    plan = make_plan([HeldRecords(node="a")], "never", RANKS, "c", [stored(4, 6, nonce="b")])
+    plan = planned([HeldRecords(node="a")], "never", RANKS, "c", [stored(4, 6, nonce="b")])
     assert isinstance(plan, StartOver)
     assert plan.timeline == Timeline(5, "c")
 
 
 def test_an_attempt_that_got_nowhere_in_storage_is_counted() -> None:
     """Or its half-written files could not be told from those of the attempt that follows it."""
-    assert make_plan([HeldRecords(node="a")], "auto", 1, "n", latest_attempt=4).timeline == Timeline(5, "n")
-    assert make_plan([held("a", range(3, 8))], "auto", RANKS, "n", latest_attempt=1).timeline.number == 2
+    assert planned([HeldRecords(node="a")], "auto", 1, "n", latest_attempt=4).timeline == Timeline(5, "n")
+    assert planned([held("a", range(3, 8))], "auto", RANKS, "n", latest_attempt=1).timeline.number == 2

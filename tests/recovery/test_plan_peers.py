@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import BadSource, Fetch, newest_history, serves
-from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, must_reshard
+from memckpt.recovery.plan import NewAttempt, RestoreRecord, RestoreStored, StartOver, Stored, make_plan, must_reshard
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import FORMAT_VERSION, Part
@@ -54,9 +54,20 @@ def fragments(node: str, rank: int, index: int, records: range = range(-1, 9), *
     return HeldFragments(steps=tuple(10 * one for one in arguments["records"]), **arguments)
 
 
-def plan(inventories: Iterable[HeldRecords], kept: Iterable[HeldFragments] = (), **settings: Any) -> Any:
-    arguments: dict[str, Any] = {"resume": "auto", "nonce": "n", "units": PLACES} | settings
-    return make_plan(list(inventories), world_size=WORLD, fragments=list(kept), **arguments)
+def attempt(units: Sequence[tuple[str, tuple[int, ...]]] = PLACES, shardings: Sequence[str] = ()) -> NewAttempt:
+    return NewAttempt(WORLD, "n", shardings, units)
+
+
+def plan(
+    inventories: Iterable[HeldRecords],
+    kept: Iterable[HeldFragments] = (),
+    units: Sequence[tuple[str, tuple[int, ...]]] = PLACES,
+    stored: Sequence[Any] = (),
+    shardings: Sequence[str] = (),
+    resume: Any = "auto",
+    **settings: Any,
+) -> Any:
+    return make_plan(list(inventories), resume, attempt(units, shardings), Stored(stored), list(kept), **settings)
 
 
 #: Rank 2 was on a node that is lost; node c is empty.
@@ -286,7 +297,7 @@ def test_what_others_cannot_get_at_is_decoded() -> None:
 
 def test_ranks_that_are_grouped_in_another_way_are_resumed_from_storage() -> None:
     together = [live("a", 0, ranks=(0, 1)), live("b", 2, ranks=(2, 3))]
-    assert must_reshard(together, WORLD, [], units=PLACES)
+    assert must_reshard(together, attempt())
     found = plan(together, stored=[checkpoint(8)])
     assert isinstance(found, RestoreStored)
     assert found.reason == "memory holds a run whose ranks were distributed over nodes in another way"
@@ -295,17 +306,17 @@ def test_ranks_that_are_grouped_in_another_way_are_resumed_from_storage() -> Non
             plan(together, stored=stored)
     # What only fragments have cannot be saved first: what storage has is taken, if there is anything.
     coded = [fragments(node, 0, index, owner=(0, 1)) for index, node in enumerate("ab")]
-    assert must_reshard(together[1:], WORLD, [], coded, PLACES)
+    assert must_reshard(together[1:], attempt(), coded)
     assert isinstance(plan(together[1:], coded, stored=[checkpoint(7)]), RestoreStored)
     with pytest.raises(ForeignStateError, match="distributed over nodes in another way"):
         plan(together[1:], coded)
 
 
 def test_fragments_of_other_shards_are_resumed_from_storage() -> None:
-    assert not must_reshard(SURVIVORS, WORLD, [], ITS_FRAGMENTS, PLACES)
+    assert not must_reshard(SURVIVORS, attempt(), ITS_FRAGMENTS)
     other = [fragments("a", 2, 0, world_size=3), fragments("a", 2, 0, sharding="s")]
     for each in other:
-        assert must_reshard([], WORLD, [], [each], PLACES)
+        assert must_reshard([], attempt(), [each])
         found = plan([], [each], stored=[checkpoint(2)])
         assert found.reason == "memory holds a run with another number of ranks, or other shards"
 
@@ -324,7 +335,7 @@ def test_fragments_of_an_attempt_that_was_left_behind_are_not_used() -> None:
     stale = live("c", 0, range(20, 24), world_size=2, ranks=(0, 1))
     kept = fragments("c", 9, 0, range(20, 24), world_size=10)
     news = [live(node, rank, history=later) for rank, node in enumerate("abcd")]
-    assert not must_reshard([*news, stale], WORLD, [], [kept], PLACES)
+    assert not must_reshard([*news, stale], attempt(), [kept])
     found = plan([*news, stale], [kept])
     assert (found.record, found.lost, found.tier) == (8, 0, "local memory")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memckpt.node.generation import branch_off
 from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import serves
-from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan
+from memckpt.recovery.plan import NewAttempt, RestoreRecord, StartOver, make_plan
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 
 Unit = tuple[int, ...]
@@ -104,7 +104,8 @@ class Job:
         by_rank = [(node.name, unit) for unit, node in places.items() for _ in unit]
         used = list(places.values())
         held, kept = self.inventories(used), self.fragments(used)
-        return make_plan(held, "auto", self.world, nonce, fragments=kept, units=by_rank, before=before)
+        attempt = NewAttempt(self.world, nonce, units=by_rank)
+        return make_plan(held, "auto", attempt, fragments=kept, before=before)
 
     # The model
 

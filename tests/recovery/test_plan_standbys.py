@@ -7,7 +7,7 @@ from typing import Any
 
 from memckpt.protocol.recovery import FromNode
 from memckpt.recovery.peers import BadSource
-from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
+from memckpt.recovery.plan import NewAttempt, RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.state.records import HeldRecords
 from tests.support.cluster.standby_pair import HISTORY
 
@@ -29,7 +29,7 @@ def live(node: str, rank: int, records: range, standby: bool = False) -> HeldRec
 
 
 def plan(*inventories: HeldRecords, units: Sequence[tuple[str, tuple[int, ...]]] = PLACES, **others: Any) -> Any:
-    return make_plan(inventories, "auto", 2, "n", units=units, **others)
+    return make_plan(inventories, "auto", NewAttempt(2, "n", units=units), **others)
 
 
 def test_a_lost_nodes_state_comes_from_its_standby() -> None:
@@ -63,6 +63,6 @@ def test_a_standby_that_cannot_be_read_is_done_without() -> None:
 
 
 def test_without_peers_standbys_are_of_no_use() -> None:
-    found = make_plan([live("a", 0, range(5, 8)), live("a", 1, range(4, 7), standby=True)], "auto", 2, "n")
+    found = make_plan([live("a", 0, range(5, 8)), live("a", 1, range(4, 7), standby=True)], "auto", NewAttempt(2, "n"))
     assert isinstance(found, StartOver)
     assert not isinstance(found, RestoreStored)

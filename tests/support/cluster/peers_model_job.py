@@ -12,7 +12,7 @@ from memckpt.protocol.peers import PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.recovery import FromFragments
 from memckpt.protocol.replication import GiveUp, StateTaken, TakeState
 from memckpt.recovery.peers import Fetch
-from memckpt.recovery.plan import RestoreRecord, make_plan
+from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
 from memckpt.replication.coding.blob import BlobReader, Room
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import decode_stripe
@@ -90,10 +90,8 @@ class Job:
         return make_plan(
             [live.inventory(node.name, self.setting) for node in places.values() for live in node.live.values()],
             "auto",
-            self.setting.nodes,
-            nonce,
+            NewAttempt(self.setting.nodes, nonce, units=[(places[unit].name, unit) for unit in self.setting.units]),
             fragments=self.fragments(places.values()),
-            units=[(places[unit].name, unit) for unit in self.setting.units],
             before=self.setting.repeat,
         )
 
