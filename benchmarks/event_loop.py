@@ -168,7 +168,7 @@ def _serve(arm: str, directory: Path, report: Pipe) -> None:
                 loop.beat_seconds = 1.0
 
     connections = Connections(AgentAddress.of(directory, str(list(_LOOPS).index(arm))), loop, handle, print)
-    for seconds in (60.0, 300.0, 3600.0, None):
+    for seconds in (3600.0, 7200.0, 86400.0, None):
         due = None if seconds is None else time.monotonic() + seconds
         loop.each_turn(lambda: None, lambda due=due: due)
     with connections._address.starting():
@@ -340,7 +340,7 @@ def main(options: Options) -> None:
     imports = options.report(
         IMPORT_TITLE, IMPORT_METHOD, "process", "import of", "ms", "modules", "MiB more", "MiB before", part="import"
     )
-    rounds, round_trips, commits = (3, 100, 100) if options.quick else (32, 2000, 500)
+    rounds, round_trips, commits = (3, 100, 100) if options.quick else (24, 2000, 500)
     with _servers() as servers:
         for turn in range(rounds + 1):
             order = servers[turn % len(servers) :] + servers[: turn % len(servers)]
@@ -352,7 +352,7 @@ def main(options: Options) -> None:
                 del figures.latencies[0], figures.cpu[0]  # the first round fills the caches
         add_latencies(report, "round trips", [server.round_trips for server in servers])
         add_latencies(report, f"commits, {_RATE:,} a second", [server.commits for server in servers])
-        add_idle(report, servers, 1.5 if options.quick else 5.5)
+        add_idle(report, servers, 1.5 if options.quick else 3.5)
     report.notes.append(f"{rounds} rounds of {round_trips:,} round trips and of {commits} commits.")
     add_looks(report, 100 if options.quick else 5000)
     add_imports(imports, 1 if options.quick else 15)
