@@ -43,6 +43,7 @@ def assert_exact(server: Server, case: Case, kills: list[Kill], directory: Path)
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
 
 
+@pytest.mark.slow
 def test_fsdp2(server: Server, tmp_path: Path) -> None:
     assert_exact(server, FSDP2, KILLS[:2], tmp_path)
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_quick_benchmark(tmp_path: Path, device: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", device, "--quick", "--results", str(tmp_path)]
     subprocess.run(command, cwd=_ROOT, check=True, timeout=200)

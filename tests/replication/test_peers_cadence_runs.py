@@ -45,8 +45,9 @@ def until_one_is_there(rank: PeersRank) -> None:
     rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)
 
 
-@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
-@pytest.mark.parametrize(("data", "ranks"), [(1, 2), pytest.param(2, 3, marks=slow)])
+@slow
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+@pytest.mark.parametrize(("data", "ranks"), [(1, 2), (2, 3)])
 def test_a_node_is_lost_that_could_not_send_every_record(lab: Lab, redo: str, data: int, ranks: int) -> None:
     """Before that only its trainer is, which goes on at the very step that it had begun."""
     config = peers_config(data, 1, redo, ack="proceed", rate_bytes_per_second=_RATE)

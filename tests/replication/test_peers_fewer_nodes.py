@@ -33,7 +33,7 @@ def coded(data: int, tolerate: int, redo: str) -> MemckptConfig:
     ("before", "after", "names", "settings"),
     [
         # Nodes 0 and 1 are gone, and those that fetch ranks 0 and 1 are the nodes of ranks 0 and 1 now.
-        (FSDP4, FSDP2, ("node2", "node3"), coded(1, 1, "lazy")),
+        pytest.param(FSDP4, FSDP2, ("node2", "node3"), coded(1, 1, "lazy"), marks=slow),
         pytest.param(FSDP4, FSDP2, ("node0", "node3"), coded(1, 1, "lazy"), marks=slow),
         pytest.param(FSDP4, FSDP2, ("node3", "node2"), coded(1, 1, "eager"), marks=slow),
         pytest.param(DDP4, DDP3, ("node0", "node2", "node3"), coded(2, 1, "lazy"), marks=slow),

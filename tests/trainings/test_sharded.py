@@ -93,7 +93,7 @@ def test_resumes_exactly_wherever_a_rank_dies_in_other_meshes(lab: Lab, setup: S
     survives(lab, job_of(lab, setup, config(redo), nodes=nodes), deaths)
 
 
-@every_setup(HSDP, TP)
+@every_setup(TP)
 def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) -> None:
     """Once before the anchors have come round, once in a ring that has wrapped."""
     survives(lab, job_of(lab, setup, config()), [Death("all", 2, "backward"), Death("all", 8, "stepped")])
