@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.held_generations import HeldGenerations
-from memckpt.agent.host import Host, Siblings
 from memckpt.agent.resumed_state import ResumedState
 from memckpt.agent.slots_wanted import SlotsWanted
 from memckpt.checkpointing.saver import Saver

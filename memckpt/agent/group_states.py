@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from memckpt.agent.group_host import Host
 from memckpt.agent.group_state import GroupState
-from memckpt.agent.host import Host
 from memckpt.checkpointing.askers import Done
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt

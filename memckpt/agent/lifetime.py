@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from memckpt.agent.group_host import Host
 from memckpt.agent.group_states import GroupStates
-from memckpt.agent.host import Host
 
 #: How long an agent that holds nothing waits for a trainer, at most.
 _ORPHAN_SECONDS = 120.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from memckpt.agent.connections import Connection, Connections
+from memckpt.agent.group_host import Host
 from memckpt.agent.group_state import GroupState
 from memckpt.agent.group_states import GroupStates
-from memckpt.agent.host import Host
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.status import Figures

@@ -17,7 +17,7 @@ from torch import nn
 
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers
-from memckpt.capture.taps.step import PendingTap
+from memckpt.capture.taps.step import StepTap
 from memckpt.errors import UnsupportedError
 
 #: FSDP1's mark on parameters that are views of a flat parameter.
@@ -76,7 +76,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
     return [one for one in found if id(one) not in inner]
 
 
-class FlatParameterTap(PendingTap):
+class FlatParameterTap(StepTap):
     """Stages gradients after the optimizer's step, from the reduced flat gradients; stages nothing during backward.
 
     Flat parameters signal a backward right before their gradients are reduced. Changes of parameters by hand are

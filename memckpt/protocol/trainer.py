@@ -1,7 +1,8 @@
 """What trainers and their agent say to each other: typed, validated, no pickle.
 
 A trainer rank's life: Hello -> Inventory; then Prepare or Resume -> Prepared; then Commit after Commit (and
-GenerationCommit where a new generation begins), with Credit and Notice coming back; at the end Goodbye.
+GenerationCommit where a new generation begins), with Credit and news coming back (`Notice` in
+`session/agent_client.py`); at the end Goodbye.
 """
 
 from __future__ import annotations

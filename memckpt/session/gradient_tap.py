@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture import gradient_ops
-from memckpt.capture.taps.ddp import CommHookTap
-from memckpt.capture.taps.step import PendingTap
-from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.ddp import BucketTap
+from memckpt.capture.taps.step import StepTap
+from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.policy import choose_tap
@@ -64,12 +64,12 @@ class GradientTap:
     @property
     def layout(self) -> list[list[int]] | None:
         """Bucket layout in which DDP reduces gradients; None without one."""
-        return self._tap.layout if isinstance(self._tap, CommHookTap) else None
+        return self._tap.layout if isinstance(self._tap, BucketTap) else None
 
     @property
     def holds_reductions_back(self) -> bool:
         """Whether the tap can hold a reduction back until the last commit has been sent."""
-        return not isinstance(self._tap, PendingTap)
+        return not isinstance(self._tap, StepTap)
 
     def install(self) -> None:
         """Hook into the training, and note changes of gradients that torch's functions make."""
@@ -83,7 +83,7 @@ class GradientTap:
 
     def reinstall(self) -> None:
         """Move hooks to the parameters that are trained now."""
-        if isinstance(self._tap, (ParameterTap, PendingTap)):
+        if isinstance(self._tap, (StreamingTap, StepTap)):
             self._tap.remove()
             self._tap.install()
 
@@ -95,13 +95,13 @@ class GradientTap:
         """
         self._recorder.tap_mismatch = None
         self._recorder.streams = False
-        self._recorder.tap = PendingTap.name
+        self._recorder.tap = StepTap.name
         self.reason = reason
         _log.warning("memckpt: gradients are now taken after the optimizer's step: %s", reason)
-        if isinstance(self._tap, ParameterTap):
+        if isinstance(self._tap, StreamingTap):
             self._tap.remove()
             params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
-            reductions, self._tap = self._tap.reductions, PendingTap(params, self._recorder)
+            reductions, self._tap = self._tap.reductions, StepTap(params, self._recorder)
             self._tap.reductions = reductions  # it goes on counting: what was seen at the last commit is remembered
             self._tap.install()
 

@@ -13,10 +13,10 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers
-from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.shards import ShardTap
-from memckpt.capture.taps.step import PendingTap
-from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.step import StepTap
+from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
@@ -116,16 +116,16 @@ def choose_tap(
         return flat_parameters.FlatParameterTap(live.model, recorder, before_reduction), reason, caveats
     if config.tap == "step":
         recorder.streams = False
-        return PendingTap(params, recorder), "as configured", caveats
+        return StepTap(params, recorder), "as configured", caveats
     if live.sharded:
         reason = "gradients are taken as reduced shards"
         return ShardTap(live.model, params, recorder, copier, before_reduction), reason, caveats
     if data_parallel is None:
         reason = "gradients are taken as backward produces them"
-        return ParameterTap(params, recorder, copier), reason, caveats
-    if CommHookTap.available(data_parallel):
+        return StreamingTap(params, recorder, copier), reason, caveats
+    if BucketTap.available(data_parallel):
         reason = "gradients are taken from DDP's buckets once they are reduced"
-        return CommHookTap(data_parallel, recorder, copier, before_reduction), reason, caveats
+        return BucketTap(data_parallel, recorder, copier, before_reduction), reason, caveats
     recorder.streams = False
     reason = "a communication hook was registered before memckpt; attach first, then register it"
-    return PendingTap(params, recorder), reason, caveats
+    return StepTap(params, recorder), reason, caveats

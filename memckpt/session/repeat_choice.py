@@ -10,7 +10,7 @@ import msgspec
 from memckpt.memory.budget import available_bytes
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import copied_bytes
-from memckpt.session.chosen import ChosenInMemory, ChosenInStorage
+from memckpt.session.chosen_state import ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.resume_check import ResumeCheck

@@ -12,11 +12,11 @@ import torch
 from memckpt.capture.param_groups import restore_groups, restore_state_order
 from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.agent_regions import PreparedRegions
-from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.held_record import InMemory, InStorage, restorer_of
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
@@ -191,5 +191,5 @@ class Restoration:
         restore_state_order(self._live, state)
 
     def _restore_reduction(self, state: Mapping[str, Any], tap: Tap) -> None:
-        if isinstance(tap, CommHookTap):
+        if isinstance(tap, BucketTap):
             tap.resume_layout(state["reduction"])

@@ -21,7 +21,7 @@ from memckpt.recovery.plan import (
     make_plan,
     must_reshard,
 )
-from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.patient_plan import plan_patiently

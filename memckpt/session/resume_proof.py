@@ -6,11 +6,11 @@ import contextlib
 import logging
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.taps.ddp import CommHookTap
+from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.errors import AgentGoneError, ResumeMismatchError
 from memckpt.protocol.trainer import Checked
-from memckpt.session.chosen import Chosen, ChosenInMemory
+from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.rank_state import RankState
@@ -73,10 +73,10 @@ class ResumeProof:
         self._witness = witness = Witness(self._training.copier)
         if writer.captures:
             witness.decline("state is captured, gradients are not, and no step behind the captured one is known")
-        elif isinstance(tap, CommHookTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
+        elif isinstance(tap, BucketTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
             witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
         else:
-            self._reduces = isinstance(tap, CommHookTap)
+            self._reduces = isinstance(tap, BucketTap)
             witness.set_aside(writer, chosen.plan.record + 1, tap.name)
 
     def begin(self, chosen: Chosen) -> None:

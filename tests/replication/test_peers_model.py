@@ -21,7 +21,7 @@ from memckpt.replication.keeping import fragment_store as holder
 from memckpt.replication.keeping import windows
 from memckpt.replication.keeping.kept_window import BeingReservedError
 from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD
-from memckpt.replication.process import cuts, pump
+from memckpt.replication.process import pump, states_by_value
 from memckpt.replication.transport.wire import Put
 from tests.support.cluster.peers_model import Memory, Node, Setting, Taken, Unit
 from tests.support.cluster.peers_model_job import Job
@@ -63,7 +63,7 @@ def _short_stripes() -> Iterator[None]:
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(windows, "_TAIL_BYTES", 64)
         patch.setattr(pump, "PUMP_BYTES", 200)
-        patch.setattr(cuts, "_Taken", Taken)
+        patch.setattr(states_by_value, "_Taken", Taken)
         yield
 
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from memckpt.capture.copier import copier_for
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.stall_clock import StallClock
-from memckpt.capture.taps.ddp import CommHookTap
-from memckpt.capture.taps.step import PendingTap
-from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.ddp import BucketTap
+from memckpt.capture.taps.step import StepTap
+from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.errors import DamagedStateError
 from memckpt.memory.phases import PhaseReader, PhasesPage, PhaseWriter
 from memckpt.memory.region import Region
@@ -195,8 +195,8 @@ def test_backwards_are_marked_from_their_first_gradient_to_their_end(page: Phase
     net = model()
     recorder: Any = FakeRecorder(marks)
     params = list(net.parameters())
-    hooks = ParameterTap(params, recorder, copier_for(torch.device("cpu"))) if tap == "streaming" else None
-    installed = hooks or PendingTap(params, recorder)
+    hooks = StreamingTap(params, recorder, copier_for(torch.device("cpu"))) if tap == "streaming" else None
+    installed = hooks or StepTap(params, recorder)
     installed.install()
     assert read(reader) == [(5, F)]
     inside: list[list[tuple[int, Phase]]] = []
@@ -217,7 +217,7 @@ def test_a_backward_within_a_backward(page: PhasesPage) -> None:
     reader, marks = PhaseReader(page), PhaseMarks(PhaseWriter(page, 0), 1)
     net = model()
     recorder: Any = FakeRecorder(marks)
-    ParameterTap(list(net.parameters()), recorder, copier_for(torch.device("cpu"))).install()
+    StreamingTap(list(net.parameters()), recorder, copier_for(torch.device("cpu"))).install()
     start = torch.ones(2, 8, requires_grad=True)
     checkpoint(net, start, use_reentrant=True).square().sum().backward()
     found = read(reader)
@@ -229,7 +229,7 @@ def test_a_backward_that_raises_is_over_with_the_step(page: PhasesPage) -> None:
     reader, marks = PhaseReader(page), PhaseMarks(PhaseWriter(page, 0), 1)
     net = model()
     recorder: Any = FakeRecorder(marks)
-    ParameterTap(list(net.parameters()), recorder, copier_for(torch.device("cpu"))).install()
+    StreamingTap(list(net.parameters()), recorder, copier_for(torch.device("cpu"))).install()
 
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("of the user's")
@@ -250,7 +250,7 @@ def test_under_ddp_the_end_is_behind_its_reductions(page: PhasesPage) -> None:
         net = DistributedDataParallel(model())
         recorder: Any = FakeRecorder(marks)
         before: list[list[tuple[int, Phase]]] = []
-        tap = CommHookTap(net, recorder, copier_for(torch.device("cpu")), lambda: before.append(read(reader)))
+        tap = BucketTap(net, recorder, copier_for(torch.device("cpu")), lambda: before.append(read(reader)))
         tap.install()
         done: list[bool] = []
 
@@ -301,7 +301,7 @@ def test_marks_change_no_bit(page: PhasesPage, kind: Callable[..., torch.optim.O
         marks = PhaseMarks(PhaseWriter(page, 0), 1)
         recorder: Any = FakeRecorder(marks)
         if marked:
-            PendingTap(list(net.parameters()), recorder).install()
+            StepTap(list(net.parameters()), recorder).install()
         for step in range(1, 6):
             optimizer.zero_grad()
             loss(net).backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import memckpt
-from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.config import AgentConfig
 from memckpt.errors import (
     UnsupportedStateError,
@@ -93,13 +93,13 @@ def test_one_process_may_attach_again(lab: Lab, redo: str) -> None:
 def test_hooks_that_cannot_be_put_in_leave_nothing_behind(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent has been asked for room by then; the next attempt of the same process finds nobody in its way."""
 
-    def fail(tap: ParameterTap) -> None:
+    def fail(tap: StreamingTap) -> None:
         raise RuntimeError("no hooks here")
 
     def body() -> None:
         training = PLAIN.build()
         with monkeypatch.context() as patch:
-            patch.setattr(ParameterTap, "install", fail)
+            patch.setattr(StreamingTap, "install", fail)
             with pytest.raises(RuntimeError, match="no hooks here"):
                 memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=config("lazy"))
         status = lab.status()

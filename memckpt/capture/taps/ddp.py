@@ -49,7 +49,7 @@ class _HeldBucket:
     future: torch.futures.Future[torch.Tensor]
 
 
-class CommHookTap:
+class BucketTap:
     """Stages each bucket's synchronized gradients, which the communication hook's future carries.
 
     DDP takes one communication hook. Ours calls the user's, if it is registered later; without one it averages as DDP

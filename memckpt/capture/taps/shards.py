@@ -12,19 +12,19 @@ from torch import nn
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import is_fsdp2
-from memckpt.capture.taps.streaming import ParameterTap
+from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import OncePerBackward, survives
 from memckpt.state.tensors import is_dtensor
 
 
-class ShardTap(ParameterTap):
+class ShardTap(StreamingTap):
     """Stages reduced shards: with fully_shard the hooks see them on the stream that reduced them.
 
     The copier makes its own stream wait for that one. Backwards that reduce nothing are seen, too.
 
     Args:
         model: the model with sharded modules.
-        params, recorder, copier: as for :class:`ParameterTap`.
+        params, recorder, copier: as for :class:`StreamingTap`.
         before_reduction: called before a backward reaches its first reduction: no rank may contribute to a gradient of
             the next record before its commit of the last one is sent.
     """

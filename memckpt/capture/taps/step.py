@@ -7,7 +7,7 @@ import torch
 from memckpt.capture.taps.tap import ParameterHooks
 
 
-class PendingTap(ParameterHooks):
+class StepTap(ParameterHooks):
     """Stages nothing during backward; notes that it has run: a batch inside an accumulation is no restore point."""
 
     name = "step"

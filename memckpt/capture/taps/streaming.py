@@ -12,7 +12,7 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.tap import OncePerBackward, ParameterHooks, survives
 
 
-class ParameterTap(ParameterHooks):
+class StreamingTap(ParameterHooks):
     """Stages the accumulated gradient that a parameter's hook sees.
 
     With accumulation it fires for every micro-batch and the last firing counts.

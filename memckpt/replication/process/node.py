@@ -17,7 +17,6 @@ from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.keeping.watermark import Leader
 from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD, Cadence
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.process.cuts import Cuts
 from memckpt.replication.process.holding_up import HeldUp
 from memckpt.replication.process.laggards import Laggards
 from memckpt.replication.process.mail import Mail
@@ -26,6 +25,7 @@ from memckpt.replication.process.own_generations import OwnGenerations
 from memckpt.replication.process.pump import Pump
 from memckpt.replication.process.run_ahead import RunAhead
 from memckpt.replication.process.standby_feed import StandbyFeed
+from memckpt.replication.process.states_by_value import StatesByValue
 from memckpt.replication.transport.transport import Transport
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -95,10 +95,10 @@ class ReplicationNode:
         self._code = Code(job.data, job.tolerate, job.backend)
         self._codes: dict[int, Code] = {job.data: self._code}
         self._senders = {ranks: self._make_sender(ranks, start, not job.wait) for ranks in plan.own}
-        self.cuts: Cuts | None = None
+        self.cuts: StatesByValue | None = None
         if job.cadence and ask is not None:
             senders = {ranks: self._make_sender(ranks, 0) for ranks in plan.own}
-            self.cuts = Cuts(plan, self._code, feed.fragment_store, senders, ask)
+            self.cuts = StatesByValue(plan, self._code, feed.fragment_store, senders, ask)
         self._pump = Pump(self.all_senders, self.pacer)
         if job.forget and not rejoined:
             feed.forget()

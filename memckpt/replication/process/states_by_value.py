@@ -114,7 +114,7 @@ class _OwnCopy:
         pass
 
 
-class Cuts:
+class StatesByValue:
     """States of one node that are protected by value, in place of records. Belongs to the node's part in an attempt.
 
     Args:
