@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from memckpt.state import codec, rng
 
 #: Splits the value of a capture into parts that are compared by name; leaves out parts that depend on the clock.
 Parts = Callable[[Any], Mapping[tuple[Kind, str], Any]]
+
+
+_log = logging.getLogger("memckpt")
 
 
 class Stateful(Protocol):
@@ -146,8 +150,23 @@ class RankState:
             if name in self._put_back:
                 self._put_back[name](value)
 
-    def load_registered(self, provided: Mapping[str, Any]) -> None:
-        """Load the state of registered objects."""
+    def load_registered(self, provided: Mapping[str, Any]) -> bool:
+        """Load the state of registered objects.
+
+        Returns:
+            Whether the names provided in this attempt are those that are held; a warning names those that are not.
+        """
+        held, now = set(provided), set(self._captures)
+        if held != now:
+            _log.warning(
+                "memckpt: expected the names that are held to be registered or provided again, %s, found %s: %s is not "
+                "restored, and %s starts as it is; register the same names, or start over with resume='never'",
+                sorted(held),
+                sorted(now),
+                ", ".join(map(repr, sorted(held - now))) or "nothing",
+                ", ".join(map(repr, sorted(now - held))) or "nothing",
+            )
         for name, load in self._loaders.items():
             if name in provided:
                 load(provided[name])
+        return held == now

@@ -48,8 +48,8 @@ class RestoreReport:
         seconds: duration of the restore.
         steps_lost: number of committed records beyond the restored one; None where it is not known, as no node's memory
             was left.
-        exact: False where the number of ranks or the mesh has changed: generators of new ranks are derived, and the
-            data position is another one.
+        exact: False where the number of ranks or the mesh has changed (generators of new ranks are derived, and the
+            data position is another one), and where other names are registered than were held.
         check: verdict of the resume check, pending until the first steps are over.
         repeated: step that is repeated with ``resume_check="replay"``; `step` and `record` are those before it. None if
             no step is.

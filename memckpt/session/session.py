@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,8 @@ class Session:
         """
         report = self.restore_tensors()
         if report is not None and self.held is not None:
-            self._rank_state.load_registered(self.held.rank_state)
+            same = self._rank_state.load_registered(self.held.rank_state)
+            report = replace(report, exact=report.exact and same)
             self.restore_rng()
         return report
 

@@ -1,0 +1,51 @@
+"""The rank state: names that are held and names that are registered."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from memckpt.capture.copier import HostCopier
+from memckpt.session.rank_state import RankState
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.fixture
+def rank_state() -> RankState:
+    live: Any = None  # not used by what is tested here
+    return RankState(live, HostCopier(), torch.device("cpu"))
+
+
+def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
+    counter = Counter()
+    rank_state.register("counter", counter)
+    rank_state.provide("figure", lambda: 1)
+    with caplog.at_level(logging.WARNING):
+        assert rank_state.load_registered({"counter": {"at": 7}, "figure": 1})
+    assert counter.at == 7
+    assert not caplog.records
+
+
+def test_other_names_than_the_held_ones_are_named(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
+    counter = Counter()
+    rank_state.register("lr_sched", counter)
+    with caplog.at_level(logging.WARNING):
+        assert not rank_state.load_registered({"sched": {"at": 7}})
+    assert counter.at == 0
+    [said] = caplog.messages
+    assert "['sched'], found ['lr_sched']: 'sched' is not restored, and 'lr_sched' starts as it is" in said
