@@ -223,7 +223,7 @@ class Server:
         """Number of turns in a time without messages."""
         self._order()
         before = self.turns
-        time.sleep(seconds)
+        time.sleep(seconds)  # the idle time that is measured
         self._order()
         return self.turns - before - 1  # that of the question
 
@@ -241,7 +241,7 @@ class Server:
     def measure_commits(self, number: int) -> None:
         before, began = self._cpu(), time.monotonic()
         for record in range(number):
-            time.sleep(max(0.0, began + record / _RATE - time.monotonic()))
+            time.sleep(max(0.0, began + record / _RATE - time.monotonic()))  # the rate that is measured
             now = struct.pack("d", time.monotonic())
             self._channels[record % TRAINERS].send(
                 Commit(generation=1, record=record, step=record, meta=now, rank_state=_STATE)
@@ -315,7 +315,7 @@ def add_imports(report: Report, repetitions: int) -> None:
 
 
 def add_looks(report: Report, repetitions: int) -> None:
-    """What each turn would pay for a look at another process's signs of life, and what it pays while none is due."""
+    """Cost of a look at another process's signs of life in each turn, and of a turn in which none is due."""
     life = LifePage.create()
     with contextlib.closing(life):
         watch = LifeWatch(life, os.getpid(), 15.0, "main")

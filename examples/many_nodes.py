@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
         session.commit()  # (*)
         if rank == 0:
             print(f"step {step}: loss {loss:.6f}", flush=True)
-        time.sleep(args.pause)
+        time.sleep(args.pause)  # none by default: for whoever watches
     session.close()  # (*)
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:

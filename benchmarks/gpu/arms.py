@@ -20,7 +20,7 @@ from benchmarks.gpu.trainee import Size, Trainee
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.async_saver import AsyncSaver
 from benchmarks.workloads.gpt import catch_up
-from memckpt.config import MemckptConfig
+from memckpt.config import MemckptConfig, RedoMode
 
 BLOCKS = 3
 
@@ -141,10 +141,10 @@ def _train(size: Size, device: torch.device, config: MemckptConfig, directory: P
     return [param.detach() for param in trainee.model.parameters()]
 
 
-def protected(size: Size, device: torch.device, redo: str) -> Figures:
+def protected(size: Size, device: torch.device, redo: RedoMode) -> Figures:
     """memckpt, and then a restore into a fresh model; if the same kernels redo the steps, the states are compared."""
     settings: dict[str, Any] = {"anchor_period_steps": size.period} if redo == "lazy" else {}
-    config = MemckptConfig(redo=redo, storage=None, resume_check="off", **settings)  # type: ignore[arg-type]
+    config = MemckptConfig(redo=redo, storage=None, resume_check="off", **settings)
     figures = Figures()
     with scratch_directory() as directory:
         expected = _train(size, device, config, directory, figures)

@@ -48,7 +48,7 @@ def describe_commit() -> str:
 
 
 def describe_run() -> dict[str, str]:
-    """What a run depends on besides its command."""
+    """Date, commit, versions and machine of a run."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": describe_commit(),

@@ -116,7 +116,7 @@ def ask(at: str) -> socket.socket:
             if not said:
                 print(f"places.py: {at} gives no places yet ({error}); it is asked again", file=sys.stderr, flush=True)
             said = True
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_AGAIN_SECONDS)  # nothing tells when another machine begins to listen
 
 
 def take(args: argparse.Namespace) -> int:

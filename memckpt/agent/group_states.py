@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -116,11 +117,11 @@ class GroupStates:
         for group in self:
             group.make_slots(
                 attempt,
-                lambda record, group=group: self._others_reach(group, record, attempt),  # type: ignore[misc]
+                partial(self._others_reach, group, attempt),
                 now=group.ranks == now,
             )
 
-    def _others_reach(self, group: GroupState, record: int, attempt: Attempt) -> bool | None:
+    def _others_reach(self, group: GroupState, attempt: Attempt, record: int) -> bool | None:
         """Whether all ranks that do not share a group can go back to a record; None while some are not through it."""
         others = [one for one in self if one is not group and one.ranks in attempt.units]
         ranks = [rank for one in others for rank in one.ranks]

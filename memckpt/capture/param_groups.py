@@ -33,7 +33,7 @@ def _groups(live: LiveState) -> list[list[dict[str, Any]]]:
 
 
 def _state_order(live: LiveState) -> list[list[str] | None]:
-    """For each optimizer, parameters with state in order of insertion; None if that is the groups' order."""
+    """Names of parameters in the order in which they got state, by optimizer; None if that is the groups' order."""
     orders: list[list[str] | None] = []
     names: dict[int, str] = {}
     for optimizer in live.optimizers:

@@ -1,4 +1,4 @@
-"""What a layout depends on beside the live tensors: settings, and what earlier records have shown."""
+"""Inputs of a layout beside the live tensors: settings, and the room that earlier records have shown to be needed."""
 
 from __future__ import annotations
 

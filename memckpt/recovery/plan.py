@@ -35,7 +35,7 @@ class NewAttempt:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a store can produce.
+    """States that a store can produce.
 
     Attributes:
         points: its complete states, newest first.

@@ -115,7 +115,7 @@ class Code:
         return framed - _HEADER_BYTES
 
     def _headers_of(self, length: int) -> list[bytes]:
-        """What the backend puts before the fragments of any stripe of `length` bytes."""
+        """Headers that the backend puts before the fragments of any stripe of `length` bytes."""
         if length not in self._headers:
             assert self._driver is not None
             if len(self._headers) >= _MOST_HEADERS:
