@@ -8,7 +8,9 @@ import torch
 
 from memckpt.capture.views import Places
 from memckpt.memory.region import Region
+from memckpt.state import encodings
 from memckpt.state.layout import Layout
+from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import tensor_at
 from memckpt.state.spec import ITEM_BYTES
 
@@ -32,6 +34,8 @@ class GradientPlaces:
         # would fragment the heap.
         #: By slot, optimizer and sub-step.
         self._rows: list[list[list[Row]]] = [[] for _ in range(layout.ring)]
+        #: Parts of encoded gradients by slot, optimizer, sub-step and parameter; made when they are first staged.
+        self._encoded: dict[tuple[int, int, int, int], list[torch.Tensor]] = {}
         for optimizer in range(len(layout.spec.optimizers)):
             self._add_rows(optimizer, mine)
 
@@ -39,9 +43,7 @@ class GradientPlaces:
         layout, specs = self._layout, self._layout.spec.params
         # Room for sparse gradients may be too small for dense ones.
         filled = [
-            param
-            for param in layout.optimizer_params(optimizer)
-            if mine[param] and specs[param].dense_grad_bytes <= specs[param].grad_bytes
+            param for param in layout.optimizer_params(optimizer) if mine[param] and layout.spec.has_dense_room(param)
         ]
         shaped = [(param, specs[param].tensor.shape, specs[param].grad_dtype) for param in filled]
         by_sub_step = [
@@ -58,8 +60,38 @@ class GradientPlaces:
                 steps.append(row)
             in_slot.append(steps)
 
+    def _encoded_places(self, record: int, optimizer: int, sub_step: int, param: int) -> list[torch.Tensor]:
+        spec = self._layout.spec
+        encoding, described = spec.encoding(param), spec.params[param]
+        assert encoding is not None
+        offset = self._layout.slot_offset(record) + self._layout.gradient_offset(optimizer, sub_step, param)
+        return encodings.views(self._slots.map, offset, encoding, described.tensor.numel, described.grad_dtype)
+
+    def encoded(self, record: int, optimizer: int, sub_step: int, param: int) -> list[torch.Tensor] | None:
+        """Places of the parts of an encoded gradient; None if there is no room for another step of the optimizer."""
+        if sub_step >= self._layout.sub_step_room[optimizer]:
+            return None
+        key = self._layout.slot_number(record), optimizer, sub_step, param
+        if key not in self._encoded:
+            self._encoded[key] = self._encoded_places(record, optimizer, sub_step, param)
+        return self._encoded[key]
+
+    def staged(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
+        """The gradient of `param` as staged; a view, or decoded. Only for parameters that this rank stages."""
+        spec = self._layout.spec
+        encoding = spec.encoding(param)
+        if encoding is None:
+            return self.view(record, optimizer, sub_step, param)
+        described = spec.params[param]
+        parts = self._encoded_places(record, optimizer, sub_step, param)
+        dense = encodings.decode(encoding, parts, described.tensor.numel, dtype_of(described.grad_dtype))
+        return dense.view(described.tensor.shape)
+
     def close(self) -> None:
         """Release the views, which keep the mapping; also those in rows that were handed out."""
+        for parts in self._encoded.values():
+            parts.clear()
+        self._encoded.clear()
         for row in [row for slot in self._rows for steps in slot for row in steps]:
             row.clear()
         self._rows.clear()

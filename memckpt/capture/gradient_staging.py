@@ -6,7 +6,7 @@ step each gradient is settled: as staged, staged again, sparse, or absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class GradientStaging:
         self._rows: list[list[torch.Tensor | None] | None] = []
         # By optimizer: landing marks of its gradients; None once the optimizer has stepped.
         self._landings: list[memoryview | None] = []
+        # By optimizer: number of its steps so far.
+        self._steps: list[int] = []
         self._in_flight = MarksInFlight(copier) if copier.asynchronous else None
         # For each parameter, gradients made by backward in this record; and over all of them, gradients staged.
         self._firings: list[int] = []
@@ -72,6 +74,7 @@ class GradientStaging:
             self._rows = [writer.gradient_places.row(record, number, 0) for number in range(len(writer.members))]
             marks = None if writer.landings is None else writer.landings.words(record)
         self._landings = [marks] * len(self._rows)
+        self._steps = [0] * len(self._rows)
         self._firings, self._landed = [0] * params, 0
         if self._in_flight is not None:
             self._in_flight.forget()
@@ -118,6 +121,41 @@ class GradientStaging:
         self._held[index] = held = param.grad
         if held is not None:
             self._counts[index] = held._version if type(held) is torch.Tensor else version(held)
+
+    def stage_encoded(
+        self, writer: SlotWriter, param: torch.Tensor, gradient: torch.Tensor, parts: Sequence[torch.Tensor]
+    ) -> None:
+        """Stage the parts of a gradient that was averaged in compressed form.
+
+        Args:
+            writer: writer of the slot.
+            param: the parameter.
+            gradient: the gradient that follows from the parts; staged where the layout has room for it as it is.
+            parts: its parts.
+        """
+        index = writer.index.get(id(param))
+        if index is None or writer.spec.encoding(index) is None:
+            self.stage(writer, param, gradient)
+            return
+        self._firings[index] = firing = self._firings[index] + 1
+        landings = self._landings[writer.owners[index][0]]
+        if landings is not None and firing > 1:
+            self._take_off(landings, index)
+        for optimizer in writer.owners[index]:
+            places = writer.gradient_places.encoded(self._record, optimizer, self._steps[optimizer], index)
+            if places is None:
+                return  # no room: settled at the optimizer's step
+            if writer.mine[index]:
+                for place, part in zip(places, parts, strict=True):
+                    self._copier.copy(place, part)
+        self._landed += 1
+        if landings is not None and writer.mine[index]:
+            if self._in_flight is None:
+                landings[index] = self._landed << FIRING_BITS | firing
+            else:
+                self._in_flight.add(landings, index, self._landed << FIRING_BITS | firing)
+        self._staged_after[index] = 1 + len(self._ops)
+        self._note_version(index, param.grad)
 
     def _take_off(self, landings: memoryview, index: int) -> None:
         """Clear a landing mark, set or in flight, before its gradient is overwritten."""
@@ -195,6 +233,7 @@ class GradientStaging:
             held[index] = None  # a reference would keep the gradient alive beyond zero_grad()
         self._rows[number] = writer.gradient_places.row(self._record, number, step.index + 1)
         self._landings[number] = None
+        self._steps[number] = step.index + 1
         return streamed
 
     def _settle(self, writer: SlotWriter, step: NotedSubStep, index: int, streamed: list[int], whole: bool) -> None:
@@ -223,7 +262,10 @@ class GradientStaging:
             spec = writer.spec.params[index]
             if staged:
                 self.changed = spec.tensor.name
-            if spec.grad_bytes < spec.dense_grad_bytes:
+            if writer.spec.encoding(index) is not None:
+                self._live.growth.uncompressed.add(spec.tensor.name)
+                self._failed(f"the gradient of {spec.tensor.name} is not the compressed average")
+            elif not writer.spec.has_dense_room(index):
                 self._live.growth.sparse_bytes[spec.tensor.name] = spec.dense_grad_bytes
                 self._failed("a gradient that was sparse is dense and needs more room")
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from memckpt.capture.spec_request import Growth, SpecRequest
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
+from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import (
     DryRuns,
@@ -28,12 +29,22 @@ from memckpt.state.optimizers import (
     cannot_be_redone,
     describe_state,
     dtype_name,
+    dtype_of,
     gradient_habits,
     is_elementwise,
     is_importable,
     refuse_unsupported,
 )
-from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, TensorSpec
+from memckpt.state.spec import (
+    ITEM_BYTES,
+    OptimizerSpec,
+    OwnerSpec,
+    ParamSpec,
+    Shard,
+    StateSpec,
+    TensorSpec,
+    is_residual,
+)
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
@@ -54,6 +65,9 @@ class LiveState:
         self.optimizers = list(optimizers)
         self.extra_modules = dict(extra_modules)
         self.growth = Growth()
+        #: How a parameter's gradients are encoded, where they are averaged in compressed form; None: none is.
+        self.encoding_of: Callable[[torch.Tensor], GradientEncoding | None] | None = None
+        self._stand_ins: dict[str, torch.Tensor] = {}
         # Walking a module tree at every commit would cost more than the copies of a small model.
         self._group_names: tuple[tuple[tuple[int, ...], ...], list[list[list[str]]]] | None = None
         self._named_params: list[tuple[str, torch.Tensor]] = []
@@ -172,7 +186,13 @@ class LiveState:
                 if id(tensor) not in known:
                     named[f"{prefix}.{name}"] = tensor
                     known.add(id(tensor))
-        return named
+        return {**self._stand_ins, **named}
+
+    def stand_in_for(self, held: StateSpec) -> None:
+        """Have tensors for residuals of a held state that this attempt does not have, until the next :meth:`spec`."""
+        known = self.tensors()
+        missing = [one for one in held.by_value if is_residual(one.name) and one.name not in known]
+        self._stand_ins = {one.name: torch.empty(one.shape, dtype=dtype_of(one.dtype)) for one in missing}
 
     def names(self) -> dict[int, str]:
         """Names of :meth:`tensors`, by the `id` of each."""
@@ -255,8 +275,10 @@ class LiveState:
         """The layout's spec of the current state; walks the module tree again."""
         self._group_names = None
         self._named_params = []
+        self._stand_ins = {}
         owners = self._stepped()
         params: list[ParamSpec] = []
+        encodings: list[GradientEncoding | None] = []
         static: list[TensorSpec] = []
         by_value: list[TensorSpec] = []
         model_params = {id(param) for _, param in self._parameters()}
@@ -265,6 +287,7 @@ class LiveState:
             small_buffer = id(tensor) not in model_params and described.nbytes <= SMALL_BYTES
             if id(tensor) in owners:
                 params.append(self._param_spec(described, tensor, owners[id(tensor)], request))
+                encodings.append(self._encoding(name, tensor))
             elif small_buffer or name in self.growth.changing:
                 by_value.append(described)
             else:
@@ -292,7 +315,13 @@ class LiveState:
             by_value_slots=request.by_value_slots(by_value, shared, slots),
             shared=shared,
             apart=tuple(sorted(self.growth.apart)),
+            encodings=tuple(encodings) if any(encodings) and request.mode != "capture" else (),
         )
+
+    def _encoding(self, name: str, param: torch.Tensor) -> GradientEncoding | None:
+        if self.encoding_of is None or name in self.growth.uncompressed:
+            return None
+        return self.encoding_of(param)
 
     def _state_dict_keys(self) -> dict[str, str]:
         """Names of tensors by their key in the model's ``state_dict()``; runs none of the user's hooks."""

@@ -8,7 +8,7 @@ generation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -140,8 +140,14 @@ class Recorder:
         except Exception as error:  # see `broke`, here and below
             self.broke("looking for changes of parameters", error)
 
-    def stage(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Stage the gradient that backward has made for `param`; the last call before a step counts."""
+    def stage(self, param: torch.Tensor, gradient: torch.Tensor, parts: Sequence[torch.Tensor] | None = None) -> None:
+        """Stage the gradient that backward has made for `param`; the last call before a step counts.
+
+        Args:
+            param: the parameter.
+            gradient: its gradient.
+            parts: the parts of its encoding, where it was averaged in compressed form.
+        """
         try:
             # Runs for each tensor of each step: calls are kept to a minimum.
             self.pending.seen(param)
@@ -150,7 +156,10 @@ class Recorder:
             if self.witness is not None:
                 self.witness(param, gradient)
             if self.writer is not None and self.streams and self.problem is None:
-                self.gradients.stage(self.writer, param, gradient)
+                if parts is None:
+                    self.gradients.stage(self.writer, param, gradient)
+                else:
+                    self.gradients.stage_encoded(self.writer, param, gradient, parts)
         except Exception as error:
             self.broke("staging a gradient", error)
 

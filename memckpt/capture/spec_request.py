@@ -74,7 +74,8 @@ class SpecRequest:
 class Growth:
     """Room that earlier records have shown to be needed, which never shrinks; and the latest dtypes of gradients.
 
-    Room: sub-steps by optimizer, bytes of sparse gradients, tensors that change, tensors that differ between ranks.
+    Room: sub-steps by optimizer, bytes of sparse gradients, tensors that change, tensors that differ between ranks,
+    parameters whose gradients were not the compressed averages.
     """
 
     sub_steps: dict[int, int] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class Growth:
     changing: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
     grad_dtypes: dict[str, str] = field(default_factory=dict)
+    uncompressed: set[str] = field(default_factory=set)
 
     def take_over(self, spec: StateSpec) -> None:
         """Adopt the room of the run that is being resumed."""

@@ -54,6 +54,13 @@ class StagingCheck:
         """A text naming the difference between these gradients of a step; None if there is none."""
         full = self._checked < FULL_RECORDS
         self._checked += 1
+        if writer.spec.encodings:
+            encoded = [index for index in params if writer.spec.encoding(index) is not None]
+            params = [index for index in params if writer.spec.encoding(index) is None]
+            due = encoded if full else encoded[self._checked % len(encoded) :][:1] if encoded else []
+            mismatch = self._compare_encoded(writer, record, step, due)
+            if mismatch is not None or not params:
+                return mismatch
         if not full and self._sample_is_equal(writer, record, step, params):
             return None
         mine = [index for index in params if writer.mine[index] and writer.params[index].device.type == "cpu"]
@@ -75,6 +82,24 @@ class StagingCheck:
                 found = torch.cat(used)
                 if expected.dtype != found.dtype or not torch.equal(bits_of(expected), bits_of(found)):
                     return self._name_difference(writer, batch, staged, used, step.ops)
+        return None
+
+    def _compare_encoded(
+        self, writer: SlotWriter, record: int, step: NotedSubStep, params: Sequence[int]
+    ) -> str | None:
+        for index in params:
+            param = writer.params[index]
+            if not writer.mine[index] or param.device.type != "cpu":
+                continue
+            assert param.grad is not None
+            with torch.no_grad():
+                expected = writer.gradient_places.staged(record, step.optimizer, step.index, index)
+                for op in step.ops:
+                    if index in op.params:
+                        expected = change_values(op.kind, op.operand, expected)
+                used = local(param.grad)
+                if expected.dtype != used.dtype or not torch.equal(bits_of(expected), bits_of(used)):
+                    return unknown_change(writer.spec.params[index].tensor.name)
         return None
 
     def _sample_is_equal(self, writer: SlotWriter, record: int, step: NotedSubStep, params: Sequence[int]) -> bool:

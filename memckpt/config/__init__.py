@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from memckpt.config.compression import (
+    CompressionConfig,
+    HalfPrecision,
+    LossyConfig,
+    PowerSGD,
+    Quantized8,
+    RandomK,
+    SparseConfig,
+    TopK,
+)
 from memckpt.config.schema import (
     DEFAULT_ANCHOR_PERIOD,
     AckPolicy,
@@ -30,20 +40,28 @@ __all__ = [
     "AckPolicy",
     "AgentConfig",
     "CadencePolicy",
+    "CompressionConfig",
     "DomainLevel",
     "ErasureConfig",
+    "HalfPrecision",
+    "LossyConfig",
     "MemckptConfig",
     "MirrorConfig",
     "PeersConfig",
+    "PowerSGD",
+    "Quantized8",
+    "RandomK",
     "RedoChoice",
     "RedoMode",
     "ResumeCheckChoice",
     "ResumeChoice",
     "Security",
+    "SparseConfig",
     "StorageChoice",
     "StorageConfig",
     "StorageMode",
     "TapChoice",
+    "TopK",
     "check_resume",
     "parse_resume",
 ]

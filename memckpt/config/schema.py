@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memckpt.config.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError
 
 RedoMode = Literal["eager", "lazy", "capture"]
@@ -258,6 +259,8 @@ class MemckptConfig:
         resume_check: how a resume proves that it is exact. ``"witness"`` compares the first gradients with those that
             the dead attempt left of the same step, at no cost; ``"replay"`` repeats the last step and compares the
             whole state bit for bit; ``"require"`` also ends training if they differ; ``"off"`` checks nothing.
+        compression: how DistributedDataParallel averages gradients: in compressed form by TopK, RandomK, Quantized8,
+            PowerSGD or HalfPrecision, whose results are the records; None: as they are.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
     """
 
@@ -270,6 +273,7 @@ class MemckptConfig:
     peers: ErasureConfig | MirrorConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
     resume_check: ResumeCheckChoice = "witness"
+    compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
     accept_changes: bool = False
 
     def __post_init__(self) -> None:
@@ -286,6 +290,10 @@ class MemckptConfig:
         _require(peers is None or isinstance(peers, kinds), "peers", "None, an ErasureConfig or a MirrorConfig", peers)
         storage = self.storage
         _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
+        compression, compressors = self.compression, (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision)
+        expected = "None, TopK, RandomK, Quantized8, PowerSGD or HalfPrecision"
+        _require(compression is None or isinstance(compression, compressors), "compression", expected, compression)
+        _require(compression is None or self.redo != "capture", "compression", "None with redo='capture'", compression)
         checks = ("witness", "replay", "require", "off")
         expected = "'witness', 'replay', 'require' or 'off'"
         _require(self.resume_check in checks, "resume_check", expected, self.resume_check)

@@ -14,6 +14,7 @@ from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.step import StepTap
 from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
+from memckpt.compression.reduction import Reducer
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.policy import choose_tap
 
@@ -27,6 +28,7 @@ class GradientTap:
         training: training whose gradients are staged.
         data_parallel: the DDP wrapper; None without one.
         before_reduction: called before a reduction over all ranks begins.
+        reducer: averages gradients in compressed form; None: they are averaged as they are.
 
     Attributes:
         reason: why this tap, in words.
@@ -37,12 +39,13 @@ class GradientTap:
         training: LocalTraining,
         data_parallel: DistributedDataParallel | None,
         before_reduction: Callable[[], None],
+        reducer: Reducer | None = None,
     ) -> None:
         self._live = training.live
         self._recorder = training.recorder
         self._clock = training.clock
         self._tap, self.reason, caveats = choose_tap(
-            training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction
+            training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer
         )
         training.caveats.extend(caveats)
         self._recorder.tap = self._tap.name
@@ -95,6 +98,7 @@ class GradientTap:
         """
         self._recorder.tap_mismatch = None
         self._recorder.streams = False
+        self._live.encoding_of = None
         self._recorder.tap = StepTap.name
         self.reason = reason
         _log.warning("memckpt: gradients are now taken after the optimizer's step: %s", reason)

@@ -18,6 +18,7 @@ from memckpt.capture.taps.shards import ShardTap
 from memckpt.capture.taps.step import StepTap
 from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
+from memckpt.compression.reduction import Reducer
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
 from memckpt.state.optimizer_attributes import attributes
@@ -101,6 +102,7 @@ def choose_tap(
     copier: Copier,
     data_parallel: DistributedDataParallel | None,
     before_reduction: Callable[[], None],
+    reducer: Reducer | None,
 ) -> tuple[Tap, str, list[str]]:
     """Choose a streaming tap where that is possible. Returns the tap, the reason, and caveats, in words."""
     params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
@@ -125,7 +127,9 @@ def choose_tap(
         return StreamingTap(params, recorder, copier), reason, caveats
     if BucketTap.available(data_parallel):
         reason = "gradients are taken from DDP's buckets once they are reduced"
-        return BucketTap(data_parallel, recorder, copier, before_reduction), reason, caveats
+        if reducer is not None:
+            reason = "gradients are taken in compressed form, as DDP's buckets are reduced"
+        return BucketTap(data_parallel, recorder, copier, before_reduction, reducer), reason, caveats
     recorder.streams = False
     reason = "a communication hook was registered before memckpt; attach first, then register it"
     return StepTap(params, recorder), reason, caveats

@@ -38,6 +38,7 @@ class RankState:
 
     Attributes:
         unrepeatable: why repeating the current record would repeat more than a step, in words; empty if it would not.
+        never_repeatable: why no step of this attempt can be repeated, in words; empty if that is not so.
     """
 
     def __init__(self, live: LiveState, copier: Copier, device: torch.device) -> None:
@@ -49,6 +50,7 @@ class RankState:
         self._put_back: dict[str, Callable[[Any], Any]] = {}
         self._parts: dict[str, Parts] = {}
         self.unrepeatable = ""
+        self.never_repeatable = ""
 
     def provide(
         self,
@@ -108,7 +110,7 @@ class RankState:
             "gradients": describe_gradients(self._live),
             "pending": pending,
             "provided": {name: capture() for name, capture in self._captures.items()},
-            "unrepeatable": self.unrepeatable,
+            "unrepeatable": self.unrepeatable or self.never_repeatable,
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 

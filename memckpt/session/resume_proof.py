@@ -75,6 +75,8 @@ class ResumeProof:
             witness.decline("state is captured, gradients are not, and no step behind the captured one is known")
         elif isinstance(tap, BucketTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
             witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
+        elif self._rank_state.never_repeatable:
+            witness.decline(self._rank_state.never_repeatable)
         else:
             self._reduces = isinstance(tap, BucketTap)
             witness.set_aside(writer, chosen.plan.record + 1, tap.name)

@@ -24,6 +24,7 @@ from memckpt.config.arguments import ProtectionArguments
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.session.changes import Changes
+from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
@@ -65,7 +66,9 @@ class Session:
         self._data_parallel = data_parallel
         self._ranks = ranks = Ranks()
         refuse_unordered(model, optimizers, data_parallel)
-        self._live = live = LiveState(model, optimizers, extra_modules)
+        self._compression = compression = CompressedAverages(config, model, data_parallel)
+        config = compression.with_period(config)
+        self._live = live = LiveState(model, optimizers, compression.with_own(extra_modules))
         find_replicas(live, ranks, data_parallel, replicated)
         if ranks.world_size > 1 and config.slots < 3:
             raise UnsupportedError(
@@ -94,8 +97,9 @@ class Session:
         training.caveats.extend(self._mode.caveats())
         live.growth.apart = find_own_buffers(live, ranks)
         live.growth.changing |= live.growth.apart
+        compression.join(live, self._rank_state)
         self._step_hooks = StepHooks(optimizers, self._recorder)
-        self._tap = GradientTap(training, data_parallel, link.finish_sending)
+        self._tap = GradientTap(training, data_parallel, link.finish_sending, compression.reducer)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
         # Where training waits for peers, other nodes wait for this one until it is overdue.
         self._reconnection = Reconnection(address, pauses=not link.waits)
@@ -205,7 +209,9 @@ class Session:
         chosen = self._resumption.chosen
         if chosen is None or chosen.restored:
             return None
+        self._compression.expect_carried()
         report = self._restoration.restore_tensors(chosen, self._tap.current, self._protection.resume)
+        report = replace(report, exact=self._compression.found_carried() and report.exact)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._proof.begin(chosen)
         return report

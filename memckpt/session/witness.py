@@ -138,7 +138,7 @@ class Witness:
         if not landed:
             return "none of the next step's gradients had landed when the dead attempt ended"
         for one in landed:
-            staged = writer.gradient_places.view(record, writer.owners[one.param][0], 0, one.param).reshape(-1)
+            staged = writer.gradient_places.staged(record, writer.owners[one.param][0], 0, one.param).reshape(-1)
             staged = staged[: room // staged.element_size()]
             if staged.numel():  # shards may be empty, and so may what is left of the room
                 room -= staged.nbytes

@@ -98,7 +98,7 @@ class Layout:
             offsets = {}
             for index in params:
                 offsets[index] = offset
-                offset += aligned(self.spec.params[index].grad_bytes)
+                offset += aligned(self.spec.grad_bytes(index))
             self._gradient_offsets.append(offsets)
             self._area_bytes.append(offset)
             self._area_base.append(base)

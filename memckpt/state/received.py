@@ -51,6 +51,13 @@ def _problem(spec: StateSpec) -> str:
         return "gradients of an unknown dtype"
     if any(not 0 <= param.sparse_bytes <= _MOST_BYTES for param in spec.params):
         return "an impossible size of a sparse gradient"
+    if spec.encodings and len(spec.encodings) != len(spec.params):
+        return f"{len(spec.encodings)} encodings of {len(spec.params)} gradients"
+    for encoding in filter(None, spec.encodings):
+        if not 0 <= encoding.entries <= _MOST_BYTES or encoding.dtype not in ("", *ITEM_BYTES):
+            return f"{encoding}"
+        if encoding.kind in ("quantized", "factors") and not encoding.entries:
+            return f"{encoding}"
     if sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors) > _MOST_BYTES:
         return "an impossible number of bytes of tensors"
     pieces = [(one.name, one.shape) for one in spec.tensors() if one.shard is not None]

@@ -7,15 +7,17 @@ are never changed: factors are multiplied into temporaries, so a kill during red
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from memckpt.state import codec
+from memckpt.state import codec, encodings
+from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
@@ -37,12 +39,47 @@ def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str
     return torch.frombuffer(buffer, dtype=dtype_of(dtype), count=numel, offset=offset).view(shape)
 
 
+class Decoded:
+    """Decodes gradients; the last one is kept, for other pieces of its parameter. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Hashable, torch.Tensor] | None = None
+
+    def __call__(
+        self,
+        key: Hashable,
+        encoding: GradientEncoding,
+        parts: Callable[[], Sequence[torch.Tensor]],
+        numel: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The gradient, one-dimensional; do not modify it.
+
+        Args:
+            key: which gradient it is.
+            encoding: how it is encoded.
+            parts: reads its parts.
+            numel: number of its elements.
+            dtype: its dtype.
+
+        Raises:
+            DamagedStateError: its parts contradict each other.
+        """
+        last = self._last
+        if last is not None and last[0] == key:
+            return last[1]
+        gradient = encodings.decode(encoding, parts(), numel, dtype)
+        self._last = key, gradient
+        return gradient
+
+
 class StagedGradients:
     """Reads the gradients of records from a ring of slots."""
 
     def __init__(self, buffer: mmap.mmap, layout: Layout) -> None:
         self._buffer = buffer
         self._layout = layout
+        self._decoded = Decoded()
 
     def __call__(self, meta: RecordMeta, sub_step: SubStep, param: int) -> torch.Tensor | None:
         if param in sub_step.absent:
@@ -55,6 +92,11 @@ class StagedGradients:
         for sparse in sub_step.sparse:
             if sparse.param == param:
                 return self._sparse(sparse, offset, spec.shape, dtype)
+        encoding = self._layout.spec.encoding(param)
+        if encoding is not None:
+            parts = partial(encodings.views, self._buffer, offset, encoding, spec.numel, dtype)
+            key = meta.record, sub_step.optimizer, sub_step.index, param
+            return self._decoded(key, encoding, parts, spec.numel, dtype_of(dtype)).view(spec.shape)
         return tensor_at(self._buffer, offset, spec.shape, dtype)
 
     def _sparse(self, sparse: SparseGradient, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from memckpt.config import RedoMode
+from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
 
 ITEM_BYTES = {
     "float64": 8,
@@ -30,6 +31,15 @@ ITEM_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+
+
+#: First word of the names of tensors with what compression has left out of gradients.
+RESIDUALS = "memckpt_residuals"
+
+
+def is_residual(name: str) -> bool:
+    """Whether a tensor has what compression has left out of a gradient: an attempt may go on without it."""
+    return name.startswith(f"{RESIDUALS}.")
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +107,8 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     """A parameter that some optimizer steps.
 
     `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes` is the room for
-    one sparse gradient, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs from its own.
+    one of torch's sparse gradients, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs
+    from its own.
     """
 
     tensor: TensorSpec
@@ -113,10 +124,6 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def dense_grad_bytes(self) -> int:
         return self.tensor.numel * ITEM_BYTES[self.grad_dtype]
-
-    @property
-    def grad_bytes(self) -> int:
-        return self.sparse_bytes or self.dense_grad_bytes
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -159,6 +166,9 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `shared`: names of by-value tensors that are held once for all local ranks, as long as these agree. `apart`: names
     of those known to differ between ranks.
+
+    `encodings`: for each parameter, how its gradients are encoded in records, None: as they are; empty: all as they
+    are.
     """
 
     params: tuple[ParamSpec, ...]
@@ -179,6 +189,22 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     by_value_slots: int = 0
     shared: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    encodings: tuple[GradientEncoding | None, ...] = ()
+
+    def encoding(self, param: int) -> GradientEncoding | None:
+        """How the gradients of a parameter are encoded; None: as they are."""
+        return self.encodings[param] if self.encodings else None
+
+    def grad_bytes(self, param: int) -> int:
+        """Room for one gradient of a parameter, in bytes."""
+        encoding, spec = self.encoding(param), self.params[param]
+        if encoding is None:
+            return spec.sparse_bytes or spec.dense_grad_bytes
+        return encoded_bytes(encoding, spec.tensor.numel, spec.grad_dtype)
+
+    def has_dense_room(self, param: int) -> bool:
+        """Whether a gradient of a parameter fits as it is: not where it was sparse, or is encoded."""
+        return self.encoding(param) is None and self.params[param].dense_grad_bytes <= self.grad_bytes(param)
 
     @property
     def serves(self) -> tuple[int, ...]:
@@ -192,12 +218,15 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def digest(self) -> str:
         """A digest of the whole spec; equal if and only if the layouts are."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+        fields = msgspec.structs.astuple(self)
+        if not self.encodings:
+            fields = fields[:-1]  # as before there were any: stored digests stay what they are
+        return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).hexdigest()
 
     def content(self) -> str:
         """A digest of the state's parts, regardless of how they are protected; equal if and only if these are."""
         how = {"mode": "eager", "period": 1, "slots": 3, "every": 1, "trails": False, "by_value_slots": 0}
-        how |= {"shared": (), "apart": ()}
+        how |= {"shared": (), "apart": (), "encodings": ()}
         return msgspec.structs.replace(self, **how).digest()
 
     def structure(self) -> tuple[Any, ...]:
@@ -214,7 +243,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         Names, shapes of whole tensors, dtypes and optimizer classes. Not the groups, which change with freezing, nor
         the sharding.
         """
-        tensors = sorted(self.tensors(), key=lambda one: one.name)
+        tensors = sorted((one for one in self.tensors() if not is_residual(one.name)), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
         lines += [f"{_OPTIMIZER} {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         lines += ["pieces of flat parameters (FSDP1)"] * self.flattened

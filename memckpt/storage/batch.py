@@ -2,13 +2,15 @@
 
 A record's tensors, under ``<record>/``, are: ``meta`` (its scalars, as bytes), ``rank_state/<rank>`` (bytes),
 ``by_value/<rank>/<name>``, and for each optimizer step ``gradients/<optimizer>/<step>/<parameter>``. A sparse gradient
-is two tensors, ``.../indices`` and ``.../values``.
+is two tensors, ``.../indices`` and ``.../values``. An encoded gradient is a tensor for each part
+(:mod:`memckpt.state.encoding_spec`): ``.../sparse/0`` and so on, ``.../half/0``, ``.../quantized256/0``.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memckpt.errors import DamagedStateError, StorageError
+from memckpt.state.encoding_spec import GradientEncoding, encoded_parts
 from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.spec import ITEM_BYTES, StateSpec
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("memckpt.storage")
+#: The first part of a sparse encoding that has a value for each entry.
+_ENTRIES_FROM = 2
+#: Names of the first parts of encoded gradients.
+_FIRST_PART = re.compile(r"(.*)/(?:(sparse)|(half)|quantized([0-9]{1,7})|factors([0-9]{1,4})x([0-9]{1,12}))/0")
 #: safetensors' names of dtypes; it does not support others.
 _DTYPES = {
     "float64": "F64",
@@ -136,6 +143,10 @@ class RecordCopy:
             tensor, grad_dtype = described.tensor, described.grad_dtype
             name = gradient_name(self.record, sub_step, tensor.name)
             start = self._layout.gradient_offset(sub_step.optimizer, sub_step.index, param) - HEADER_BYTES
+            encoding = self._layout.spec.encoding(param)
+            if encoding is not None:
+                yield from self._encoded(name, encoding, tensor.numel, grad_dtype, start)
+                continue
             if param not in sparse:
                 nbytes = tensor.numel * ITEM_BYTES[grad_dtype]
                 yield FileTensor(name, grad_dtype, tensor.shape, self._gradients[start : start + nbytes])
@@ -148,6 +159,31 @@ class RecordCopy:
                 nbytes = prod(shape) * ITEM_BYTES[dtype]
                 yield FileTensor(f"{name}/{part}", dtype, shape, self._gradients[start : start + nbytes])
                 start += nbytes
+
+    def _encoded(
+        self, name: str, encoding: GradientEncoding, numel: int, dtype: str, start: int
+    ) -> Iterator[FileTensor]:
+        """The parts of an encoded gradient that begins at byte `start`; entries, not the room for them."""
+        count: int | None = None
+        for index, part in enumerate(encoded_parts(encoding, numel, dtype)):
+            length = part.length
+            if encoding.kind == "sparse" and part.length == encoding.entries and index >= _ENTRIES_FROM:
+                length = min(length, count or 0)
+            at = start + part.offset
+            data = self._gradients[at : at + length * ITEM_BYTES[part.dtype]]
+            if encoding.kind == "sparse" and index == 0:
+                count = max(0, int.from_bytes(data, "little", signed=True))
+            yield FileTensor(f"{name}/{_encoding_name(encoding)}/{index}", part.dtype, (length,), data)
+
+
+def _encoding_name(encoding: GradientEncoding) -> str:
+    match encoding.kind:
+        case "quantized":
+            return f"quantized{encoding.entries}"
+        case "factors":
+            return f"factors{encoding.entries}x{encoding.rows}"
+        case _:
+            return encoding.kind
 
 
 def _bytes_tensor(name: str, data: bytes) -> FileTensor:
@@ -197,6 +233,7 @@ class RecordReader:
         self._store = store
         self._batch: Batch | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._encodings: dict[str, GradientEncoding] = {}
 
     def tensor(self, batch: Batch, name: str) -> torch.Tensor:
         """One tensor in host memory; do not modify it.
@@ -205,20 +242,39 @@ class RecordReader:
             DamagedStateError: the batch lacks the tensor, or is no safetensors file.
             StorageError: the file cannot be read.
         """
-        if self._batch != batch:
-            from safetensors import SafetensorError
-            from safetensors.torch import load
-
-            self._tensors = {}
-            try:
-                self._tensors = load(self._store.read(batch.log_path))
-            except SafetensorError as error:
-                raise DamagedStateError(f"{batch.log_path}: expected a safetensors file: {error}") from error
-            self._batch = batch
+        self._load(batch)
         try:
             return self._tensors[name]
         except KeyError:
             raise DamagedStateError(f"{batch.log_path}: expected the tensor {name}, found none") from None
+
+    def _load(self, batch: Batch) -> None:
+        if self._batch == batch:
+            return
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        self._tensors = {}
+        try:
+            self._tensors = load(self._store.read(batch.log_path))
+        except SafetensorError as error:
+            raise DamagedStateError(f"{batch.log_path}: expected a safetensors file: {error}") from error
+        self._batch, self._encodings = batch, dict(self._find_encodings())
+
+    def _find_encodings(self) -> Iterator[tuple[str, GradientEncoding]]:
+        for name, first in self._tensors.items():
+            found = _FIRST_PART.fullmatch(name)
+            if found is None:
+                continue
+            gradient, sparse, half, block, rank, rows = found.groups()
+            if half:
+                yield gradient, GradientEncoding("half", dtype=str(first.dtype).removeprefix("torch."))
+            elif sparse:
+                yield gradient, GradientEncoding("sparse")
+            elif rank:
+                yield gradient, GradientEncoding("factors", int(rank), rows=int(rows))
+            else:
+                yield gradient, GradientEncoding("quantized", int(block))
 
     def data(self, batch: Batch, name: str) -> bytes:
         """The bytes of one tensor."""
@@ -240,4 +296,14 @@ class RecordReader:
                 return torch.sparse_coo_tensor(
                     indices, values, spec.shape, is_coalesced=sparse.coalesced, check_invariants=False
                 )
-        return self.tensor(batch, name)
+        self._load(batch)
+        encoding = self._encodings.get(name)
+        if encoding is None:
+            return self.tensor(batch, name)
+        from memckpt.state import encodings
+
+        dtype = layout.spec.params[param].grad_dtype
+        stem = f"{name}/{_encoding_name(encoding)}"
+        count = len(encoded_parts(encoding, spec.numel, dtype))
+        parts = [self.tensor(batch, f"{stem}/{index}") for index in range(count)]
+        return encodings.decode(encoding, parts, spec.numel, getattr(torch, dtype)).view(spec.shape)

@@ -101,6 +101,7 @@ def test_a_setting_that_the_variant_does_not_have_is_named(variables: dict[str, 
 def test_every_setting_has_a_variable() -> None:
     samples = {"'auto'": "auto", "none": "none", "a whole number": "3", "a number": "0.5", "a text": "text"}
     samples |= {"'wait'": "proceed", "'curve'": "plain", "'witness'": "replay", "true or false": "true"}
+    samples |= {"'keep'": "keep", "'bf16'": "fp16"}
     for setting in describe_settings():
         value = next(sample for words, sample in samples.items() if words in setting.expected)
         beside = {f"MEMCKPT_{setting.part.upper()}": setting.variants[-1]} if setting.variants else {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import memckpt
+from memckpt.compression import HalfPrecision, Quantized8, RandomK, TopK
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
 from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
@@ -49,6 +50,13 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "peers.tolerate": ("2", 2),
     "peers.backend": ("isa_l_rs_vand", "isa_l_rs_vand"),
     "peers.copies": ("3", 3),
+    "compression.min_elements": ("64", 64),
+    "compression.error_feedback": ("false", False),
+    "compression.residual": ("drop", "drop"),
+    "compression.ratio": ("0.1", 0.1),
+    "compression.seed": ("7", 7),
+    "compression.block_elements": ("64", 64),
+    "compression.dtype": ("fp16", "fp16"),
     "storage.url": ("s3://bucket/run", "s3://bucket/run"),
     "storage.mode": ("log", "log"),
     "storage.every_steps": ("100", 100),
@@ -112,18 +120,22 @@ def test_every_field_of_every_dataclass_is_an_option() -> None:
     fields |= {f"storage.{each.name}" for each in dataclasses.fields(StorageConfig)}
     for kind in (ErasureConfig, MirrorConfig):
         fields |= {f"peers.{each.name}" for each in dataclasses.fields(kind)}
+    for kind in (TopK, RandomK, Quantized8, HalfPrecision):
+        fields |= {f"compression.{each.name}" for each in dataclasses.fields(kind)}
     assert sorted(paths) == sorted(fields)
-    assert OTHER_VALUES.keys() == fields - {"storage", "peers"}
+    assert OTHER_VALUES.keys() == fields - {"storage", "peers", "compression"}
 
 
 @pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
 def test_each_option_sets_its_field_and_no_other(setting: Setting) -> None:
     text, value = OTHER_VALUES[setting.path]
+    part = setting.part if setting.variants else "peers"
     for variant in setting.variants or ("none",):
-        found = parse("--run-dir", "x", setting.option, text, "--memckpt-peers", variant).config
+        found = parse("--run-dir", "x", setting.option, text, f"--memckpt-{part}", variant).config
         assert look_up(found, setting.path) == value != setting.default
         for other in VALUES:
-            if other.path != setting.path and (not other.variants or variant in other.variants):
+            there = not other.variants or (other.part == part and variant in other.variants)
+            if there and other.path != setting.path:
                 assert look_up(found, other.path) == other.default
     assert setting.help.endswith(".")
 

@@ -79,7 +79,7 @@ def ranges_in_slot(layout: Layout, record: int) -> list[tuple[int, int, str]]:
         for sub_step in range(0 if spec.mode == "capture" else optimizer.sub_steps):
             for param in layout.optimizer_params(index):
                 start = layout.gradient_offset(index, sub_step, param)
-                found.append((start, start + spec.params[param].grad_bytes, f"gradient {index} {sub_step} {param}"))
+                found.append((start, start + spec.grad_bytes(param), f"gradient {index} {sub_step} {param}"))
     for piece in layout.due(record):
         for owner, state, start in layout.piece_parts(piece):
             elements = piece.stop - piece.start

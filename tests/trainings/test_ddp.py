@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memckpt.agent import fencing as fence
-from memckpt.config import StorageConfig
+from memckpt.config import CompressionConfig, StorageConfig
 from memckpt.processes.handles import ProcessHandle
 from tests.storage.test_storage_runs import until
 from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
@@ -24,7 +24,7 @@ _references: dict[Any, list[Any]] = {}
 def reference(lab: Lab, job: Job) -> list[Any]:
     """The same training undisturbed, without memckpt."""
     key = (job.world_size, job.hook, tuple(sorted(job.ddp)), job.accumulate, job.by_hand, job.own_tables)
-    key += (job.averages, job.flip, job.last_step)
+    key += (job.averages, job.flip, job.last_step, job.config.compression)
     if key not in _references:
         undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)
         assert run(lab, undisturbed) == [0] * job.world_size
@@ -32,8 +32,8 @@ def reference(lab: Lab, job: Job) -> list[Any]:
     return _references[key]
 
 
-def job_of(lab: Lab, redo: str = "lazy", **settings: Any) -> Job:
-    return Job(fresh_directory(lab), lab.run_dir, config(redo), **settings)
+def job_of(lab: Lab, redo: str = "lazy", compression: CompressionConfig | None = None, **settings: Any) -> Job:
+    return Job(fresh_directory(lab), lab.run_dir, config(redo, compression=compression), **settings)
 
 
 def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchecked: Sequence[str] = ()) -> Job:

@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.tap import OncePerBackward, survives
+from memckpt.compression.hook import hook as compressed_hook
+from memckpt.compression.hook import of_bucket as of_ddp
+from memckpt.compression.reduction import Bucket, Encoded, Reducer
 from memckpt.errors import UnsupportedError
 
 _log = logging.getLogger("memckpt")
@@ -63,9 +66,15 @@ class BucketTap:
     name = "streaming (DDP communication hook)"
 
     def __init__(
-        self, model: DistributedDataParallel, recorder: Recorder, copier: Copier, before_reduction: Callable[[], None]
+        self,
+        model: DistributedDataParallel,
+        recorder: Recorder,
+        copier: Copier,
+        before_reduction: Callable[[], None],
+        reducer: Reducer | None = None,
     ) -> None:
         self._model = model
+        self._reducer = reducer
         self._recorder = recorder
         self._copier = copier
         self._before_reduction = before_reduction
@@ -109,6 +118,10 @@ class BucketTap:
     def _adopt(self, state: Any, hook: CommHook) -> None:
         if self._users is not None:
             raise RuntimeError("register_comm_hook can only be called once per DDP module")
+        if self._reducer is not None:
+            raise UnsupportedError(
+                "a communication hook of DDP and memckpt's compression both average gradients: leave out one of them"
+            )
         refuse_local_sgd(state, hook)
         self._users = (state, hook)
 
@@ -141,6 +154,8 @@ class BucketTap:
         self._look(bucket)
         if self._resumed_layout is not None and self._users is None:
             return self._hold(bucket, self._resumed_layout)
+        if self._reducer is not None:
+            return self._compress(self._reducer, of_ddp(bucket), bucket.is_last())
         params, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
 
         def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -171,7 +186,25 @@ class BucketTap:
             for param, gradient in zip(params, reduced, strict=True):
                 self._recorder.stage(param, gradient)
 
+    def _compress(self, reducer: Reducer, bucket: Bucket, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket in compressed form, and stage the compressed average."""
+        done = reducer.average(bucket, last)
+
+        def staged(done: torch.futures.Future[Encoded]) -> torch.Tensor:
+            self._stage_encoded(bucket, done.value())  # raises if the reduction failed: the user must see that
+            return bucket.buffer
+
+        return done.then(staged)
+
+    @survives("staging a compressed bucket")
+    def _stage_encoded(self, bucket: Bucket, encoded: Encoded) -> None:
+        with self._recorder.clock.in_hook():
+            for param, gradient, parts in zip(bucket.params, bucket.gradients, encoded, strict=True):
+                self._recorder.stage(param, gradient.view(param.shape), parts)
+
     def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._reducer is not None:
+            return compressed_hook(self._reducer, bucket)
         if self._users is not None:
             state, hook = self._users
             return hook(state, bucket)
@@ -209,18 +242,35 @@ class BucketTap:
         if sorted(position for positions in layout for position in positions) != sorted(gradients):
             _log.warning("memckpt: DDP reduces other parameters than before; this step may differ in the last bits")
             layout = [[self._positions[id(param)] for param in one.params] for one in held]
+        begun = []
         for positions in layout:
-            flat = torch.cat([gradients[position][1].reshape(-1) for position in positions]).mul_(self._factor)
-            dist.all_reduce(flat, group=self._group)
-            offset = 0
-            for position in positions:
-                param, gradient = gradients[position]
-                gradient.copy_(flat[offset : offset + param.numel()].view(gradient.shape))
-                offset += param.numel()
+            found = [gradients[position] for position in positions]
+            flat = torch.cat([gradient.reshape(-1) for _, gradient in found])
+            each = flat.split([gradient.numel() for _, gradient in found])
+            bucket = Bucket([param for param, _ in found], each, flat)
+            begun.append((bucket, [gradient for _, gradient in found], self._begin(bucket, positions is layout[-1])))
+        for bucket, targets, encoded in begun:
+            parts_of = encoded.wait()
+            for param, target, source, parts in zip(bucket.params, targets, bucket.gradients, parts_of, strict=True):
+                target.copy_(source.view(target.shape))
                 with self._recorder.clock.in_hook():
-                    self._recorder.stage(param, gradient)
+                    self._recorder.stage(param, target, parts)
         for one in held:
             one.future.set_result(one.buffer)
+
+    def _begin(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+        """Average a bucket in place, without blocking."""
+        if self._reducer is not None:
+            return self._reducer.average(bucket, last)
+        work = dist.all_reduce(bucket.buffer.mul_(self._factor), group=self._group, async_op=True)
+        assert work is not None
+
+        def averaged(done: torch.futures.Future[Any]) -> Encoded:
+            done.value()  # raises if the reduction failed
+            return [None] * len(bucket.params)
+
+        future: torch.futures.Future[Encoded] = work.get_future().then(averaged)
+        return future
 
     @survives("ending a backward")
     def _backward_ended(self) -> None:

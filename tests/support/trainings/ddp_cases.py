@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,9 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
+from memckpt import compression
 from memckpt.capture.self_test import SelfTest
 from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE
+from memckpt.processes.control import ask_status
 from memckpt.session.generation_switch import SwitchState
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import freeze
@@ -63,6 +66,7 @@ class Job:
         hook: time at which a user's communication hook is registered.
         hang: the rank that stays alive, stuck, when another one has died.
         wait_at: step after which ranks wait until something is in storage.
+        log: whether ranks wait at each step until its record has been taken for the log.
         die_when_stored: rank 0 dies as soon as it hears that something is in storage.
         slow_rank: a rank that is slower than the others.
         by_hand: (rank, step) at which a rank changes a large buffer of its own, unexpectedly.
@@ -86,6 +90,7 @@ class Job:
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     wait_at: int | None = None
+    log: bool = False
     die_when_stored: bool = False
     slow_rank: int | None = None
     by_hand: Sequence[tuple[int, int]] = ()
@@ -168,6 +173,9 @@ def train(job: Job, rank: int) -> None:
         SelfTest.after_record = lambda self: "it has failed here"  # type: ignore[method-assign]
     if job.hook == "before":
         model.register_comm_hook(None, halving_hook)
+    if job.run_dir is None and job.config.compression is not None:
+        params = [param for param in net.parameters() if param.requires_grad]
+        model.register_comm_hook(compression.state(job.config.compression, params), compression.hook)
     session = None
     start = resumed = 0
     journal = Journal(job.journal(rank))
@@ -234,6 +242,8 @@ def train(job: Job, rank: int) -> None:
             while session.stored_step is None:
                 assert select.select([session._link.client.channel], [], [], STORAGE_SECONDS)[0]
                 session._protection.listen()
+        if job.log and step >= 2 and session is not None:
+            _wait_for_log(session, based=step >= 6)
     state = {
         "params": [param.detach().numpy().tobytes() for param in net.parameters()],
         "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],
@@ -260,6 +270,19 @@ def _note_what_is_shared(journal: Journal, session: memckpt.Session) -> None:
     if writer is not None and writer.spec.by_value:
         spec, ring = writer.spec, writer.layout.by_value_ring
         journal.note("shared", names=spec.shared, apart=spec.apart, nbytes=writer._slots.nbytes, ring=ring)
+
+
+def _wait_for_log(session: memckpt.Session, based: bool) -> None:
+    """Wait until the newest record has been taken for the log; with `based` also for the log's first checkpoint."""
+    record, deadline = session._recorder.record - 1, time.monotonic() + STORAGE_SECONDS
+    while True:
+        status = ask_status(session._link._address)
+        assert status is not None
+        assert status.storage is not None
+        if (status.storage.logged or 0) >= record and (not based or status.storage.step is not None):
+            return
+        assert time.monotonic() < deadline, f"record {record} is not taken: {status.storage}"
+        session._protection.listen()
 
 
 def _step(

@@ -1,0 +1,165 @@
+"""Averages of low rank (PowerSGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from memckpt.compression.reduction import Bucket, Encoded, Reducer, both, drop_unless_finite, raise_failures, spread
+from memckpt.config.compression import PowerSGD
+from memckpt.state.encoding_spec import GradientEncoding
+from memckpt.state.encodings import product
+
+#: Added to lengths that vectors are divided by.
+_EPSILON = 1e-8
+
+
+class _Pending(NamedTuple):
+    """A bucket whose first factors are being averaged.
+
+    Attributes:
+        bucket: the bucket.
+        totals: by position in it, the gradient with what was left out before.
+        lefts: by position, its first factor.
+        whole: the uncompressed gradients, one behind the other, then the first factors; being summed.
+        result: done when the bucket has its average.
+    """
+
+    bucket: Bucket
+    totals: dict[int, torch.Tensor]
+    lefts: dict[int, torch.Tensor]
+    whole: torch.Tensor
+    result: torch.futures.Future[Encoded]
+
+
+class PowerSgdReducer(Reducer):
+    """A matrix M of each gradient as P Q^T: P = M Q with the Q of the step before, made orthonormal, then Q = M^T P.
+
+    P is averaged a bucket at a time, as backward makes it, all Q together behind the last bucket: the order in which
+    ranks begin to communicate must be the same on all of them. The gradient is computed from both factors as redo does
+    it (:func:`~memckpt.state.encodings.product`), and not by a matrix product.
+    """
+
+    def __init__(
+        self, config: PowerSGD, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(config, params, group)
+        self._rank, self._seed = config.rank, config.start_seed
+        #: By parameter's id, the parameter and the second factor of the step before.
+        self._rights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._begun: list[_Pending] = []
+        self._sums: list[torch.futures.Future[Any]] = []
+
+    def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
+        if not self._compresses(param) or param.dim() < 2:
+            return None
+        rows, columns = param.shape[0], param.numel() // param.shape[0]
+        if (rows + columns) * self._rank >= param.numel():
+            return None  # the factors would take more
+        return GradientEncoding("factors", self._rank, rows=rows)
+
+    def carried(self, params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = super().carried(params)
+        for param in params:
+            if self.encoding(param) is not None:
+                found[f"{self._positions[id(param)]}_right"] = self._right(param)
+        return found
+
+    def restart(self) -> None:
+        super().restart()
+        for param, right in self._rights.values():
+            right.copy_(self._draw(param))
+
+    def _draw(self, param: torch.Tensor) -> torch.Tensor:
+        numbers = torch.Generator().manual_seed(self._seed * 1_000_003 + self._positions[id(param)])
+        return torch.randn(param.numel() // param.shape[0], self._rank, generator=numbers)
+
+    def _right(self, param: torch.Tensor) -> torch.Tensor:
+        """The second factor, (columns, rank), drawn alike on all ranks at first."""
+        if id(param) not in self._rights:
+            self._rights[id(param)] = param, self._draw(param).to(param.device)
+        return self._rights[id(param)][1]
+
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+        totals, lefts, rest = {}, {}, []
+        for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
+            if self.encoding(param) is None:
+                rest.append(gradient.to(torch.float32))
+                continue
+            totals[at] = self._total(param, gradient).view(param.shape[0], -1)
+            lefts[at] = totals[at] @ self._right(param)
+        whole = torch.cat([*rest, *(left.view(-1) for left in lefts.values())])
+        device = bucket.buffer.device
+        result: torch.futures.Future[Encoded] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
+        self._begun.append(_Pending(bucket, totals, lefts, whole, result))
+        self._sums.append(self._sum(whole))
+        if last:
+            begun, self._begun = self._begun, []
+            sums, self._sums = self._sums, []
+            both(sums).then(lambda done: self._reporting(begun, self._second, done))
+        return result
+
+    def _reporting(self, begun: Sequence[_Pending], action: Any, done: torch.futures.Future[Any]) -> None:
+        """Run an action whose failure ends all buckets: the training must see it."""
+        try:
+            action(begun, done)
+        except Exception as error:
+            for pending in begun:
+                if not pending.result.done():
+                    pending.result.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+
+    def _second(self, begun: Sequence[_Pending], done: torch.futures.Future[Any]) -> None:
+        """Average the second factors, all together."""
+        raise_failures(done)
+        rights = []
+        for pending in begun:
+            averages = pending.whole.mul_(1 / self._world_size)
+            plain = [one for at, one in enumerate(pending.bucket.gradients) if at not in pending.lefts]
+            count = sum(one.numel() for one in plain)
+            spread(averages[:count], plain)
+            spread(averages[count:], [left.view(-1) for left in pending.lefts.values()])
+            for at, left in pending.lefts.items():
+                _orthonormalize(left)
+                rights.append((pending.totals[at].t() @ left).view(-1))
+        if not rights:
+            self._finish(begun, None, done)
+            return
+        together = torch.cat(rights)
+        both([self._sum(together)]).then(
+            lambda summed: self._reporting(begun, lambda all_, one: self._finish(all_, together, one), summed)
+        )
+
+    def _finish(
+        self, begun: Sequence[_Pending], together: torch.Tensor | None, done: torch.futures.Future[Any]
+    ) -> None:
+        raise_failures(done)
+        offset = 0
+        for pending in begun:
+            found: Encoded = [None] * len(pending.bucket.params)
+            for at, left in pending.lefts.items():
+                assert together is not None
+                param, gradient = pending.bucket.params[at], pending.bucket.gradients[at]
+                right = self._right(param)
+                right.copy_(together[offset : offset + right.numel()].view_as(right)).mul_(1 / self._world_size)
+                offset += right.numel()
+                used = product(left, right)
+                gradient.copy_(used.view(-1))
+                if self.error_feedback:
+                    drop_unless_finite(pending.totals[at].sub_(used), left)
+                found[at] = [left.view(-1), right.reshape(-1).clone()]
+            pending.result.set_result(found)
+
+
+def _orthonormalize(matrix: torch.Tensor) -> None:
+    """Make the columns orthogonal and of length one, in place (Gram and Schmidt), as torch's hook does."""
+    for at in range(matrix.shape[1]):
+        column = matrix[:, at : at + 1]
+        column /= column.norm() + _EPSILON
+        if at + 1 < matrix.shape[1]:
+            rest = matrix[:, at + 1 :]
+            rest -= (column * rest).sum(dim=0) * column

@@ -1,0 +1,170 @@
+"""Averages of gradients over all ranks in compressed form: what compressors have in common.
+
+A compressor averages a bucket of DDP's and leaves it as DDP expects, with the values that compression leaves. The same
+compressed average, alike on all ranks, is what a record holds: it is compressed once, for the network.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from memckpt.config.compression import CompressionConfig, LossyConfig
+from memckpt.state.encoding_spec import GradientEncoding
+
+#: For each gradient of a bucket the parts of its encoding; None: it is recorded as it is.
+Encoded = list[list[torch.Tensor] | None]
+
+
+class Bucket(NamedTuple):
+    """Parameters whose gradients are averaged together.
+
+    Attributes:
+        params: the parameters.
+        gradients: their local gradients in the order of memory, one-dimensional views of the buffer.
+        buffer: all of them, one behind the other.
+    """
+
+    params: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    buffer: torch.Tensor
+
+
+class Reducer(ABC):
+    """Averages buckets in compressed form; one for each model and process.
+
+    Args:
+        config: settings of the compressor.
+        params: all parameters whose gradients may be averaged, in an order that is the same on all ranks.
+        group: the ranks that average; None: all of the job.
+
+    Attributes:
+        residuals: by parameter's id, what was left out of its last gradient (float32, one-dimensional); empty without
+            error feedback.
+    """
+
+    def __init__(
+        self, config: CompressionConfig, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        lossy = config if isinstance(config, LossyConfig) else None
+        #: Whether what is left out of a gradient is added to the next one.
+        self.error_feedback = lossy is not None and lossy.error_feedback
+        self._min_elements = lossy.min_elements if lossy is not None else 1
+        self._positions = {id(param): position for position, param in enumerate(params)}
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self.residuals: dict[int, torch.Tensor] = {}
+
+    def carried(self, params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Make the tensors that are carried from one backward to the next, by a name for each."""
+        compressed = [one for one in params if self.encoding(one) is not None] if self.error_feedback else []
+        for param in compressed:
+            self.residuals[id(param)] = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        return {str(self._positions[id(one)]): self.residuals[id(one)] for one in compressed}
+
+    @abstractmethod
+    def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
+        """How a parameter's gradients are recorded; None: as they are, uncompressed."""
+
+    def restart(self) -> None:
+        """Begin anew: nothing was left out, and nothing is carried."""
+        for residual in self.residuals.values():
+            residual.zero_()
+
+    @abstractmethod
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+        """Average a bucket in place, without blocking.
+
+        Args:
+            bucket: the bucket.
+            last: whether it is the last one of its backward.
+
+        Returns:
+            When the buffer has the average: for each gradient the parts of its encoding, or None.
+        """
+
+    def state_dict(self) -> dict[str, int]:
+        """State beside the residuals, alike on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:  # noqa: B027  most have none
+        """Take over what :meth:`state_dict` returned."""
+
+    # For subclasses
+
+    def _compresses(self, param: torch.Tensor) -> bool:
+        """Whether a sparse or quantized encoding is used: not where elements are few, or lie in another order."""
+        return param.numel() >= self._min_elements and param.is_floating_point() and param.is_contiguous()
+
+    def _total(self, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient and what was left out before it, in float32; with error feedback it is the residual itself."""
+        if not self.error_feedback:
+            return gradient.to(torch.float32)
+        residual = self.residuals.get(id(param))
+        if residual is None:
+            residual = self.residuals[id(param)] = torch.zeros_like(gradient, dtype=torch.float32)
+        return residual.add_(gradient)
+
+    def _gather(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.futures.Future[Any]]:
+        """All ranks' messages (bytes), a row each; valid once the future is done."""
+        gathered = message.new_empty(self._world_size * message.numel())
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(gathered, message, group=self._group, async_op=True)
+        return gathered.view(self._world_size, -1), work.get_future()
+
+    def _sum(self, values: torch.Tensor) -> torch.futures.Future[Any]:
+        """Add up over all ranks, in place."""
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[Any] = work.get_future()
+        return future
+
+
+def both(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+    """Done when all are; raises what one of them raises."""
+    found: torch.futures.Future[Any] = torch.futures.collect_all(list(futures))
+    return found
+
+
+def raise_failures(done: torch.futures.Future[Any]) -> None:
+    """Raise what a collective has raised: the training must see it."""
+    for one in done.value():
+        one.value()
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous tensors as bytes, each at a multiple of 8."""
+    found = []
+    for tensor in tensors:
+        raw = tensor.contiguous().view(torch.uint8).view(-1)
+        found.append(torch.nn.functional.pad(raw, (0, -raw.numel() % 8)))
+    return torch.cat(found)
+
+
+def unpack(row: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """The tensors of :func:`pack`, from their lengths and dtypes; views."""
+    found, offset = [], 0
+    for length, dtype in sizes:
+        nbytes = length * dtype.itemsize
+        found.append(row[offset : offset + nbytes].view(dtype))
+        offset += -(-nbytes // 8) * 8
+    return found
+
+
+def drop_unless_finite(total: torch.Tensor, sent: torch.Tensor) -> None:
+    """Set a residual to zero where an overflow was sent: a scaler skips that step, and nothing is to come of it."""
+    if total.device.type == "cpu":
+        if not bool(sent.isfinite().all()):
+            total.zero_()
+    else:  # without the host waiting
+        total.nan_to_num_(0.0, 0.0, 0.0).mul_(sent.isfinite().all())
+
+
+def spread(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive parts of a tensor to the targets, in their order."""
+    for target, source in zip(targets, flat.split([one.numel() for one in targets]), strict=True):
+        target.copy_(source)

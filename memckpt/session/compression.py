@@ -1,0 +1,137 @@
+"""Averages in compressed form in a session: who averages, and what of it belongs to the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.taps.ddp import BucketTap
+from memckpt.compression.hook import reducer_for
+from memckpt.config import LossyConfig, MemckptConfig
+from memckpt.errors import UnsupportedError
+from memckpt.session.rank_state import RankState
+from memckpt.state.encoding_spec import encoded_bytes
+from memckpt.state.optimizers import dtype_name
+from memckpt.state.spec import RESIDUALS
+
+#: How long redo of a window of compressed records may take at a restore, by the rates below.
+REDO_SECONDS = 5.0
+#: Elements that redo advances in a second, on the low side: one core with Adam; an accelerator.
+_REDONE_ON_HOST, _REDONE_ON_DEVICE = 5e8, 2e10
+_SHORTEST, _LONGEST = 8, 512
+#: Why a step cannot be repeated where residuals are dropped.
+DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
+
+
+class _Carried(nn.Module):
+    """What a compressor carries from step to step, as buffers, so that it is copied by value with each record."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+class CompressedAverages:
+    """The compressor of a session.
+
+    Args:
+        config: settings of the session.
+        model: the model.
+        data_parallel: its DDP wrapper; None without one.
+
+    Attributes:
+        modules: modules with state of the compressor, by name.
+        drops: whether left-out parts of gradients are set to zero at a resume.
+
+    Raises:
+        UnsupportedError: gradients of this model are not averaged by DDP alone.
+    """
+
+    def __init__(self, config: MemckptConfig, model: nn.Module, data_parallel: DistributedDataParallel | None) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.drops = False
+        self._params: list[torch.Tensor] = []
+        self.reducer = None
+        if config.compression is None:
+            return
+        if data_parallel is None:
+            raise UnsupportedError(
+                f"compression={type(config.compression).__name__}: expected a model in DistributedDataParallel, whose "
+                f"averages are compressed, found a {type(model).__name__} without it; leave out compression"
+            )
+        if not BucketTap.available(data_parallel):
+            raise UnsupportedError(
+                "compression: expected DistributedDataParallel without a communication hook, found one that is "
+                "registered already; leave it out"
+            )
+        self._params = params = [param for param in data_parallel.module.parameters() if param.requires_grad]
+        self.reducer = reducer = reducer_for(config.compression, params, data_parallel.process_group)
+        carried = reducer.carried(params)
+        if not carried or not isinstance(config.compression, LossyConfig):
+            return
+        residual = config.compression.residual
+        self.drops = residual == "drop" or (residual == "auto" and config.reads_late)
+        if not self.drops:
+            self.modules[RESIDUALS] = _Carried(carried)
+
+    def with_period(self, config: MemckptConfig) -> MemckptConfig:
+        """The settings, with an anchor period that fits compressed records where none is configured.
+
+        Anchors take 12/T bytes per parameter with Adam, and would outweigh a compressed gradient of c bytes: so T is at
+        least 12/c, unless redo of T records at a restore would take longer than :data:`REDO_SECONDS`. It depends on
+        nothing that differs between ranks. Where left-out parts go into records that are read late, a long window
+        would take more memory than it spares.
+        """
+        if self.reducer is None or config.anchor_period_steps is not None or (config.reads_late and self.modules):
+            return config
+        numel = sum(param.numel() for param in self._params)
+        encoded = 0
+        for param in self._params:
+            encoding, dtype = self.reducer.encoding(param), dtype_name(param.dtype)
+            encoded += param.nbytes if encoding is None else encoded_bytes(encoding, param.numel(), dtype)
+        on_host = all(param.device.type == "cpu" for param in self._params)
+        redone = REDO_SECONDS * (_REDONE_ON_HOST if on_host else _REDONE_ON_DEVICE) / numel
+        period = min(2 ** math.ceil(math.log2(12 * numel / encoded)), 2 ** int(math.log2(max(1.0, redone))))
+        return replace(config, anchor_period_steps=max(_SHORTEST, min(period, _LONGEST)))
+
+    def join(self, live: LiveState, rank_state: RankState) -> None:
+        """Make the compressor's state a part of the training's."""
+        if self.reducer is None:
+            return
+        live.encoding_of = self.reducer.encoding
+        names = {f"{RESIDUALS}.{name}" for module in self.modules.values() for name, _ in module.named_buffers()}
+        live.growth.apart |= names
+        live.growth.changing |= names
+        rank_state.register(RESIDUALS, self.reducer)
+        if self.drops:
+            rank_state.never_repeatable = DROPPED
+
+    def expect_carried(self) -> None:
+        """Mark what is carried before a restore, so that :meth:`found_carried` sees what nothing restored."""
+        for tensor in self._carried():
+            tensor.fill_(torch.nan)
+
+    def found_carried(self) -> bool:
+        """Whether what is carried was restored; if some was not, the compressor begins anew.
+
+        The dead attempt had none where it was not compressed, and where it dropped it.
+        """
+        found = not any(bool(one.isnan().any()) for one in self._carried())
+        if self.reducer is not None and not found:
+            self.reducer.restart()
+        return found and not self.drops
+
+    def _carried(self) -> list[torch.Tensor]:
+        return [tensor for module in self.modules.values() for tensor in module.buffers()]
+
+    def with_own(self, extra_modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """The user's extra modules, and ours."""
+        return {**extra_modules, **self.modules}

@@ -1,0 +1,120 @@
+"""Encodings of gradients: from what was averaged to the parts in a record, and back to the same bits.
+
+Decoding scatters or multiplies, and adds nothing up, so that each device gives the same gradient.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from memckpt.errors import DamagedStateError
+from memckpt.state.encoding_spec import INDEX_BLOCK, GradientEncoding, encoded_parts
+from memckpt.state.optimizers import dtype_name, dtype_of
+
+
+def sparse_parts(numel: int, indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor) -> list[torch.Tensor]:
+    """Parts of a sparse gradient.
+
+    Args:
+        numel: number of elements of the gradient.
+        indices: positions of its entries, ascending (int64); those behind the first `count` have no meaning.
+        values: their values.
+        count: number of entries, a tensor with one element on the same device.
+    """
+    blocks = -(-numel // INDEX_BLOCK)
+    valid = torch.arange(indices.numel(), device=indices.device) < count
+    by_block = torch.zeros(blocks, dtype=torch.int32, device=indices.device)
+    by_block.scatter_add_(0, (indices // INDEX_BLOCK).clamp_(0, blocks - 1), valid.to(torch.int32))
+    return [count.reshape(1).to(torch.int64), by_block, (indices % INDEX_BLOCK).to(torch.int16), values]
+
+
+def quantized_parts(values: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """Parts of a gradient in signed bytes, rounded to nearest, with a scale for each `block` elements.
+
+    A block with a value that is not finite has a scale that is not finite either.
+    """
+    numel = values.numel()
+    padded = torch.nn.functional.pad(values.to(torch.float32), (0, -numel % block)).view(-1, block)
+    scales = padded.abs().amax(dim=1) / 127
+    steps = (padded / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).round_().clamp_(-127, 127)
+    return [steps.nan_to_num_(0.0).to(torch.int8).view(-1)[:numel].contiguous(), scales]
+
+
+def decode(encoding: GradientEncoding, parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient, one-dimensional, on the device of its parts.
+
+    Args:
+        encoding: how it is encoded.
+        parts: its parts.
+        numel: number of its elements.
+        dtype: its dtype.
+
+    Raises:
+        DamagedStateError: the parts contradict each other.
+    """
+    match encoding.kind:
+        case "sparse":
+            count, by_block, positions, values = parts
+            return _from_sparse(int(count), by_block, positions, values, numel, dtype)
+        case "quantized":
+            steps, scales = parts
+            block = encoding.entries
+            padded = torch.nn.functional.pad(steps, (0, -numel % block)).view(-1, block)
+            return (padded.to(torch.float32) * scales.unsqueeze(1)).view(-1)[:numel].to(dtype)
+        case "half":
+            return parts[0].to(dtype)
+        case "factors":
+            rank = encoding.entries
+            return product(parts[0].view(-1, rank), parts[1].view(-1, rank)).view(-1).to(dtype)
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of two factors, ``left @ right.T``, one rank after the other.
+
+    A matrix product's order of additions depends on the library, its threads and the device. These operations work on
+    each element by itself and round each time, so that all devices get the same bits.
+    """
+    total = left[:, :1] * right[:, 0]
+    for at in range(1, left.shape[1]):
+        total += left[:, at : at + 1] * right[:, at]
+    return total
+
+
+def _from_sparse(
+    count: int, by_block: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, numel: int, dtype: torch.dtype
+) -> torch.Tensor:
+    counts = by_block.to(torch.int64)
+    if not 0 <= count <= values.numel() or int(counts.sum()) != count or int(counts.amin()) < 0:
+        raise DamagedStateError(f"a compressed gradient: expected {count} entries, found {int(counts.sum())}")
+    starts = torch.arange(counts.numel(), device=counts.device) * INDEX_BLOCK
+    indices = torch.repeat_interleave(starts, counts) + (positions[:count].to(torch.int64) & (INDEX_BLOCK - 1))
+    if count and int(indices.amax()) >= numel:
+        raise DamagedStateError(f"a compressed gradient: expected positions below {numel}, found {int(indices.amax())}")
+    dense = torch.zeros(numel, dtype=dtype, device=values.device)
+    dense[indices] = values[:count].to(dtype)
+    return dense
+
+
+def views(
+    buffer: mmap.mmap | bytearray | memoryview, offset: int, encoding: GradientEncoding, numel: int, dtype: str
+) -> list[torch.Tensor]:
+    """Views of all parts of an encoded gradient that begins at byte `offset` of `buffer`."""
+    found = []
+    for part in encoded_parts(encoding, numel, dtype):
+        name = dtype_of(part.dtype)
+        found.append(
+            torch.frombuffer(buffer, dtype=name, count=part.length, offset=offset + part.offset)
+            if part.length
+            else torch.empty(0, dtype=name)
+        )
+    return found
+
+
+def fits(encoding: GradientEncoding, parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype) -> bool:
+    """Whether parts have the lengths and dtypes of an encoding."""
+    expected = encoded_parts(encoding, numel, dtype_name(dtype))
+    found = [(one.numel(), dtype_name(one.dtype)) for one in parts]
+    return found == [(part.length, part.dtype) for part in expected]
