@@ -76,7 +76,7 @@ def redo_case(size: str, optimizer: str) -> RedoCase:
     groups: list[dict[str, Any]] = hyperparameters(trainee.optimizer)
     meta = RecordMeta(1, 0, False, (SubStep(0, 0, codec.encode(groups)),))
     return RedoCase(
-        redo=lambda: group.apply(meta, lambda _, __, index: gradients[index]),
+        redo=lambda: group.apply(meta, lambda _, __, index, ___=None: gradients[index]),
         step=lambda: trainee.optimizer.step(),
         numel=layout.numel,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from memckpt.errors import DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.comparison import Comparison, Kind
+from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
@@ -21,6 +23,9 @@ from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import OptimizerFactory, RedoGroup, RedoTarget, StagedGradients, tensor_at
 from memckpt.state.spec import OwnerSpec, StateTensorSpec
 from memckpt.state.tensors import fill, local
+
+#: Tensors before a restore, to be compared: kind, name, optimizer and key of a state, value.
+_Copies = list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]
 
 
 class Restorer:
@@ -137,27 +142,33 @@ class Restorer:
         for number in expected:
             self._ring.check(number, ranks)
         gradients = StagedGradients(self._slots, self._layout)
-        with progress("restoring", self._layout.numel * 12) as advance:
+        with progress("restoring", self._layout.numel * 12) as advance, RedoThreads(self._layout) as threads:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 due = self._layout.due(anchoring.record)
                 before = [self._copies_before(piece) for piece in due]
                 redo_targets = [self._anchored(piece, anchoring) for piece in due]
                 group = RedoGroup(self._layout, redo_targets, self._build)
-                for number in range(anchoring.anchors_of + 1, record + 1):
-                    group.apply(by_number[number], gradients)
-                for redo_target, copies in zip(redo_targets, before, strict=True):
-                    self._target.bring_home(redo_target)
-                    self._compare_piece(redo_target, copies)
-                    advance((redo_target.stop - redo_target.start) * 12)
+                since = [by_number[number] for number in range(anchoring.anchors_of + 1, record + 1)]
+                redo = partial(group.apply_all, since, gradients)
+                threads.run(redo_targets, redo, partial(self._bring_home, redo_targets, before, advance))
+            threads.wait()
 
-    def _copies_before(self, piece: Piece) -> list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]:
+    def _bring_home(
+        self, redo_targets: Sequence[RedoTarget], before: Sequence[_Copies], advance: Callable[[int], None]
+    ) -> None:
+        for redo_target, copies in zip(redo_targets, before, strict=True):
+            self._target.bring_home(redo_target)
+            self._compare_piece(redo_target, copies)
+            advance((redo_target.stop - redo_target.start) * 12)
+
+    def _copies_before(self, piece: Piece) -> _Copies:
         """Copies of a piece of a parameter and its element-wise state, if they are to be compared."""
         if self._comparison is None:
             return []
         spec = self._layout.spec.params[piece.param]
         name = spec.tensor.name
         param = _cut(local(self._params[piece.param]), piece).clone()
-        copies: list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]] = [("parameter", name, None, param)]
+        copies: _Copies = [("parameter", name, None, param)]
         for owner in spec.owners:
             for state in owner.state:
                 found = self._target.state_before(piece.param, owner.optimizer, state)
@@ -166,9 +177,7 @@ class Restorer:
                     copies.append(("state", f"{name} ({state.key})", key, _cut(local(found), piece).clone()))
         return copies
 
-    def _compare_piece(
-        self, redo_target: RedoTarget, copies: Sequence[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]
-    ) -> None:
+    def _compare_piece(self, redo_target: RedoTarget, copies: _Copies) -> None:
         param = self._params[redo_target.param]
         for kind, name, key, copy in copies:
             assert self._comparison is not None

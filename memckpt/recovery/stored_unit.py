@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
+from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
-from memckpt.state.redo import GradientSource, OptimizerFactory, RedoGroup, RedoTarget, chunks
+from memckpt.state.redo import (
+    SMALL_GROUP_ELEMENTS,
+    GradientSource,
+    OptimizerFactory,
+    RedoGroup,
+    RedoTarget,
+    chunks,
+)
 from memckpt.state.spec import ParamSpec
 from memckpt.state.tensors import local
 from memckpt.storage import batch as batches
@@ -84,15 +94,23 @@ class StoredUnit:
             held = local(param)
             parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
             redo_targets.append(RedoTarget(index, 0, held.numel(), parameter, states))
-        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(redo_targets)]
+        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(redo_targets, SMALL_GROUP_ELEMENTS)]
         records = self._point.gradient_batches(self.part)
         nbytes = sum(redo_target.stop for redo_target in redo_targets) * 4
-        with progress("redoing records", nbytes * len(records)) as advance:
-            for record, batch in records:
-                meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
+        by_batch = [(batch, [record for record, _ in some]) for batch, some in groupby(records, lambda one: one[1])]
+        with (
+            progress("redoing records", nbytes * len(records)) as advance,
+            RedoThreads(layout) as threads,
+            closing(self._records.read_in_turn([batch for batch, _ in by_batch])) as batches_read,
+        ):
+            for batch, (_, numbers) in zip(batches_read, by_batch, strict=True):
+                metas = [decode_meta(self._records.data(batch, batches.meta_name(number))) for number in numbers]
+                gradients = partial(self._records.gradient, batch, layout)
                 for group in groups:
-                    group.apply(meta, partial(self._records.gradient, batch, layout))
-                advance(nbytes)
+                    done = sum(one.stop for one in group.redo_targets) * 4 * len(metas)
+                    redo = partial(group.apply_all, metas, gradients)
+                    threads.run(group.redo_targets, redo, partial(advance, done))
+                threads.wait()  # before another batch takes its place
         for redo_target in redo_targets:
             target.bring_home(redo_target)
 

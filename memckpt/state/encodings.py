@@ -43,7 +43,13 @@ def quantized_parts(values: torch.Tensor, block: int) -> list[torch.Tensor]:
     return [steps.nan_to_num_(0.0).to(torch.int8).view(-1)[:numel].contiguous(), scales]
 
 
-def decode(encoding: GradientEncoding, parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype) -> torch.Tensor:
+def decode(
+    encoding: GradientEncoding,
+    parts: Sequence[torch.Tensor],
+    numel: int,
+    dtype: torch.dtype,
+    cut: tuple[int, int] | None = None,
+) -> torch.Tensor:
     """The gradient, one-dimensional, on the device of its parts.
 
     Args:
@@ -51,24 +57,30 @@ def decode(encoding: GradientEncoding, parts: Sequence[torch.Tensor], numel: int
         parts: its parts.
         numel: number of its elements.
         dtype: its dtype.
+        cut: first element, and the one behind the last; None: all of it. The work is about that of these elements.
 
     Raises:
         DamagedStateError: the parts contradict each other.
     """
+    start, stop = (0, numel) if cut is None else cut
     match encoding.kind:
         case "sparse":
-            count, by_block, positions, values = parts
-            return _from_sparse(int(count), by_block, positions, values, numel, dtype)
+            return _from_sparse(parts, numel, dtype, start, stop)
         case "quantized":
-            steps, scales = parts
             block = encoding.entries
-            padded = torch.nn.functional.pad(steps, (0, -numel % block)).view(-1, block)
-            return (padded.to(torch.float32) * scales.unsqueeze(1)).view(-1)[:numel].to(dtype)
+            first, last = start // block, -(-stop // block)
+            steps, scales = parts[0][first * block : last * block], parts[1][first:last]
+            padded = torch.nn.functional.pad(steps, (0, -steps.numel() % block)).view(-1, block)
+            found = (padded.to(torch.float32) * scales.unsqueeze(1)).view(-1)
+            return found[start - first * block : stop - first * block].to(dtype)
         case "half":
-            return parts[0].to(dtype)
+            return parts[0][start:stop].to(dtype)
         case "factors":
-            rank = encoding.entries
-            return product(parts[0].view(-1, rank), parts[1].view(-1, rank)).view(-1).to(dtype)
+            left, right = (part.view(-1, encoding.entries) for part in parts)
+            columns = max(1, right.shape[0])
+            first, last = start // columns, -(-stop // columns)
+            found = product(left[first:last], right).view(-1)
+            return found[start - first * columns : stop - first * columns].to(dtype)
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -83,18 +95,27 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _from_sparse(
-    count: int, by_block: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, numel: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _from_sparse(parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+    count, by_block, positions, values = int(parts[0]), *parts[1:]
     counts = by_block.to(torch.int64)
-    if not 0 <= count <= values.numel() or int(counts.sum()) != count or int(counts.amin()) < 0:
+    if not 0 <= count <= values.numel() or int(counts.sum()) != count or (counts.numel() and int(counts.amin()) < 0):
         raise DamagedStateError(f"a compressed gradient: expected {count} entries, found {int(counts.sum())}")
-    starts = torch.arange(counts.numel(), device=counts.device) * INDEX_BLOCK
-    indices = torch.repeat_interleave(starts, counts) + (positions[:count].to(torch.int64) & (INDEX_BLOCK - 1))
-    if count and int(indices.amax()) >= numel:
-        raise DamagedStateError(f"a compressed gradient: expected positions below {numel}, found {int(indices.amax())}")
-    dense = torch.zeros(numel, dtype=dtype, device=values.device)
-    dense[indices] = values[:count].to(dtype)
+    # The blocks that the elements lie in, and their entries.
+    first, last = start // INDEX_BLOCK, -(-stop // INDEX_BLOCK)
+    before, until = int(counts[:first].sum()), int(counts[:last].sum())
+    blocks = torch.arange(first, last, device=counts.device) * INDEX_BLOCK - start
+    places = torch.repeat_interleave(blocks, counts[first:last], output_size=until - before)
+    places += positions[before:until].to(torch.int64) & (INDEX_BLOCK - 1)
+    if until > before and int(places.amax()) >= numel - start:
+        raise DamagedStateError(
+            f"a compressed gradient: expected positions below {numel}, found {int(places.amax()) + start}"
+        )
+    values = values[before:until].to(dtype)
+    if last * INDEX_BLOCK > stop or first * INDEX_BLOCK < start:
+        inside = (places >= 0) & (places < stop - start)
+        places, values = places[inside], values[inside]
+    dense = torch.zeros(stop - start, dtype=dtype, device=values.device)
+    dense[places] = values
     return dense
 
 

@@ -7,17 +7,15 @@ are never changed: factors are multiplied into temporaries, so a kill during red
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from memckpt.state import codec, encodings
-from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
@@ -27,8 +25,26 @@ from memckpt.state.tensors import give_gradient
 OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]
 #: Elements advanced together; bounds the temporaries that factors are multiplied into.
 _GROUP_ELEMENTS = 16 << 20
-#: (record, sub-step, parameter index) -> staged gradient, a host tensor that must not be changed, or None.
-GradientSource = Callable[[RecordMeta, SubStep, int], torch.Tensor | None]
+#: The same where groups are advanced side by side: enough of them for all cores.
+SMALL_GROUP_ELEMENTS = 1 << 20
+
+
+class GradientSource(Protocol):
+    """Reads staged gradients of records."""
+
+    def __call__(
+        self, meta: RecordMeta, sub_step: SubStep, param: int, cut: tuple[int, int] | None = None, /
+    ) -> torch.Tensor | None:
+        """A gradient, a host tensor that must not be changed; None if the step had none.
+
+        Args:
+            meta: the record.
+            sub_step: the optimizer's step.
+            param: index of the parameter.
+            cut: first element, and the one behind the last, of a piece; the result has one dimension then. None: all
+                of it.
+        """
+        ...
 
 
 def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -39,49 +55,16 @@ def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str
     return torch.frombuffer(buffer, dtype=dtype_of(dtype), count=numel, offset=offset).view(shape)
 
 
-class Decoded:
-    """Decodes gradients; the last one is kept, for other pieces of its parameter. Safe to share between threads."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Hashable, torch.Tensor] | None = None
-
-    def __call__(
-        self,
-        key: Hashable,
-        encoding: GradientEncoding,
-        parts: Callable[[], Sequence[torch.Tensor]],
-        numel: int,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """The gradient, one-dimensional; do not modify it.
-
-        Args:
-            key: which gradient it is.
-            encoding: how it is encoded.
-            parts: reads its parts.
-            numel: number of its elements.
-            dtype: its dtype.
-
-        Raises:
-            DamagedStateError: its parts contradict each other.
-        """
-        last = self._last
-        if last is not None and last[0] == key:
-            return last[1]
-        gradient = encodings.decode(encoding, parts(), numel, dtype)
-        self._last = key, gradient
-        return gradient
-
-
 class StagedGradients:
     """Reads the gradients of records from a ring of slots."""
 
     def __init__(self, buffer: mmap.mmap, layout: Layout) -> None:
         self._buffer = buffer
         self._layout = layout
-        self._decoded = Decoded()
 
-    def __call__(self, meta: RecordMeta, sub_step: SubStep, param: int) -> torch.Tensor | None:
+    def __call__(
+        self, meta: RecordMeta, sub_step: SubStep, param: int, cut: tuple[int, int] | None = None
+    ) -> torch.Tensor | None:
         if param in sub_step.absent:
             return None
         described = self._layout.spec.params[param]
@@ -94,9 +77,11 @@ class StagedGradients:
                 return self._sparse(sparse, offset, spec.shape, dtype)
         encoding = self._layout.spec.encoding(param)
         if encoding is not None:
-            parts = partial(encodings.views, self._buffer, offset, encoding, spec.numel, dtype)
-            key = meta.record, sub_step.optimizer, sub_step.index, param
-            return self._decoded(key, encoding, parts, spec.numel, dtype_of(dtype)).view(spec.shape)
+            parts = encodings.views(self._buffer, offset, encoding, spec.numel, dtype)
+            found = encodings.decode(encoding, parts, spec.numel, dtype_of(dtype), cut)
+            return found.view(spec.shape) if cut is None else found
+        if cut is not None:
+            return tensor_at(self._buffer, offset + cut[0] * ITEM_BYTES[dtype], (cut[1] - cut[0],), dtype)
         return tensor_at(self._buffer, offset, spec.shape, dtype)
 
     def _sparse(self, sparse: SparseGradient, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -200,6 +185,11 @@ class RedoGroup:
     def apply(self, meta: RecordMeta, gradients: GradientSource) -> None:
         """Advance all targets by one record."""
         with without_global_hooks():
+            self.apply_all([meta], gradients)
+
+    def apply_all(self, metas: Sequence[RecordMeta], gradients: GradientSource) -> None:
+        """Advance all targets by some records; the caller hides the hooks that are registered for all optimizers."""
+        for meta in metas:
             for sub_step in meta.sub_steps:
                 self._apply_sub_step(meta, sub_step, gradients)
 
@@ -209,12 +199,12 @@ class RedoGroup:
             return
         optimizer = self._optimizer(sub_step.optimizer, codec.decode(sub_step.groups))
         for redo_target in redo_targets:
-            gradient = gradients(meta, sub_step, redo_target.param)
+            whole = redo_target.stop - redo_target.start == self._layout.spec.params[redo_target.param].tensor.numel
+            cut = None if whole else (redo_target.start, redo_target.stop)
+            gradient = gradients(meta, sub_step, redo_target.param, cut)
             if gradient is None:
                 redo_target.parameter.grad = None
                 continue
-            if redo_target.stop - redo_target.start != self._layout.spec.params[redo_target.param].tensor.numel:
-                gradient = gradient.view(-1)[redo_target.start : redo_target.stop]
             used = apply_ops(gradient.to(redo_target.parameter.device), sub_step.ops, redo_target.param)
             if used is gradient and self._layout.spec.optimizers[sub_step.optimizer].changes_gradients:
                 used = used.clone()  # the slot's bytes must not change
@@ -234,12 +224,12 @@ def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def chunks(redo_targets: list[RedoTarget]) -> list[list[RedoTarget]]:
+def chunks(redo_targets: list[RedoTarget], elements: int = _GROUP_ELEMENTS) -> list[list[RedoTarget]]:
     """Targets in groups of a bounded number of elements, each group to be advanced together."""
     found: list[list[RedoTarget]] = []
     size = 0
     for redo_target in redo_targets:
-        if not found or size + redo_target.stop > _GROUP_ELEMENTS:
+        if not found or size + redo_target.stop > elements:
             found.append([])
             size = 0
         found[-1].append(redo_target)

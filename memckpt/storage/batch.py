@@ -8,10 +8,12 @@ is two tensors, ``.../indices`` and ``.../values``. An encoded gradient is a ten
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -227,7 +229,7 @@ def _header(tensors: Sequence[FileTensor]) -> bytes:
 
 
 class RecordReader:
-    """Reads the tensors of records from batches; holds one batch in memory at a time."""
+    """Reads the tensors of records from batches; holds one batch in memory at a time, and one that is read ahead."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -248,18 +250,40 @@ class RecordReader:
         except KeyError:
             raise DamagedStateError(f"{batch.log_path}: expected the tensor {name}, found none") from None
 
+    def read_in_turn(self, wanted: Sequence[Batch]) -> Generator[Batch, None, None]:
+        """Each batch once it is in memory; the next one is read meanwhile, in another thread. Close it behind the last.
+
+        Raises:
+            DamagedStateError: a batch is no safetensors file.
+            StorageError: a file cannot be read.
+        """
+        with ThreadPoolExecutor(1, "memckpt-read-ahead") as reading:
+            ahead: Future[dict[str, torch.Tensor]] | None = None
+            for batch, following in itertools.zip_longest(wanted, wanted[1:]):
+                if ahead is not None:
+                    self._hold(batch, ahead.result())
+                else:
+                    self._load(batch)
+                ahead = reading.submit(self._read, following) if following is not None else None
+                yield batch
+
     def _load(self, batch: Batch) -> None:
-        if self._batch == batch:
-            return
+        if self._batch is not batch and self._batch != batch:
+            self._batch, self._tensors = None, {}
+            self._hold(batch, self._read(batch))
+
+    def _hold(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> None:
+        self._batch, self._tensors = batch, tensors
+        self._encodings = dict(self._find_encodings())
+
+    def _read(self, batch: Batch) -> dict[str, torch.Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load
 
-        self._tensors = {}
         try:
-            self._tensors = load(self._store.read(batch.log_path))
+            return load(self._store.read(batch.log_path))
         except SafetensorError as error:
             raise DamagedStateError(f"{batch.log_path}: expected a safetensors file: {error}") from error
-        self._batch, self._encodings = batch, dict(self._find_encodings())
 
     def _find_encodings(self) -> Iterator[tuple[str, GradientEncoding]]:
         for name, first in self._tensors.items():
@@ -281,9 +305,15 @@ class RecordReader:
         return self.tensor(batch, name).numpy().tobytes()
 
     def gradient(
-        self, batch: Batch, layout: Layout, meta: RecordMeta, sub_step: SubStep, param: int
+        self,
+        batch: Batch,
+        layout: Layout,
+        meta: RecordMeta,
+        sub_step: SubStep,
+        param: int,
+        cut: tuple[int, int] | None = None,
     ) -> torch.Tensor | None:
-        """The gradient of a parameter in one optimizer step, as staged; None: the parameter had none."""
+        """The gradient of a parameter in one optimizer step, as staged (a ``GradientSource``)."""
         import torch
 
         if param in sub_step.absent:
@@ -298,12 +328,20 @@ class RecordReader:
                 )
         self._load(batch)
         encoding = self._encodings.get(name)
-        if encoding is None:
-            return self.tensor(batch, name)
+        if encoding is not None:
+            found = self._decoded(batch, name, encoding, spec.numel, layout.spec.params[param].grad_dtype, cut)
+            return found.view(spec.shape) if cut is None else found
+        dense = self.tensor(batch, name)
+        return dense if cut is None else dense.view(-1)[cut[0] : cut[1]]
+
+    def _decoded(
+        self, batch: Batch, name: str, encoding: GradientEncoding, numel: int, dtype: str, cut: tuple[int, int] | None
+    ) -> torch.Tensor:
+        import torch
+
         from memckpt.state import encodings
 
-        dtype = layout.spec.params[param].grad_dtype
         stem = f"{name}/{_encoding_name(encoding)}"
-        count = len(encoded_parts(encoding, spec.numel, dtype))
+        count = len(encoded_parts(encoding, numel, dtype))
         parts = [self.tensor(batch, f"{stem}/{index}") for index in range(count)]
-        return encodings.decode(encoding, parts, spec.numel, getattr(torch, dtype)).view(spec.shape)
+        return encodings.decode(encoding, parts, numel, getattr(torch, dtype), cut)

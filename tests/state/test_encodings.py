@@ -106,6 +106,36 @@ def test_parts_do_not_overlap_and_lie_within_their_room(encoding: GradientEncodi
     assert end <= len(buffer)
 
 
+def example(kind: str, numel: int) -> tuple[GradientEncoding, list[torch.Tensor]]:
+    """A random gradient in an encoding."""
+    numbers = torch.Generator().manual_seed(numel)
+    match kind:
+        case "sparse":
+            entries = min(numel, 900)
+            return GradientEncoding("sparse", entries), sparse(numel, entries // 2, entries, torch.float32)[1]
+        case "quantized":
+            return GradientEncoding("quantized", 24), quantized_parts(torch.randn(numel, generator=numbers), 24)
+        case "half":
+            return GradientEncoding("half", dtype="bfloat16"), [torch.randn(numel, generator=numbers).bfloat16()]
+        case _:
+            rows = next(one for one in (35, 7, 5, 1) if numel % one == 0)
+            parts = [torch.randn(size * 3, generator=numbers) for size in (rows, numel // rows)]
+            return GradientEncoding("factors", 3, rows=rows), parts
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "half", "factors"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_piece_has_the_bits_of_the_whole(kind: str, data: st.DataObject) -> None:
+    numel = data.draw(st.sampled_from(SIZES))
+    encoding, parts = example(kind, numel)
+    whole = decode(encoding, parts, numel, torch.float32)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    piece = decode(encoding, parts, numel, torch.float32, (start, stop))
+    assert torch.equal(bits_of(piece), bits_of(whole[start:stop]))
+
+
 @pytest.mark.parametrize(("part", "value"), [(0, 3), (0, -1), (1, 2), (2, 100), (2, -1)])
 def test_parts_that_contradict_each_other_are_damage(part: int, value: int) -> None:
     """Never an index error, nor a gradient with elements elsewhere."""

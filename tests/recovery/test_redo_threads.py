@@ -1,0 +1,103 @@
+"""Redo side by side: the same bits as one group after the other, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memckpt.recovery.redo_threads import RedoThreads
+from memckpt.state import codec
+from memckpt.state.layout import Layout
+from memckpt.state.records import RecordMeta, SubStep
+from memckpt.state.redo import RedoGroup, RedoTarget
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+
+SIZES = [40_000, 3, 1, 70_001, 512, 33, 100_000, 5]
+GROUPS = codec.encode([{"lr": 0.01}])
+METAS = [RecordMeta(number, number - 1, False, (SubStep(0, 0, GROUPS),)) for number in range(1, 6)]
+
+
+def layout_of(whole: bool = False) -> Layout:
+    params = tuple(
+        ParamSpec(TensorSpec(f"p{index}", (size,), "float32"), (OwnerSpec(0, 0, ()),), whole, 0)
+        for index, size in enumerate(SIZES)
+    )
+    optimizer = OptimizerSpec("torch.optim.adam", "Adam", b"", (len(SIZES),), 1, False)
+    return Layout(StateSpec(params, (optimizer,), (), (), "lazy", 4, 3, (0,), 1))
+
+
+def gradient(meta: RecordMeta, _: SubStep, param: int, cut: Any = None, /) -> torch.Tensor:
+    return torch.randn(SIZES[param], generator=torch.Generator().manual_seed(1000 * meta.record + param))
+
+
+def redone(threads: int, whole: bool = False, redo_with: Callable[..., torch.Tensor] = gradient) -> list[torch.Tensor]:
+    """Parameters and their state after all records, with a group for each parameter."""
+    layout = layout_of(whole)
+    targets = [RedoTarget(index, 0, size, torch.nn.Parameter(torch.ones(size))) for index, size in enumerate(SIZES)]
+    order: list[int] = []
+    with torch.no_grad(), RedoThreads(layout, threads) as running:
+        for target in targets:
+            group = RedoGroup(layout, [target], lambda _, groups: torch.optim.Adam(groups))
+            redo = partial(group.apply_all, METAS, redo_with)
+            running.run([target], redo, partial(order.append, target.param))
+        running.wait()
+    assert order == list(range(len(SIZES)))
+    return [one for target in targets for one in (target.parameter, *target.states[0].values())]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_threads_change_no_bit(whole: bool) -> None:
+    before = torch.get_num_threads()
+    alone, together = redone(1, whole), redone(3, whole)
+    assert all(map(torch.equal, alone, together))
+    assert torch.get_num_threads() == before
+
+
+def test_only_what_may_be_cut_leaves_the_calling_thread() -> None:
+    seen: set[str] = set()
+
+    def noting(meta: RecordMeta, sub_step: SubStep, param: int, cut: Any = None, /) -> torch.Tensor:
+        seen.add(threading.current_thread().name)
+        return gradient(meta, sub_step, param)
+
+    redone(3, True, noting)
+    assert seen == {"MainThread"}
+    seen.clear()
+    redone(3, False, noting)
+    assert seen
+    assert "MainThread" not in seen
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_failure_reaches_the_caller_and_ends_the_threads(threads: int) -> None:
+    def failing(meta: RecordMeta, sub_step: SubStep, param: int, cut: Any = None, /) -> torch.Tensor:
+        if (meta.record, param) == (3, 4):
+            raise ValueError("record 3 is damaged")
+        return gradient(meta, sub_step, param)
+
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match="record 3 is damaged"):
+        redone(threads, redo_with=failing)
+    assert not [one for one in threading.enumerate() if one.name.startswith("memckpt-redo")]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_hooks_of_all_optimizers_do_not_see_redo(threads: int) -> None:
+    seen: list[object] = []
+    handle = register_optimizer_step_post_hook(lambda *args: seen.append(args))
+    try:
+        redone(threads)
+        assert seen == []
+        param = torch.nn.Parameter(torch.ones(1))
+        param.grad = torch.ones(1)
+        torch.optim.SGD([param]).step()
+        assert len(seen) == 1, "the hook is there again"
+    finally:
+        handle.remove()
