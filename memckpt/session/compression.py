@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memckpt.capture.copier import device_of
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.ddp import BucketTap
+from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
 from memckpt.compression.hook import reducer_for
 from memckpt.config import LossyConfig, MemckptConfig
 from memckpt.errors import UnsupportedError
@@ -28,6 +32,10 @@ _REDONE_ON_HOST, _REDONE_ON_DEVICE = 5e8, 2e10
 _SHORTEST, _LONGEST = 8, 512
 #: Why a step cannot be repeated where residuals are dropped.
 DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
+#: The same for torch's PowerSGD, which cannot be put back where memckpt does not see its reductions.
+LATE_POWER_SGD = "torch's PowerSGD was registered before memckpt, which does not carry its errors then: attach first"
+#: Name of what torch's PowerSGD carries in the rank state.
+_POWER_SGD = "memckpt_power_sgd"
 
 
 class _Carried(nn.Module):
@@ -49,7 +57,7 @@ class CompressedAverages:
 
     Attributes:
         modules: modules with state of the compressor, by name.
-        drops: whether left-out parts of gradients are set to zero at a resume.
+        drops: why left-out parts of gradients are lost at a resume, in words; empty: they are not.
 
     Raises:
         UnsupportedError: gradients of this model are not averaged by DDP alone.
@@ -57,9 +65,11 @@ class CompressedAverages:
 
     def __init__(self, config: MemckptConfig, model: nn.Module, data_parallel: DistributedDataParallel | None) -> None:
         self.modules: dict[str, nn.Module] = {}
-        self.drops = False
+        self.drops = ""
         self._params: list[torch.Tensor] = []
         self.reducer = None
+        if any(carried_by(state, torch.device("cpu")) for _, state in getattr(data_parallel, "_comm_hooks", [])):
+            self.drops = LATE_POWER_SGD
         if config.compression is None:
             return
         if data_parallel is None:
@@ -78,8 +88,9 @@ class CompressedAverages:
         if not carried or not isinstance(config.compression, LossyConfig):
             return
         residual = config.compression.residual
-        self.drops = residual == "drop" or (residual == "auto" and config.reads_late)
-        if not self.drops:
+        if residual == "drop" or (residual == "auto" and config.reads_late):
+            self.drops = DROPPED
+        else:
             self.modules[RESIDUALS] = _Carried(carried)
 
     def with_period(self, config: MemckptConfig) -> MemckptConfig:
@@ -102,8 +113,11 @@ class CompressedAverages:
         period = min(2 ** math.ceil(math.log2(12 * numel / encoded)), 2 ** int(math.log2(max(1.0, redone))))
         return replace(config, anchor_period_steps=max(_SHORTEST, min(period, _LONGEST)))
 
-    def join(self, live: LiveState, rank_state: RankState) -> None:
+    def join(self, recorder: Recorder, live: LiveState, rank_state: RankState) -> None:
         """Make the compressor's state a part of the training's."""
+        self._recorder, self._live, self._rank_state = recorder, live, rank_state
+        if self.drops:
+            rank_state.never_repeatable = self.drops
         if self.reducer is None:
             return
         live.encoding_of = self.reducer.encoding
@@ -111,8 +125,16 @@ class CompressedAverages:
         live.growth.apart |= names
         live.growth.changing |= names
         rank_state.register(RESIDUALS, self.reducer)
-        if self.drops:
-            rank_state.never_repeatable = DROPPED
+
+    def adopt(self, state: object, hook: Callable[..., Any]) -> None:
+        """Take a communication hook of the user's for what it is: torch's own are known."""
+        carried = carried_by(state, device_of(self._live.tensors()))
+        if carried is not None:
+            self._rank_state.register(_POWER_SGD, carried)
+        if half_type(hook) is not None:
+            self._live.encoding_of = partial(half_encoding, hook)
+            if self._recorder.writer is not None:
+                self._recorder.fail("gradients are averaged in 16 bits from now on")
 
     def expect_carried(self) -> None:
         """Mark what is carried before a restore, so that :meth:`found_carried` sees what nothing restored."""

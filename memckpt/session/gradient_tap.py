@@ -14,7 +14,7 @@ from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.step import StepTap
 from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
-from memckpt.compression.reduction import Reducer
+from memckpt.session.compression import CompressedAverages
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.policy import choose_tap
 
@@ -28,7 +28,7 @@ class GradientTap:
         training: training whose gradients are staged.
         data_parallel: the DDP wrapper; None without one.
         before_reduction: called before a reduction over all ranks begins.
-        reducer: averages gradients in compressed form; None: they are averaged as they are.
+        compression: compressor of gradients, and what is known of a user's.
 
     Attributes:
         reason: why this tap, in words.
@@ -39,14 +39,17 @@ class GradientTap:
         training: LocalTraining,
         data_parallel: DistributedDataParallel | None,
         before_reduction: Callable[[], None],
-        reducer: Reducer | None = None,
+        compression: CompressedAverages,
     ) -> None:
         self._live = training.live
         self._recorder = training.recorder
         self._clock = training.clock
+        reducer = compression.reducer
         self._tap, self.reason, caveats = choose_tap(
             training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer
         )
+        if isinstance(self._tap, BucketTap):
+            self._tap.adopted = compression.adopt
         training.caveats.extend(caveats)
         self._recorder.tap = self._tap.name
 

@@ -97,9 +97,9 @@ class Session:
         training.caveats.extend(self._mode.caveats())
         live.growth.apart = find_own_buffers(live, ranks)
         live.growth.changing |= live.growth.apart
-        compression.join(live, self._rank_state)
+        compression.join(self._recorder, live, self._rank_state)
         self._step_hooks = StepHooks(optimizers, self._recorder)
-        self._tap = GradientTap(training, data_parallel, link.finish_sending, compression.reducer)
+        self._tap = GradientTap(training, data_parallel, link.finish_sending, compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
         # Where training waits for peers, other nodes wait for this one until it is overdue.
         self._reconnection = Reconnection(address, pauses=not link.waits)

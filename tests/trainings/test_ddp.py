@@ -23,7 +23,15 @@ _references: dict[Any, list[Any]] = {}
 
 def reference(lab: Lab, job: Job) -> list[Any]:
     """The same training undisturbed, without memckpt."""
-    key = (job.world_size, job.hook, tuple(sorted(job.ddp)), job.accumulate, job.by_hand, job.own_tables)
+    key = (
+        job.world_size,
+        job.hook,
+        job.users_hook,
+        tuple(sorted(job.ddp)),
+        job.accumulate,
+        job.by_hand,
+        job.own_tables,
+    )
     key += (job.averages, job.flip, job.last_step, job.config.compression)
     if key not in _references:
         undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.tap import OncePerBackward, survives
+from memckpt.capture.taps.torch_hooks import PlainBucket, half_type, takes_any_bucket
 from memckpt.compression.hook import hook as compressed_hook
 from memckpt.compression.hook import of_bucket as of_ddp
 from memckpt.compression.reduction import Bucket, Encoded, Reducer
@@ -74,6 +76,9 @@ class BucketTap:
         reducer: Reducer | None = None,
     ) -> None:
         self._model = model
+        self._half: torch.dtype | None = None
+        #: Called with a user's hook that is registered, and its state.
+        self.adopted: Callable[[Any, CommHook], None] | None = None
         self._reducer = reducer
         self._recorder = recorder
         self._copier = copier
@@ -123,7 +128,9 @@ class BucketTap:
                 "a communication hook of DDP and memckpt's compression both average gradients: leave out one of them"
             )
         refuse_local_sgd(state, hook)
-        self._users = (state, hook)
+        self._users, self._half = (state, hook), half_type(hook)
+        if self.adopted is not None:
+            self.adopted(state, hook)
 
     def remove(self) -> None:
         """Stop tapping. Torch cannot unregister a communication hook: ours stays, and only averages from now on."""
@@ -135,8 +142,17 @@ class BucketTap:
 
     def resume_layout(self, layout: list[list[int]] | None) -> None:
         """Reduce the next backward in this layout. Call before the first backward of the process."""
-        if self._world_size > 2 and layout is not None:
+        if layout is not None:
             self._resumed_layout = self.layout = layout
+
+    def _is_held_back(self) -> bool:
+        """Whether this backward is reduced in the layout of the dead attempt, not in DDP's provisional one."""
+        if self._resumed_layout is None:
+            return False
+        if self._users is None:
+            return self._world_size > 2
+        state, hook = self._users
+        return takes_any_bucket(hook) and (self._world_size > 2 or isinstance(state, PowerSGDState))
 
     def _accumulated(self, param: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -152,8 +168,10 @@ class BucketTap:
             return self._average(bucket)
         self.reductions += 1
         self._look(bucket)
-        if self._resumed_layout is not None and self._users is None:
+        if self._resumed_layout is not None and self._is_held_back():
             return self._hold(bucket, self._resumed_layout)
+        if bucket.is_last():
+            self._resumed_layout = None
         if self._reducer is not None:
             return self._compress(self._reducer, of_ddp(bucket), bucket.is_last())
         params, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
@@ -184,7 +202,14 @@ class BucketTap:
         with self._recorder.clock.in_hook():
             reduced = gradients if flat.data_ptr() == buffer.data_ptr() else _placed_alike(gradients, buffer, flat)
             for param, gradient in zip(params, reduced, strict=True):
-                self._recorder.stage(param, gradient)
+                self._stage_one(param, gradient)
+
+    def _stage_one(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Stage a gradient as it came from the user's hook, or from an all-reduce."""
+        if self._half is None or gradient.dtype == self._half:
+            self._recorder.stage(param, gradient)
+        else:  # averaged in 16 bits, so that nothing is rounded here
+            self._recorder.stage(param, gradient, [gradient.reshape(-1).to(self._half)])
 
     def _compress(self, reducer: Reducer, bucket: Bucket, last: bool) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket in compressed form, and stage the compressed average."""
@@ -243,34 +268,45 @@ class BucketTap:
             _log.warning("memckpt: DDP reduces other parameters than before; this step may differ in the last bits")
             layout = [[self._positions[id(param)] for param in one.params] for one in held]
         begun = []
-        for positions in layout:
+        for index, positions in enumerate(layout):
             found = [gradients[position] for position in positions]
             flat = torch.cat([gradient.reshape(-1) for _, gradient in found])
             each = flat.split([gradient.numel() for _, gradient in found])
             bucket = Bucket([param for param, _ in found], each, flat)
-            begun.append((bucket, [gradient for _, gradient in found], self._begin(bucket, positions is layout[-1])))
+            done = self._begin(bucket, index, positions is layout[-1])
+            begun.append((bucket, [gradient for _, gradient in found], done))
         for bucket, targets, encoded in begun:
             parts_of = encoded.wait()
             for param, target, source, parts in zip(bucket.params, targets, bucket.gradients, parts_of, strict=True):
                 target.copy_(source.view(target.shape))
                 with self._recorder.clock.in_hook():
-                    self._recorder.stage(param, target, parts)
+                    if parts is None:
+                        self._stage_one(param, target)
+                    else:
+                        self._recorder.stage(param, target, parts)
         for one in held:
             one.future.set_result(one.buffer)
 
-    def _begin(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+    def _begin(self, bucket: Bucket, index: int, last: bool) -> torch.futures.Future[Encoded]:
         """Average a bucket in place, without blocking."""
         if self._reducer is not None:
             return self._reducer.average(bucket, last)
-        work = dist.all_reduce(bucket.buffer.mul_(self._factor), group=self._group, async_op=True)
-        assert work is not None
+        done: torch.futures.Future[Any]
+        if self._users is not None:
+            state, hook = self._users
+            done = hook(state, PlainBucket(index, bucket.params, bucket.gradients, bucket.buffer, last))  # type: ignore[arg-type]  # has its methods
+        else:
+            work = dist.all_reduce(bucket.buffer.mul_(self._factor), group=self._group, async_op=True)
+            assert work is not None
+            done = work.get_future()
 
         def averaged(done: torch.futures.Future[Any]) -> Encoded:
-            done.value()  # raises if the reduction failed
+            flat = _first(done)  # raises if the reduction failed
+            if flat.data_ptr() != bucket.buffer.data_ptr():
+                bucket.buffer.copy_(flat.view(-1))
             return [None] * len(bucket.params)
 
-        future: torch.futures.Future[Encoded] = work.get_future().then(averaged)
-        return future
+        return done.then(averaged)
 
     @survives("ending a backward")
     def _backward_ended(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
@@ -64,6 +65,7 @@ class Job:
         nodes: whether every rank is its own node.
         deaths: the planned deaths.
         hook: time at which a user's communication hook is registered.
+        users_hook: which: "halving", or torch's "fp16" or "powersgd" (its "bf16" takes NCCL only).
         hang: the rank that stays alive, stuck, when another one has died.
         wait_at: step after which ranks wait until something is in storage.
         log: whether ranks wait at each step until its record has been taken for the log.
@@ -86,6 +88,7 @@ class Job:
     nodes: bool = False
     deaths: Sequence[Death] = ()
     hook: str = ""
+    users_hook: str = "halving"
     hang: int | None = None
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
@@ -164,7 +167,7 @@ def train(job: Job, rank: int) -> None:
     torch.manual_seed(0)
     net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables)
     average = copy.deepcopy(net).requires_grad_(False) if job.averages else None
-    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
+    model = DistributedDataParallel(net, **{"bucket_cap_mb": 0.02, **job.ddp})
     if job.own_tables:
         net.table.fill_(rank + 1 if job.number == 0 else -1.0)
     torch.manual_seed(100 + rank)
@@ -172,10 +175,12 @@ def train(job: Job, rank: int) -> None:
     if job.fails_test == rank:
         SelfTest.after_record = lambda self: "it has failed here"  # type: ignore[method-assign]
     if job.hook == "before":
-        model.register_comm_hook(None, halving_hook)
+        _register_hook(job, model)
     if job.run_dir is None and job.config.compression is not None:
         params = [param for param in net.parameters() if param.requires_grad]
         model.register_comm_hook(compression.state(job.config.compression, params), compression.hook)
+    if job.run_dir is None and job.hook == "after":
+        _register_hook(job, model)
     session = None
     start = resumed = 0
     journal = Journal(job.journal(rank))
@@ -183,13 +188,13 @@ def train(job: Job, rank: int) -> None:
         beside = {} if average is None else {"average": average}
         session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config, extra_modules=beside)
         print("described:", session.describe())
+        if job.hook == "after":
+            _register_hook(job, model)
         report = session.restore()
         start, resumed = 0 if report is None else report.step, note_resume(journal, report)
         print("resumed:", resumed)
     if job.other_batch == rank:
         torch.manual_seed(7)
-    if job.hook == "after":
-        model.register_comm_hook(None, halving_hook)
     deaths = {(death.step, death.place): death for death in job.deaths if death.who in (rank, "all", "agent")}
 
     def at(step: int, place: str) -> None:
@@ -259,6 +264,17 @@ def train(job: Job, rank: int) -> None:
     os._exit(0)  # the shutdown of DDP's reducer sometimes hangs in gloo, with and without memckpt
 
 
+def _register_hook(job: Job, model: DistributedDataParallel) -> None:
+    match job.users_hook:
+        case "halving":
+            model.register_comm_hook(None, halving_hook)
+        case "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=3, min_compression_rate=1)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        case name:
+            model.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
+
+
 def _follow(average: Net, net: Net) -> None:
     with torch.no_grad():
         for ours, theirs in zip(average.parameters(), net.parameters(), strict=True):
@@ -269,7 +285,9 @@ def _note_what_is_shared(journal: Journal, session: memckpt.Session) -> None:
     writer = session._staging.writer
     if writer is not None and writer.spec.by_value:
         spec, ring = writer.spec, writer.layout.by_value_ring
-        journal.note("shared", names=spec.shared, apart=spec.apart, nbytes=writer._slots.nbytes, ring=ring)
+        encoded = [encoding.kind for encoding in spec.encodings if encoding is not None]
+        nbytes = writer._slots.nbytes
+        journal.note("shared", names=spec.shared, apart=spec.apart, nbytes=nbytes, ring=ring, encoded=encoded)
 
 
 def _wait_for_log(session: memckpt.Session, based: bool) -> None:
