@@ -110,6 +110,8 @@ class RecordLog:
         self.written: tuple[int, int] | None = None
         self.alarm = ""
         self.short = ""
+        #: Records in a batch, as the process chooses; 0 until it has said so.
+        self._chosen_steps = 0
         #: Bytes written since the last checkpoint, about.
         self._nbytes = 0
 
@@ -215,7 +217,10 @@ class RecordLog:
     @property
     def batch_steps(self) -> int | None:
         """Records in a batch; None while it is not known."""
-        return batch_steps_for(self._generation.layout, self._asked_steps) if self._generation is not None else None
+        if self._generation is None:
+            return None
+        most = batch_steps_for(self._generation.layout, self._asked_steps)
+        return min(self._chosen_steps or most, most)
 
     @property
     def unwritten_at_most(self) -> int | None:
@@ -286,6 +291,7 @@ class RecordLog:
             # For the checkpoint that ends the log, and for the one on which it is redone, if that is yet to be written.
             reserve=snapshot_bytes(generation.layout) * (1 if self.based else 2),
             witness=self._witness,
+            fixed_steps=self._asked_steps is not None,
         )
         self._writer.send(opened, [generation.regions.slots.fd])
         self._opened = opened_for
@@ -308,7 +314,7 @@ class RecordLog:
     def appended(self, message: Appended) -> None:
         """Take the process's answer."""
         self._busy_since = None
-        self.taken = message.taken
+        self.taken, self._chosen_steps = message.taken, message.batch_steps
         if message.written is not None and self._opened is not None and self._opened[0] == self._timeline:
             self.written = message.written, message.step
         self._nbytes += message.nbytes

@@ -86,8 +86,8 @@ class StorageConfig:
         every_steps: interval of checkpoints in steps; None: as often as the two limits below allow.
         min_seconds: minimum interval of checkpoints in seconds, if `every_steps` is None.
         overhead: the share of training time that taking and writing checkpoints may cost, if `every_steps` is None.
-        batch_steps: records in a batch of the log; None: as many as make 64 MiB, at most 64. A batch is written after
-            10 s at the latest.
+        batch_steps: records in a batch of the log; None: as few as leave a second between batches and the writer idle
+            for 95% of the time, at most as many as make 64 MiB, and 64. A batch is written after 10 s at the latest.
         keep_last: number of checkpoints to keep; older ones are deleted once a newer one has been verified.
         keep_every_steps: checkpoints at multiples of this step are kept for good; None: none are.
         owner: id of the run that owns the store; another owner's store is refused. None: the id is made once, and kept

@@ -91,8 +91,9 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     """To the process that writes records: take them from the slots whose descriptor comes along.
 
     What it has of another timeline or generation is written first. `follows`: as for a batch. A batch is written when
-    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`. It leaves
-    `reserve` bytes free, for the checkpoint that the log has to end in.
+    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`; without
+    `fixed_steps` also with fewer records, where writing is fast. It leaves `reserve` bytes free, for the checkpoint
+    that the log has to end in.
     """
 
     url: str
@@ -107,6 +108,7 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     run: str = ""
     reserve: int = 0
     witness: str = ""
+    fixed_steps: bool = True
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):
@@ -125,6 +127,7 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
         nbytes, seconds: what this call has written, and how long it took.
         hole: why a record could not be taken or written; the log goes on behind it.
         short: why records wait for room in the storage, which a checkpoint may make; empty: they do not.
+        batch_steps: records in a batch from now on.
     """
 
     taken: int | None
@@ -134,3 +137,4 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     seconds: float
     hole: str = ""
     short: str = ""
+    batch_steps: int = 0

@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 
+from memckpt.checkpointing.writer.batch_size import BatchSize
 from memckpt.checkpointing.writer.complaints import Complaints
 from memckpt.errors import AgentError, DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
 from memckpt.memory.region import Region
@@ -87,6 +88,7 @@ class RecordWriter:
         self._short = ""
         self._not_before = float("-inf")
         self._backoff = Backoff(lambda: time.monotonic(), at_once=0, longest=_ROOM_SECONDS)
+        self._batch_size = BatchSize(opened.batch_steps, opened.fixed_steps)
 
     def append(self, message: Append) -> Appended:
         """Copy records; write batches that are full."""
@@ -111,6 +113,7 @@ class RecordWriter:
             time.perf_counter() - started,
             hole,
             self._short,
+            self._batch_size.records,
         )
 
     def seconds_left(self) -> float | None:
@@ -163,7 +166,7 @@ class RecordWriter:
         self._taken.append(_Taken(copy, record, time.monotonic()))
         self._last = record.record
         held = sum(taken.copy.nbytes for taken in self._taken)
-        full = len(self._taken) >= self._opened.batch_steps or held >= self._opened.batch_bytes
+        full = len(self._taken) >= self._batch_size.records or held >= self._opened.batch_bytes
         if full or time.monotonic() - self._taken[0].at >= self._opened.batch_seconds:
             nbytes += self._write_if_there_is_room()
         return nbytes
@@ -188,7 +191,7 @@ class RecordWriter:
 
     def _write(self) -> int:
         """Write the taken records as one batch; returns its bytes."""
-        opened, taken = self._opened, self._taken
+        opened, taken, started = self._opened, self._taken, time.monotonic()
         last = taken[-1].record
         batch = Batch(
             format=FORMAT_VERSION,
@@ -212,6 +215,8 @@ class RecordWriter:
         if free is not None and free < needed:
             raise no_room(f"records {batch.first} to {batch.last} and a checkpoint", store.url, needed, free)
         committed = write_batch(store, batch, [tensor for one in taken for tensor in self._parts(one)])
+        now = time.monotonic()
+        self._batch_size.wrote(len(taken), now - started, now)
         self._taken.clear()
         self._short, self._not_before = "", float("-inf")
         self._backoff.reset()
