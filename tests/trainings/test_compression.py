@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
 from memckpt.session.compression import DROPPED
-from tests.support.trainings.ddp_cases import Death, check_verdicts, fresh_directory, results, run
+from tests.storage.test_storage_runs import catalog_of
+from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
 from tests.support.trainings.engine_harness import Lab
 from tests.trainings.test_ddp import job_of, reference, survives
 
@@ -24,6 +26,7 @@ COMPRESSORS = [
 NAMES = ["top-k", "random-k", "quantized", "power-sgd", "bf16", "fp16"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> None:
     job = job_of(lab, compression=compression)
@@ -32,49 +35,97 @@ def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> 
     assert results(job) == expected
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, compression: CompressionConfig, redo: str) -> None:
     survives(lab, job_of(lab, redo, compression=compression), [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
 
 
+def lose_memory(lab: Lab, job: Job) -> Job:
+    """An attempt whose agent and ranks die in step 9."""
+    deaths = [Death("agent", 9, "forward"), Death("all", 9, "backward")]
+    died = replace(job, directory=fresh_directory(lab), deaths=deaths)
+    assert run(lab, died) == [-9] * job.world_size
+    return died
+
+
+def go_on(lab: Lab, job: Job, died: Job) -> int:
+    """The next attempt ends as the reference; returns the step that it went on at."""
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, last) == [0] * job.world_size
+    check_verdicts([died, last], died=False)
+    for ours, theirs in zip(results(last), reference(lab, job), strict=True):
+        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+    return int(results(last)[0]["resumed"])
+
+
+def with_residual(compression: CompressionConfig) -> CompressionConfig:
+    return replace(compression, residual="keep") if isinstance(compression, LossyConfig) else compression
+
+
+def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> Job:
+    """A training with a log, in which what was left out is in each record; it has a base behind the first step."""
+    job = job_of(lab, compression=with_residual(compression), log=True, **settings)
+    storage = StorageConfig(mode="log", min_seconds=3600, batch_steps=1)
+    return replace(job, config=replace(job.config, storage=storage))
+
+
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_resumes_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
-    """With what was left out in each record; the log has a base behind the first step."""
-    if isinstance(compression, LossyConfig):
-        compression = replace(compression, residual="keep")
-    job = job_of(lab, compression=compression)
-    storage = StorageConfig(mode="log", min_seconds=3600, batch_steps=1)
-    job = replace(job, config=replace(job.config, storage=storage))
-    expected = reference(lab, job)
-    deaths = [Death("agent", 9, "forward"), Death("all", 9, "backward")]
-    died = replace(job, directory=fresh_directory(lab), deaths=deaths, log=True)
-    assert run(lab, died) == [-9, -9]
-    last = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, last) == [0, 0]
-    check_verdicts([died, last], died=False)
-    for ours, theirs in zip(results(last), expected, strict=True):
-        assert ours["resumed"] >= 8
-        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+    job = logged(lab, compression)
+    assert go_on(lab, job, lose_memory(lab, job)) >= 8
 
 
+@pytest.mark.parametrize("harm", ["damaged", pytest.param("missing", marks=pytest.mark.slow)])
+def test_a_harmed_record_ends_redo_at_the_step_before_it(lab: Lab, harm: str) -> None:
+    """Records behind it are there and good, and are not applied."""
+    job = logged(lab, TopK(ratio=0.05))
+    died = lose_memory(lab, job)
+    newest = max(batch.last for batch in catalog_of(lab).batches)
+    path = next(batch.log_path for batch in catalog_of(lab).batches if batch.first == newest - 1)
+    file = lab.run_dir / "storage" / path
+    if harm == "missing":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+    assert go_on(lab, job, died) == newest - 2
+    logs = "".join(log.read_text() for log in lab.directory.glob("*-rank0.log"))
+    assert f"passed over: step {newest}: {path}: " in logs
+
+
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig) -> None:
     """The node of rank 0 is lost; what was left out of its gradients comes from the other one, too."""
-    if isinstance(compression, LossyConfig):
-        compression = replace(compression, residual="keep")
-    job = job_of(lab, compression=compression, nodes=True)
+    job = job_of(lab, compression=with_residual(compression), nodes=True)
     job = replace(job, config=replace(job.config, peers=ErasureConfig(data=1, tolerate=1)))
-    expected = reference(lab, job)
-    deaths = [Death("agent", 9, "forward"), Death("all", 9, "backward")]
-    died = replace(job, directory=fresh_directory(lab), deaths=deaths)
-    assert run(lab, died) == [-9, -9]
-    last = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, last) == [0, 0]
-    check_verdicts([died, last], died=False)
-    for ours, theirs in zip(results(last), expected, strict=True):
-        assert ours["resumed"] >= 5
-        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+    assert go_on(lab, job, lose_memory(lab, job)) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
+def test_four_ranks_resume_exactly_from_memory(lab: Lab, compression: CompressionConfig) -> None:
+    job = job_of(lab, compression=compression, world_size=4)
+    survives(lab, job, [Death(2, 4, "backward"), Death("all", 9)], [4, 9])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
+def test_four_ranks_resume_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
+    job = logged(lab, compression, world_size=4)
+    assert go_on(lab, job, lose_memory(lab, job)) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
+def test_four_nodes_resume_exactly_from_peers(lab: Lab, compression: CompressionConfig) -> None:
+    job = job_of(lab, compression=with_residual(compression), nodes=True, world_size=4)
+    job = replace(job, config=replace(job.config, peers=ErasureConfig(data=2, tolerate=2)))
+    assert go_on(lab, job, lose_memory(lab, job)) >= 5
 
 
 def test_what_was_dropped_is_said(lab: Lab) -> None:
