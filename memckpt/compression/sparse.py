@@ -61,6 +61,16 @@ class TopKReducer(_SparseReducer):
     def __init__(self, config: TopK, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, params, group)
         self._ratio, self._choices = config.ratio, self._world_size
+        #: By bucket (where its gradients begin, and how many elements of each are sent), where each element's does.
+        self._starts: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def _offsets(self, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+        """For each element that is sent, where its gradient begins in the bucket."""
+        key = (*starts, *counts)
+        if key not in self._starts:  # a copy to a device, for which the host would wait at each step
+            each = torch.tensor(starts).repeat_interleave(torch.tensor(counts))
+            self._starts[key] = each.to(device)
+        return self._starts[key]
 
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
         compressed = [self._compresses(param) for param in bucket.params]
@@ -92,9 +102,7 @@ class TopKReducer(_SparseReducer):
             told = [unpack(row, sizes) for row in rows]
             found = iter(_by_gradient([indices for indices, _ in told], counts))
             mine = [(starts[at], one) for at, one in enumerate(bucket.gradients) if compressed[at]]
-            offsets = torch.repeat_interleave(
-                torch.tensor([start for start, _ in mine]), torch.tensor(counts), output_size=sum(counts)
-            ).to(bucket.buffer.device)
+            offsets = self._offsets([start for start, _ in mine], counts, bucket.buffer.device)
             for _, gradient in mine:
                 gradient.zero_()
             flat = bucket.buffer
