@@ -74,7 +74,7 @@ class TopKReducer(_SparseReducer):
 
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
         compressed = [self._compresses(param) for param in bucket.params]
-        starts = [one.storage_offset() - bucket.buffer.storage_offset() for one in bucket.gradients]
+        starts = [int(one.storage_offset() - bucket.buffer.storage_offset()) for one in bucket.gradients]
         chosen, values = [], []
         for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
             if compressed[at]:

@@ -27,8 +27,8 @@ from memckpt.state.spec import RESIDUALS
 
 #: How long redo of a window of compressed records may take at a restore, by the rates below.
 REDO_SECONDS = 5.0
-#: Elements that redo advances in a second, on the low side: one core with Adam; an accelerator.
-_REDONE_ON_HOST, _REDONE_ON_DEVICE = 5e8, 2e10
+#: Elements that redo advances by a record in a second, on the low side: one core with Adam; an accelerator.
+_REDONE_ON_HOST, _REDONE_ON_DEVICE = 1e8, 2e10
 _SHORTEST, _LONGEST = 8, 512
 #: Why a step cannot be repeated where residuals are dropped.
 DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
@@ -45,6 +45,22 @@ class _Carried(nn.Module):
         super().__init__()
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
+
+
+def period_for(numel: int, encoded: int, on_host: bool) -> int:
+    """T, the number of steps over which everything is copied once.
+
+    Anchors take 12/T bytes per parameter with Adam, and would outweigh a gradient of c bytes: so T is 12/c or more,
+    unless redo at a restore, T/2 records for each parameter, would take longer than :data:`REDO_SECONDS`.
+
+    Args:
+        numel: number of parameters.
+        encoded: bytes of their compressed gradients.
+        on_host: whether they are in host memory.
+    """
+    redone = 2 * REDO_SECONDS * (_REDONE_ON_HOST if on_host else _REDONE_ON_DEVICE) / numel
+    wanted, allowed = math.ceil(math.log2(12 * numel / encoded)), int(math.log2(max(1.0, redone)))
+    return max(_SHORTEST, min(1 << max(0, min(wanted, allowed)), _LONGEST))
 
 
 class CompressedAverages:
@@ -96,22 +112,18 @@ class CompressedAverages:
     def with_period(self, config: MemckptConfig) -> MemckptConfig:
         """The settings, with an anchor period that fits compressed records where none is configured.
 
-        Anchors take 12/T bytes per parameter with Adam, and would outweigh a compressed gradient of c bytes: so T is at
-        least 12/c, unless redo of T records at a restore would take longer than :data:`REDO_SECONDS`. It depends on
-        nothing that differs between ranks. Where left-out parts go into records that are read late, a long window
-        would take more memory than it spares.
+        It depends on nothing that differs between ranks. Where left-out parts go into records that are read late, a
+        long window would take more memory than it spares.
         """
         if self.reducer is None or config.anchor_period_steps is not None or (config.reads_late and self.modules):
             return config
-        numel = sum(param.numel() for param in self._params)
-        encoded = 0
+        numel = encoded = 0
         for param in self._params:
             encoding, dtype = self.reducer.encoding(param), dtype_name(param.dtype)
+            numel += param.numel()
             encoded += param.nbytes if encoding is None else encoded_bytes(encoding, param.numel(), dtype)
         on_host = all(param.device.type == "cpu" for param in self._params)
-        redone = REDO_SECONDS * (_REDONE_ON_HOST if on_host else _REDONE_ON_DEVICE) / numel
-        period = min(2 ** math.ceil(math.log2(12 * numel / encoded)), 2 ** int(math.log2(max(1.0, redone))))
-        return replace(config, anchor_period_steps=max(_SHORTEST, min(period, _LONGEST)))
+        return replace(config, anchor_period_steps=period_for(numel, encoded, on_host))
 
     def join(self, recorder: Recorder, live: LiveState, rank_state: RankState) -> None:
         """Make the compressor's state a part of the training's."""
