@@ -22,6 +22,7 @@ NAMES = (
     "storage_rate",
     "catalog_cost",
     "resharding",
+    "compression",
     "peers_restore",
     "sharded_overhead",
     "governor",

@@ -172,3 +172,22 @@ def test_hot_paths_tensors(tmp_path: Path) -> None:
     stalls = {row["arm"]: row["tensor_stall_us"] > 0 for row in _quick_run("hot_paths_tensors", tmp_path)}
     arms = {"plain": False, "copy": False, "hook": False, "memckpt, lazy T=8": True, "memckpt, eager": True}
     assert stalls == arms
+
+
+@pytest.mark.slow
+def test_compression(tmp_path: Path) -> None:
+    """Every table is made; sizes are those of the encodings, and a union is not larger than all of its parts."""
+    command = [sys.executable, "-m", "benchmarks.compression", "--quick", "--results", str(tmp_path)]
+    subprocess.run(command, cwd=_ROOT, check=True, timeout=1200)
+    parts = ("training", "residual", "bytes", "union", "write", "recovery", "frequency", "compress")
+    tables = {part: _rows(f"compression_{part}", tmp_path) for part in parts}
+    assert all(tables.values())
+    assert all(1 <= union <= row["ranks"] for row in tables["union"] for union in row["unions"])
+    for row in tables["bytes"]:
+        if row["how"] == "measured":
+            # Beside compressed gradients: small parameters as they are, states of both ranks, names.
+            assert 0 < row["logged"] < row["gradients"] + 50_000
+            assert 0 < row["wire"] < 4 * row["numel"] / 10
+    kept, dropped = ({row["residual"]: row for row in tables["residual"]}[one] for one in ("keep", "drop"))
+    assert kept["logged"] > dropped["logged"] + 2 * 4 * 100_000
+    assert [row["records"] for row in tables["recovery"]][-1] == 50
