@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,10 @@ class _Pending(NamedTuple):
 class PowerSgdReducer(Reducer):
     """A matrix M of each gradient as P Q^T: P = M Q with the Q of the step before, made orthonormal, then Q = M^T P.
 
-    P is averaged a bucket at a time, as backward makes it, all Q together behind the last bucket: the order in which
-    ranks begin to communicate must be the same on all of them. The gradient is computed from both factors as redo does
-    it (:func:`~memckpt.state.encodings.product`), and not by a matrix product.
+    P is averaged a bucket at a time, as backward makes it, all Q together behind the last bucket. The hook of the last
+    bucket waits for all P and begins to average Q itself: ranks must begin their communication in the same order, which
+    callbacks have not, and DDP begins more of it behind the last bucket. The gradient is computed from both factors as
+    redo does it (:func:`~memckpt.state.encodings.product`), and not by a matrix product.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class PowerSgdReducer(Reducer):
         return self._rights[id(param)][1]
 
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+        if any(bucket.params[0] is one for pending in self._begun for one in pending.bucket.params):
+            self._begun, self._sums = [], []  # left by a backward that raised
         totals, lefts, rest = {}, {}, []
         for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
             if self.encoding(param) is None:
@@ -101,21 +105,13 @@ class PowerSgdReducer(Reducer):
         if last:
             begun, self._begun = self._begun, []
             sums, self._sums = self._sums, []
-            both(sums).then(lambda done: self._reporting(begun, self._second, done))
+            for one in sums:
+                one.wait()  # raises if it failed; for CUDA, the stream waits and not the host
+            self._average_rights(begun)
         return result
 
-    def _reporting(self, begun: Sequence[_Pending], action: Any, done: torch.futures.Future[Any]) -> None:
-        """Run an action whose failure ends all buckets: the training must see it."""
-        try:
-            action(begun, done)
-        except Exception as error:
-            for pending in begun:
-                if not pending.result.done():
-                    pending.result.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
-
-    def _second(self, begun: Sequence[_Pending], done: torch.futures.Future[Any]) -> None:
-        """Average the second factors, all together."""
-        raise_failures(done)
+    def _average_rights(self, begun: Sequence[_Pending]) -> None:
+        """Begin to average the second factors, all together."""
         rights = []
         for pending in begun:
             averages = pending.whole.mul_(1 / self._world_size)
@@ -127,22 +123,27 @@ class PowerSgdReducer(Reducer):
                 _orthonormalize(left)
                 rights.append((pending.totals[at].t() @ left).view(-1))
         if not rights:
-            self._finish(begun, None, done)
+            for pending in begun:
+                pending.result.set_result([None] * len(pending.bucket.params))
             return
         together = torch.cat(rights)
-        both([self._sum(together)]).then(
-            lambda summed: self._reporting(begun, lambda all_, one: self._finish(all_, together, one), summed)
-        )
+        both([self._sum(together)]).then(partial(self._report, begun, together))
 
-    def _finish(
-        self, begun: Sequence[_Pending], together: torch.Tensor | None, done: torch.futures.Future[Any]
-    ) -> None:
-        raise_failures(done)
+    def _report(self, begun: Sequence[_Pending], together: torch.Tensor, done: torch.futures.Future[Any]) -> None:
+        """Give all buckets their results; a failure ends all of them: the training must see it."""
+        try:
+            raise_failures(done)
+            self._finish(begun, together)
+        except Exception as error:
+            for pending in begun:
+                if not pending.result.done():
+                    pending.result.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+
+    def _finish(self, begun: Sequence[_Pending], together: torch.Tensor) -> None:
         offset = 0
         for pending in begun:
             found: Encoded = [None] * len(pending.bucket.params)
             for at, left in pending.lefts.items():
-                assert together is not None
                 param, gradient = pending.bucket.params[at], pending.bucket.gradients[at]
                 right = self._right(param)
                 right.copy_(together[offset : offset + right.numel()].view_as(right)).mul_(1 / self._world_size)

@@ -52,7 +52,7 @@ def lose_memory(lab: Lab, job: Job) -> Job:
 
 def go_on(lab: Lab, job: Job, died: Job) -> int:
     """The next attempt ends as the reference; returns the step that it went on at."""
-    last = replace(job, directory=fresh_directory(lab), number=1)
+    last = replace(job, directory=fresh_directory(lab), number=1, log=False)
     assert run(lab, last) == [0] * job.world_size
     check_verdicts([died, last], died=False)
     for ours, theirs in zip(results(last), reference(lab, job), strict=True):
@@ -104,6 +104,22 @@ def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig) ->
     job = job_of(lab, compression=with_residual(compression), nodes=True)
     job = replace(job, config=replace(job.config, peers=ErasureConfig(data=1, tolerate=1)))
     assert go_on(lab, job, lose_memory(lab, job)) >= 5
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "unused": {"ddp": {"find_unused_parameters": True}},
+    "views": {"ddp": {"gradient_as_bucket_view": True}},
+    "accumulation": {"accumulate": 2},
+    "averages": {"averages": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", COMPRESSORS[:4], ids=NAMES[:4])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train(lab: Lab, compression: CompressionConfig, way: str) -> None:
+    job = job_of(lab, compression=compression, **WAYS[way])
+    survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
 
 
 @pytest.mark.slow
