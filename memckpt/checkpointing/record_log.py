@@ -110,6 +110,8 @@ class RecordLog:
         self.written: tuple[int, int] | None = None
         self.alarm = ""
         self.short = ""
+        #: Whether the process has answered.
+        self._heard = False
         #: Records in a batch, as the process chooses; 0 until it has said so.
         self._chosen_steps = 0
         #: Bytes written since the last checkpoint, about.
@@ -272,7 +274,7 @@ class RecordLog:
     def _open(self, generation: Generation, first: _Waiting) -> None:
         """Start the process if there is none, and tell it what the records from `first` on belong to."""
         if self._writer is None:
-            self._opened = None
+            self._opened, self._heard = None, False
             self._writer = self._open_writer()
         opened_for = first.timeline, generation.number, self.based
         if self._opened == opened_for:
@@ -313,6 +315,7 @@ class RecordLog:
 
     def appended(self, message: Appended) -> None:
         """Take the process's answer."""
+        first, self._heard = not self._heard, True
         self._busy_since = None
         self.taken, self._chosen_steps = message.taken, message.batch_steps
         if message.written is not None and self._opened is not None and self._opened[0] == self._timeline:
@@ -321,7 +324,8 @@ class RecordLog:
         if message.hole:
             # A full disk makes a hole whenever the memory for what waits is full.
             self._break(message.hole, again=bool(self.short) and bool(message.short) and bool(self.alarm))
-            self.alarm = message.hole
+            # A process that has just been started was busy with its imports meanwhile; a checkpoint follows.
+            self.alarm = "" if message.late and first else message.hole
         elif message.nbytes:
             self.alarm = ""
         if message.short and not self.short:

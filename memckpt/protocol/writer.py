@@ -126,6 +126,7 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
         written: the newest record that is in storage, with its step; None before the first.
         nbytes, seconds: what this call has written, and how long it took.
         hole: why a record could not be taken or written; the log goes on behind it.
+        late: whether that is because its slot had been filled anew.
         short: why records wait for room in the storage, which a checkpoint may make; empty: they do not.
         batch_steps: records in a batch from now on.
     """
@@ -138,3 +139,4 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     hole: str = ""
     short: str = ""
     batch_steps: int = 0
+    late: bool = False

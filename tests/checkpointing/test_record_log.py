@@ -379,3 +379,18 @@ def test_in_a_grace_period_it_may_take_what_is_left_of_that(node: Node, clock: C
     assert node.log.deadline(began - 1.0) == began + TIMEOUT_SECONDS
     # One that leaves more time than there is changes nothing.
     assert node.log.deadline(began + 2 * TIMEOUT_SECONDS) == began + TIMEOUT_SECONDS
+
+
+def test_a_process_that_is_late_when_it_starts_is_no_alarm_and_one_that_stays_late_is(node: Node) -> None:
+    """It imports while the first slots are filled anew."""
+    ring = node.filled.held.layout.ring
+    node.train(1, work=False)
+    node.train(1 + ring + 1, work=False)
+    node.work()
+    assert node.log.alarm == ""
+    assert not node.log.based
+    newest = node.filled.newest
+    node.train(newest + 1, work=False)
+    node.train(newest + ring + 2, work=False)
+    node.work()
+    assert "it is not logged in time" in node.log.alarm

@@ -84,6 +84,7 @@ class RecordWriter:
         self._last: int | None = None
         self._written: LogRecord | None = None
         self._hole = hole
+        self._late = False
         #: Why taken records wait for room, and until when; they may take as much memory as a batch.
         self._short = ""
         self._not_before = float("-inf")
@@ -103,7 +104,7 @@ class RecordWriter:
             if not self._short:
                 _complaints.tell("a batch of records was not written", error)
             self._lose(f"{type(error).__name__}: {error}")
-        hole, self._hole = self._hole, ""
+        hole, late, self._hole, self._late = self._hole, self._late, "", False
         written = self._written
         return Appended(
             self._last,
@@ -114,6 +115,7 @@ class RecordWriter:
             hole,
             self._short,
             self._batch_size.records,
+            late,
         )
 
     def seconds_left(self) -> float | None:
@@ -162,6 +164,7 @@ class RecordWriter:
             copy = RecordCopy(self._layout, self._slots.map, record.record, self._full)
             self._check(record.record)
         except DamagedStateError as error:
+            self._late = not self._hole
             return nbytes + self._write_before_hole(f"it is not logged in time: {error}")
         self._taken.append(_Taken(copy, record, time.monotonic()))
         self._last = record.record

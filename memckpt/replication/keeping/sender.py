@@ -16,7 +16,7 @@ from memckpt.replication.keeping.gaps import Gaps
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
 from memckpt.replication.keeping.stripe_writer import StripeWriter
-from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
+from memckpt.replication.transport.wire import BEING_MADE, NotStored, Stored, Window, WireMessage
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
@@ -210,9 +210,12 @@ class Sender:
         for stream in self._streams:
             known = any(one.generation == message.generation for one in self._generations)
             if stream.holder == holder and stream.met and known and not stream.waits:
-                _log.warning(
-                    "%s refused record %d of ranks %s: %s",
+                soon = message.reason == BEING_MADE
+                _log.log(
+                    logging.INFO if soon else logging.WARNING,
+                    "%s %s record %d of ranks %s: %s",
                     holder,
+                    "does not yet take" if soon else "refused",
                     message.record,
                     list(self.ranks),
                     message.reason[:MAX_REASON_CHARS],

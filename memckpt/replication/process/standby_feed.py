@@ -27,12 +27,11 @@ from memckpt.replication.keeping.kept_window import KeptWindow
 from memckpt.replication.keeping.record_store import RecordStore
 from memckpt.replication.keeping.windows import differing, sizes_of
 from memckpt.replication.process.standby_window import Key, StandbyWindow
-from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
+from memckpt.replication.transport.wire import BEING_MADE, NotStored, Stored, Window, WireMessage
 from memckpt.state.received import read_spec
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
-_BEING_MADE = "memory for its replica is being reserved"
 
 
 class StandbyFeed(RecordStore):
@@ -127,7 +126,7 @@ class StandbyFeed(RecordStore):
         if known is not None:
             self._drop(known)
         if key in self._asked:
-            return NotStored(*key, window.base, _BEING_MADE, nothing=True)
+            return NotStored(*key, window.base, BEING_MADE, nothing=True)
         count = sum(one.window.owner == window.owner for one in self._standbys.values())
         if count >= MOST_WINDOWS:
             reason = f"{count} generations are kept until every node has what follows"
@@ -140,7 +139,7 @@ class StandbyFeed(RecordStore):
             return NotStored(*key, window.base, str(error), nothing=True)
         self._asked[key] = window
         self._ask(OpenStandby(*key, window.attempt, window.base, spec, window.history))
-        return NotStored(*key, window.base, _BEING_MADE, nothing=True)
+        return NotStored(*key, window.base, BEING_MADE, nothing=True)
 
     def answered(self, answer: StandbyOpened | StandbyRefused, regions: list[Region]) -> None:
         """The agent has made a standby replica, or cannot; its owner finds that when it tries again."""

@@ -90,6 +90,10 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     too_late: bool = False
 
 
+#: Reason of a holder that takes the same a little later.
+BEING_MADE = "memory for its replica is being reserved"
+
+
 class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
     """Holder to owner: this record is not kept; `nothing`: none of its generation is, whatever was said before."""
 
