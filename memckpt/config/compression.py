@@ -19,6 +19,17 @@ def _require(condition: bool, name: str, expected: str, found: object) -> None:
         raise ConfigurationError(f"compression.{name}: expected {expected}, found {found!r}")
 
 
+def _require_whole(name: str, value: int, lowest: int, highest: int | None, expected: str) -> None:
+    """Refuse what is no whole number within limits; True and False are none."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    fits = whole and lowest <= value and (highest is None or value <= highest)
+    _require(fits, name, f"a whole number, {expected}", value)
+
+
+def _require_seed(name: str, value: int) -> None:
+    _require_whole(name, value, 0, (1 << 63) - 1, "0 to 2**63 - 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
     """Averages gradients over all ranks in compressed form; use one of the subclasses."""
@@ -42,7 +53,8 @@ class LossyConfig(CompressionConfig):
     residual: ResidualChoice = "auto"
 
     def __post_init__(self) -> None:
-        _require(self.min_elements >= 1, "min_elements", "1 or more", self.min_elements)
+        _require_whole("min_elements", self.min_elements, 1, None, "1 or more")
+        _require(isinstance(self.error_feedback, bool), "error_feedback", "True or False", self.error_feedback)
         known = ("auto", "keep", "drop")
         _require(self.residual in known, "residual", "'auto', 'keep' or 'drop'", self.residual)
 
@@ -60,7 +72,7 @@ class SparseConfig(LossyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         fits = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool) and 0 < self.ratio < 1
-        _require(fits, "ratio", "more than 0, less than 1", self.ratio)
+        _require(fits, "ratio", "a number, more than 0, less than 1", self.ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +95,7 @@ class RandomK(SparseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(0 <= self.seed < 1 << 63, "seed", "0 to 2**63 - 1", self.seed)
+        _require_seed("seed", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +112,7 @@ class Quantized8(LossyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(1 <= self.block_elements <= 1 << 20, "block_elements", "1 to 1048576", self.block_elements)
+        _require_whole("block_elements", self.block_elements, 1, 1 << 20, "1 to 1048576")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +129,8 @@ class PowerSGD(LossyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(1 <= self.rank <= 1024, "rank", "1 to 1024", self.rank)
-        _require(0 <= self.start_seed < 1 << 63, "start_seed", "0 to 2**63 - 1", self.start_seed)
+        _require_whole("rank", self.rank, 1, 1024, "1 to 1024")
+        _require_seed("start_seed", self.start_seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -291,8 +291,10 @@ class MemckptConfig:
         storage = self.storage
         _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
         compression, compressors = self.compression, (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision)
-        expected = "None, TopK, RandomK, Quantized8, PowerSGD or HalfPrecision"
+        expected = "None, or a TopK, RandomK, Quantized8, PowerSGD or HalfPrecision object such as TopK(ratio=0.01)"
         _require(compression is None or isinstance(compression, compressors), "compression", expected, compression)
+        # The step's tap leaves DDP's averages to DDP, which does not compress.
+        _require(compression is None or self.tap == "auto", "tap", "'auto' with compression", self.tap)
         _require(compression is None or self.redo != "capture", "compression", "None with redo='capture'", compression)
         checks = ("witness", "replay", "require", "off")
         expected = "'witness', 'replay', 'require' or 'off'"

@@ -192,7 +192,9 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
             arguments[name] = None
         elif dataclasses.is_dataclass(inner):
             if not isinstance(value, Mapping):
-                raise ConfigurationError(f"{path}{name}: expected a mapping, found {value!r}")
+                known = value in [variant_name(one) for one in kinds] and len(kinds) > 1
+                remedy = f"; write {{{KIND}: {value}}}" if known else ""
+                raise ConfigurationError(f"{path}{name}: expected a mapping, found {value!r}{remedy}")
             if len(kinds) > 1:
                 inner, value = _variant(kinds, value, f"{path}{name}")
             arguments[name] = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")

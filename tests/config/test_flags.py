@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import memckpt
-from memckpt.compression import HalfPrecision, Quantized8, RandomK, TopK
+from memckpt.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
 from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
@@ -56,6 +56,8 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "compression.ratio": ("0.1", 0.1),
     "compression.seed": ("7", 7),
     "compression.block_elements": ("64", 64),
+    "compression.rank": ("2", 2),
+    "compression.start_seed": ("7", 7),
     "compression.dtype": ("fp16", "fp16"),
     "storage.url": ("s3://bucket/run", "s3://bucket/run"),
     "storage.mode": ("log", "log"),
@@ -120,7 +122,7 @@ def test_every_field_of_every_dataclass_is_an_option() -> None:
     fields |= {f"storage.{each.name}" for each in dataclasses.fields(StorageConfig)}
     for kind in (ErasureConfig, MirrorConfig):
         fields |= {f"peers.{each.name}" for each in dataclasses.fields(kind)}
-    for kind in (TopK, RandomK, Quantized8, HalfPrecision):
+    for kind in (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision):
         fields |= {f"compression.{each.name}" for each in dataclasses.fields(kind)}
     assert sorted(paths) == sorted(fields)
     assert OTHER_VALUES.keys() == fields - {"storage", "peers", "compression"}

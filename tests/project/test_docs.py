@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import memckpt
 from memckpt import errors
 from memckpt.cli.main import app
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, PeersConfig, StorageConfig
+from memckpt.config.settings import alternatives, describe_settings, variant_name
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -85,6 +87,37 @@ def test_every_setting_is_described_with_its_default(kind: type) -> None:
             expected = f'`"{each.default}"`' if isinstance(each.default, str) else f"`{each.default}`"
             plain = f"{each.default:g}" if isinstance(each.default, (int, float)) else expected
             assert shown[each.name] in (expected, plain), each.name
+
+
+def test_every_setting_of_a_compressor_is_described_with_its_default() -> None:
+    """One table for all of them, whose second column says which have a field."""
+    hints = typing.get_type_hints(MemckptConfig)
+    kinds = {kind.__name__: kind for kind in alternatives(hints["compression"])[0]}
+    heading = "## " + ", ".join(f"`{name}`" for name in kinds)
+    page = (ROOT / "docs/configuration.md").read_text()
+    assert f"{heading}\n" in page
+    table = page.partition(f"{heading}\n")[2].partition("\n## ")[0]
+    shown: list[tuple[str, str, str]] = []
+    for field, of, default in re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE):
+        named = re.findall(r"`(\w+)`", of)
+        having = [name for name in kinds if (name in named) is not of.startswith("all but ")]
+        shown += [(name, field, default.strip("`")) for name in having]
+    values = [(name, field.name, field.default) for name, kind in kinds.items() for field in dataclasses.fields(kind)]
+    expected = [(name, field, f'"{value}"' if isinstance(value, str) else str(value)) for name, field, value in values]
+    assert sorted(shown) == sorted(expected)
+
+
+def test_every_compressor_is_described() -> None:
+    (setting,) = [each for each in describe_settings() if each.path == "compression"]
+    kinds = alternatives(typing.get_type_hints(MemckptConfig)["compression"])[0]
+    assert setting.choices == tuple(map(variant_name, kinds))
+    (variable,) = re.findall(r"^\| `MEMCKPT_COMPRESSION` \| (.*)$", ALL, re.MULTILINE)
+    (row,) = re.findall(r"^\| `compression` \| (.*)$", ALL, re.MULTILINE)
+    compared = (ROOT / "docs/compression.md").read_text()
+    for kind in kinds:
+        assert f"`{variant_name(kind)}`" in variable
+        assert f"`{kind.__name__}`" in row
+        assert f"\n| `{kind.__name__}(" in compared
 
 
 def test_the_defaults_shown_are_the_defaults() -> None:

@@ -1,0 +1,150 @@
+"""Settings of compressors: by that key alone, from each source, and refused by name where they cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from memckpt.config import (
+    CompressionConfig,
+    HalfPrecision,
+    LossyConfig,
+    MemckptConfig,
+    PowerSGD,
+    Quantized8,
+    RandomK,
+    SparseConfig,
+    TopK,
+)
+from memckpt.config.arguments import config_from_environment
+from memckpt.config.settings import from_mapping, to_mapping
+from memckpt.errors import ConfigurationError
+from tests.config.test_flags import parse
+
+#: A compressor with other values than the defaults, as a file has it.
+WRITTEN: list[tuple[str, CompressionConfig]] = [
+    ("{kind: topk, ratio: 0.02}", TopK(ratio=0.02)),
+    ("{kind: randomk, ratio: 0.1, seed: 7}", RandomK(ratio=0.1, seed=7)),
+    ("{kind: quantized8, block_elements: 64, residual: drop}", Quantized8(block_elements=64, residual="drop")),
+    ("{kind: powersgd, rank: 2, min_elements: 16}", PowerSGD(rank=2, min_elements=16)),
+    ("{kind: halfprecision, dtype: fp16}", HalfPrecision(dtype="fp16")),
+    ("{kind: topk}", TopK()),
+]
+
+
+@pytest.mark.parametrize(("text", "compression"), WRITTEN)
+def test_by_that_key_alone(text: str, compression: Any) -> None:
+    """In a file, in the environment and on a command line; and back into a file."""
+    config = MemckptConfig(compression=compression)
+    assert from_mapping({"compression": yaml.safe_load(text)}) == config
+    assert from_mapping(yaml.safe_load(yaml.safe_dump(to_mapping(config)))) == config
+    kind, *fields = text.strip("{}").split(", ")
+    variables = {"MEMCKPT_COMPRESSION": kind.removeprefix("kind: ")}
+    options = ["--memckpt-compression", kind.removeprefix("kind: ")]
+    for name, value in (field.split(": ") for field in fields):
+        variables[f"MEMCKPT_COMPRESSION_{name.upper()}"] = value
+        options += ["--memckpt-compression-" + name.replace("_", "-"), value]
+    assert config_from_environment(variables) == config
+    assert parse("--run-dir", "x", *options).config == config
+
+
+WHOLE: list[tuple[type, str, int | None]] = [
+    (TopK, "min_elements", None),
+    (RandomK, "seed", 1 << 63),
+    (Quantized8, "block_elements", (1 << 20) + 1),
+    (PowerSGD, "rank", 1025),
+    (PowerSGD, "start_seed", 1 << 63),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "too_large"), WHOLE, ids=lambda value: str(value))
+def test_a_number_that_cannot_be_is_named(kind: type, name: str, too_large: int | None) -> None:
+    least = 0 if "seed" in name else 1
+    assert getattr(kind(**{name: least}), name) == least
+    for wrong in (least - 1, "4", 2.0, math.nan, True, None, *([] if too_large is None else [too_large])):
+        with pytest.raises(ConfigurationError) as raised:
+            kind(**{name: wrong})
+        expected = f"compression.{name}: expected a whole number, {least} "
+        assert str(raised.value).startswith(expected)
+        assert str(raised.value).endswith(f", found {wrong!r}")
+
+
+@pytest.mark.parametrize("kind", [TopK, RandomK])
+@pytest.mark.parametrize("wrong", [0, 1, 1.0, -0.1, 2, math.nan, math.inf, "0.1", True, None, 0.5j], ids=repr)
+def test_a_ratio_that_cannot_be_is_named(kind: Any, wrong: Any) -> None:
+    expected = f"compression.ratio: expected a number, more than 0, less than 1, found {wrong!r}"
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(expected)}$"):
+        kind(ratio=wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HalfPrecision(dtype="float16"), "compression.dtype: expected 'bf16' or 'fp16', found 'float16'"),  # type: ignore[arg-type]
+        (
+            lambda: TopK(residual="forget"),  # type: ignore[arg-type]
+            "compression.residual: expected 'auto', 'keep' or 'drop', found 'forget'",
+        ),
+        (lambda: TopK(error_feedback=1), "compression.error_feedback: expected True or False, found 1"),  # type: ignore[arg-type]
+        (lambda: MemckptConfig(compression="topk"), "such as TopK(ratio=0.01), found 'topk'"),  # type: ignore[arg-type]
+        (lambda: MemckptConfig(compression=TopK), "such as TopK(ratio=0.01), found <class "),  # type: ignore[arg-type]
+        (lambda: MemckptConfig(compression=LossyConfig()), "such as TopK(ratio=0.01), found LossyConfig("),  # type: ignore[arg-type]
+        (lambda: MemckptConfig(compression=TopK(), redo="capture"), "expected None with redo='capture', found TopK("),
+        (lambda: MemckptConfig(compression=TopK(), tap="step"), "tap: expected 'auto' with compression, found 'step'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("topk", "compression: expected a mapping, found 'topk'; write {kind: topk}"),
+        ("gzip", "compression: expected a mapping, found 'gzip'"),
+        ("{ratio: 0.1}", "compression.kind: expected 'topk' or 'randomk' or 'quantized8' or 'powersgd' or"),
+        ("{kind: gzip}", "'halfprecision', found 'gzip'"),
+        ("{kind: topk, ratio: '0.1'}", "compression.ratio: expected float, found '0.1'"),
+        ("{kind: topk, ratio: .nan}", "compression.ratio: expected a number, more than 0, less than 1, found nan"),
+        ("{kind: topk, rank: 2}", "compression.rank: expected one of min_elements, error_feedback, residual, ratio,"),
+        ("{kind: powersgd, rank: 0}", "compression.rank: expected a whole number, 1 to 1024, found 0"),
+        ("{kind: powersgd, rank: true}", "compression.rank: expected int, found True"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(written: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        from_mapping({"compression": yaml.safe_load(written)})
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"": "gzip"}, "MEMCKPT_COMPRESSION: expected topk, randomk, quantized8, powersgd, halfprecision or none,"),
+        ({"": "topk", "RATIO": "2"}, "MEMCKPT_COMPRESSION_RATIO: expected a number, more than 0, less than 1,"),
+        ({"": "topk", "RATIO": "nan"}, "MEMCKPT_COMPRESSION_RATIO: expected a number, more than 0, less than 1,"),
+        ({"": "topk", "RATIO": "a lot"}, "MEMCKPT_COMPRESSION_RATIO: expected a number, found 'a lot'"),
+        ({"": "topk", "RANK": "2"}, "expected MEMCKPT_COMPRESSION=powersgd beside it, found topk"),
+        ({"RATIO": "0.1"}, "expected MEMCKPT_COMPRESSION=topk or randomk beside it, found nothing"),
+        ({"": "powersgd", "RANK": "0"}, "MEMCKPT_COMPRESSION_RANK: expected a whole number, 1 to 1024, found 0"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message: str) -> None:
+    named = {f"MEMCKPT_COMPRESSION_{name}".rstrip("_"): value for name, value in variables.items()}
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        config_from_environment(named)
+
+
+def test_every_compressor_is_a_variant_of_the_setting() -> None:
+    """So that none is left out of files, variables, options, Hydra and the tests above."""
+    kinds: list[type] = [CompressionConfig]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    written = {type(compression) for _, compression in WRITTEN}
+    assert set(kinds) == written | {CompressionConfig, LossyConfig, SparseConfig}
+    assert all(dataclasses.is_dataclass(kind) for kind in kinds)
