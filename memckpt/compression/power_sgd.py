@@ -91,7 +91,7 @@ class PowerSgdReducer(Reducer):
         totals, lefts, rest = {}, {}, []
         for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
             if self.encoding(param) is None:
-                rest.append(gradient.to(torch.float32))
+                rest.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
                 continue
             totals[at] = self._total(param, gradient).view(param.shape[0], -1)
             lefts[at] = totals[at] @ self._right(param)

@@ -59,6 +59,10 @@ class Reducer(ABC):
         self._world_size = dist.get_world_size(group)
         self.residuals: dict[int, torch.Tensor] = {}
 
+    def knows(self, param: torch.Tensor) -> bool:
+        """Whether it is one of the parameters that this was made for."""
+        return id(param) in self._positions
+
     def carried(self, params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Make the tensors that are carried from one backward to the next, by a name for each."""
         compressed = [one for one in params if self.encoding(one) is not None] if self.error_feedback else []

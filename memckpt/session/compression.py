@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,14 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture.copier import device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
+from memckpt.compression.accepted import refuse_dtypes, refuse_sparse
 from memckpt.compression.hook import reducer_for
 from memckpt.config import LossyConfig, MemckptConfig
 from memckpt.errors import UnsupportedError
@@ -24,6 +28,9 @@ from memckpt.session.rank_state import RankState
 from memckpt.state.encoding_spec import encoded_bytes
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.spec import RESIDUALS
+from memckpt.state.tensors import is_dtensor
+
+_log = logging.getLogger("memckpt")
 
 #: How long redo of a window of compressed records may take at a restore, by the rates below.
 REDO_SECONDS = 5.0
@@ -45,6 +52,44 @@ class _Carried(nn.Module):
         super().__init__()
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
+
+
+def _found_instead(model: nn.Module) -> str:
+    """What averages the gradients of a model without DDP, and why that cannot be compressed, in words."""
+    if fsdp1_wrappers(model):
+        return (
+            "FullyShardedDataParallel (FSDP1): it reduces gradients of flat parameters by a reduce-scatter, of which "
+            "each rank gets its shard only"
+        )
+    sharded = [param for param in model.parameters() if is_dtensor(param)]
+    if not any(map(is_fsdp2, model.modules())):
+        return f"a {type(model).__name__} without it" + (", of DTensors (parallelize_module)" if sharded else "")
+    untyped: list[Any] = list(sharded)
+    if any(placement.is_replicate() for param in untyped for placement in param.placements):
+        return (
+            "fully_shard on a mesh of two dimensions (HSDP): torch's HSDP runs its own all-reduce over the replicas, "
+            "and FSDPModule.set_all_reduce_hook is called only behind it, so that this reduction cannot be replaced"
+        )
+    return "fully_shard (FSDP2): it reduces gradients by a reduce-scatter, of which each rank gets its shard only"
+
+
+def _refuse_hooks(name: str, data_parallel: DistributedDataParallel) -> None:
+    """Refuse a model whose averages another communication hook makes: torch takes one, and cannot remove it."""
+    if BucketTap.available(data_parallel):
+        return
+    (hook, _), *_ = data_parallel._comm_hooks
+    label = getattr(hook, "__qualname__", type(hook).__qualname__)
+    found = f"{getattr(hook, '__module__', '')}.{label}"
+    remedy = (
+        "register none: memckpt registers the compressor's own (in Lightning leave out ddp_comm_hook, in Accelerate "
+        "comm_hook); or leave out compression"
+    )
+    if label.endswith("memckpt_tap"):
+        found = "that of an earlier session"
+        remedy = "wrap the model in a new DistributedDataParallel"
+    raise UnsupportedError(
+        f"compression={name}: expected DistributedDataParallel without a communication hook, found {found}; {remedy}"
+    )
 
 
 def period_for(numel: int, encoded: int, on_host: bool) -> int:
@@ -88,18 +133,26 @@ class CompressedAverages:
             self.drops = LATE_POWER_SGD
         if config.compression is None:
             return
+        name = type(config.compression).__name__
         if data_parallel is None:
             raise UnsupportedError(
-                f"compression={type(config.compression).__name__}: expected a model in DistributedDataParallel, whose "
-                f"averages are compressed, found a {type(model).__name__} without it; leave out compression"
+                f"compression={name}: expected a model in DistributedDataParallel, whose averages are compressed, "
+                f"found {_found_instead(model)}; leave out compression, or use DistributedDataParallel"
             )
-        if not BucketTap.available(data_parallel):
-            raise UnsupportedError(
-                "compression: expected DistributedDataParallel without a communication hook, found one that is "
-                "registered already; leave it out"
-            )
-        self._params = params = [param for param in data_parallel.module.parameters() if param.requires_grad]
+        _refuse_hooks(name, data_parallel)
+        module = data_parallel.module
+        named = [(path, param) for path, param in module.named_parameters() if param.requires_grad]
+        refuse_dtypes(config.compression, named)
+        refuse_sparse(module)
+        self._params = params = [param for _, param in named]
         self.reducer = reducer = reducer_for(config.compression, params, data_parallel.process_group)
+        if not any(map(reducer.encoding, params)) and dist.get_rank() == 0:
+            _log.warning(
+                "memckpt: compression=%s compresses nothing of this model: each parameter has fewer than min_elements "
+                "elements, is not contiguous or, under PowerSGD, takes less than its factors; leave out compression, "
+                "or lower min_elements",
+                name,
+            )
         carried = reducer.carried(params)
         if not carried or not isinstance(config.compression, LossyConfig):
             return

@@ -32,7 +32,7 @@ def reference(lab: Lab, job: Job) -> list[Any]:
         job.by_hand,
         job.own_tables,
     )
-    key += (job.averages, job.flip, job.last_step, job.config.compression)
+    key += (job.averages, job.flip, job.last_step, job.dtype, job.config.compression)
     if key not in _references:
         undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)
         assert run(lab, undisturbed) == [0] * job.world_size

@@ -78,6 +78,7 @@ class Job:
         other_batch: a rank that continues with another batch than its own.
         averages: whether each rank keeps a moving average of the model.
         flip: (rank, step) at which one bit of a rank's average flips.
+        dtype: of parameters, buffers and inputs.
     """
 
     directory: Path
@@ -106,6 +107,7 @@ class Job:
     other_batch: int | None = None
     averages: bool = False
     flip: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.float32
 
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
@@ -165,7 +167,7 @@ def train(job: Job, rank: int) -> None:
         print(error)
         os._exit(NO_PROCESS_GROUP)
     torch.manual_seed(0)
-    net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables)
+    net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables).to(job.dtype)
     average = copy.deepcopy(net).requires_grad_(False) if job.averages else None
     model = DistributedDataParallel(net, **{"bucket_cap_mb": 0.02, **job.ddp})
     if job.own_tables:
@@ -250,8 +252,8 @@ def train(job: Job, rank: int) -> None:
         if job.log and step >= 2 and session is not None:
             _wait_for_log(session, based=step >= 6)
     state = {
-        "params": [param.detach().numpy().tobytes() for param in net.parameters()],
-        "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],
+        "params": [freeze(param) for param in net.parameters()],
+        "buffers": [freeze(buffer) for buffer in net.buffers()],
         "average": [] if average is None else [each.numpy().tobytes() for each in average.parameters()],
         "optimizer": freeze(optimizer.state_dict()),
         "rng": torch.get_rng_state().numpy().tobytes(),
@@ -309,7 +311,7 @@ def _step(
     optimizer.zero_grad()
     total = 0.0
     for micro in range(job.accumulate):
-        x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+        x, y = torch.randn(8, 16).to(job.dtype), torch.randint(0, 4, (8,))
         loss = nn.functional.cross_entropy(model(x, step % 3 != 1), y)
         at(step, "forward")
         last = micro == job.accumulate - 1
