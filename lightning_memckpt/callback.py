@@ -16,6 +16,7 @@ from memckpt import ProtectionArguments
 from memckpt.capture.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
+from memckpt.config.settings import from_mapping
 from memckpt.user_messages import Messages
 
 _log = logging.getLogger("lightning_memckpt")
@@ -36,7 +37,8 @@ class MemCheckpoint(pl.Callback):
         run_dir: identifies the run; a directory for files, the same at every start. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"never"`` starts
             over; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
-        config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
+        config: configuration of the protection, or the mapping that a file holds. None: from MEMCKPT_* variables, else
+            the defaults.
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
             all ranks. Others are treated as private to each rank.
         attributes: dotted names of plain attributes that training changes and no state_dict() has, to be stored, too:
@@ -51,11 +53,12 @@ class MemCheckpoint(pl.Callback):
         run_dir: str | os.PathLike[str] | None = None,
         *,
         resume: ResumeChoice | int | None = None,
-        config: MemckptConfig | None = None,
+        config: MemckptConfig | dict[str, Any] | None = None,
         replicated: Sequence[str] = (),
         attributes: Sequence[str] = (),
     ) -> None:
-        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
+        settings = from_mapping(config) if isinstance(config, dict) else config
+        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, settings)
         self.replicated = tuple(replicated)
         self.attributes = checked_names(attributes)
         self._protection: Protection | None = None

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_memckpt.callback import MemCheckpoint
 from memckpt.config import MemckptConfig
 from memckpt.config.arguments import RUN_DIR, config_from_environment, run_dir_from_environment
-from memckpt.config.settings import from_mapping, to_mapping
+from memckpt.config.settings import KIND, alternatives, from_mapping, to_mapping, variant_name
 from memckpt.errors import ConfigurationError
 
 _FLAGS = ("run_dir", "resume", "memckpt")
@@ -21,8 +21,12 @@ _FLAGS = ("run_dir", "resume", "memckpt")
 _RESUME: Any = Literal["auto", "require", "never"] | NonNegativeInt | None
 
 
+#: Fields that hold one of several dataclasses: peers, compression.
+_VARIED = {name for name, hint in typing.get_type_hints(MemckptConfig).items() if len(alternatives(hint)[0]) > 1}
+
+
 def _flags() -> Any:
-    """MemckptConfig for jsonargparse, with a mapping for its peers.
+    """MemckptConfig for jsonargparse, with a mapping for each field that holds one of several dataclasses.
 
     Among several dataclasses jsonargparse picks the first that has the given fields: ``ack`` alone would turn a mirror
     into an erasure code. In a mapping ``kind`` selects the class, as in every file of ours.
@@ -33,7 +37,7 @@ def _flags() -> Any:
         default: Any = dataclasses.field(default=each.default)
         if each.default_factory is not dataclasses.MISSING:
             default = dataclasses.field(default_factory=each.default_factory)
-        fields.append((each.name, dict[str, Any] | None if each.name == "peers" else hints[each.name], default))
+        fields.append((each.name, dict[str, Any] | None if each.name in _VARIED else hints[each.name], default))
     made = dataclasses.make_dataclass("MemckptFlags", fields, frozen=True, kw_only=True)
     made.__doc__ = MemckptConfig.__doc__
     return made
@@ -44,7 +48,21 @@ _Flags = _flags()
 
 def _flags_of(config: MemckptConfig) -> Any:
     mapping = to_mapping(config)
-    return _Flags(**{name: getattr(config, name) if name != "peers" else mapping[name] for name in mapping})
+    return _Flags(**{name: mapping[name] if name in _VARIED else getattr(config, name) for name in mapping})
+
+
+def _without_others(given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out fields of the environment's variant that the flags' variant lacks: jsonargparse has merged both."""
+    hints, below = typing.get_type_hints(MemckptConfig), to_mapping(config_from_environment())
+    for name in _VARIED:
+        chosen, known = given[name], {variant_name(kind): kind for kind in alternatives(hints[name])[0]}
+        if isinstance(chosen, dict) and below[name] is not None and chosen.get(KIND) in known:
+            having = {KIND, *(each.name for each in dataclasses.fields(known[chosen[KIND]]))}
+            absent = object()
+            given[name] = {
+                key: value for key, value in chosen.items() if key in having or value != below[name].get(key, absent)
+            }
+    return given
 
 
 class MemCheckpointCLI(LightningCLI):
@@ -54,9 +72,10 @@ class MemCheckpointCLI(LightningCLI):
         python train.py fit --run_dir runs/my-run --resume never     # starts over
         python train.py fit --run_dir runs/my-run --memckpt.redo lazy --memckpt.storage.every_steps 500
 
-    ``--memckpt`` is a MemckptConfig: the flags below it are its fields, and ``--memckpt.peers`` a mapping
-    (``--memckpt.peers.kind erasure --memckpt.peers.data 4``). Without ``--run_dir`` and MEMCKPT_RUN_DIR
-    nothing is protected, unless ``trainer.callbacks`` contains a MemCheckpoint: then ``--resume`` applies to that one.
+    ``--memckpt`` is a MemckptConfig: the flags below it are its fields, and ``--memckpt.peers`` and
+    ``--memckpt.compression`` mappings (``--memckpt.peers.kind erasure --memckpt.peers.data 4``). Without ``--run_dir``
+    and MEMCKPT_RUN_DIR nothing is protected, unless ``trainer.callbacks`` contains a MemCheckpoint: then ``--resume``
+    applies to that one.
 
     The CLI's file of an earlier attempt (``config.yaml``) is overwritten, since the second start of the same command
     would fail otherwise; ``save_config_kwargs`` can change that.
@@ -90,7 +109,7 @@ class MemCheckpointCLI(LightningCLI):
                 invalid setting.
         """
         run_dir, resume, flags = (self._get(self.config_init, name) for name in _FLAGS)
-        config: MemckptConfig = from_mapping(to_mapping(flags))
+        config: MemckptConfig = from_mapping(_without_others(to_mapping(flags)))
         configured = self._get(self.config_init, "trainer").get("callbacks") or []
         listed = configured if isinstance(configured, list) else [configured]
         ours = [each for each in [*listed, *self._callbacks_of_the_program()] if isinstance(each, MemCheckpoint)]

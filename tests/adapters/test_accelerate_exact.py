@@ -13,7 +13,9 @@ import pytest
 from accelerate_plugin import object_states
 from accelerate_plugin.loaders import Follower
 from accelerate_plugin.plugin import MemCheckpointPlugin
+from memckpt.compression import Quantized8
 from memckpt.config import StorageConfig
+from memckpt.config.arguments import config_from_environment
 from memckpt.dataloader.passes import Pass
 from tests.support.trainings.accelerate_cases import (
     ALL_ALONG,
@@ -29,6 +31,7 @@ from tests.support.trainings.accelerate_cases import (
 )
 from tests.support.trainings.accelerate_runs import attempt, check_same, entries, reference, survives, survives_chance
 from tests.support.trainings.accelerate_training import Case, Kill, Run, kill_agent, wait_until_stored
+from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 
@@ -55,6 +58,18 @@ def test_each_feature(case: Case, lab: Lab, references: Path) -> None:
 @pytest.mark.parametrize("case", RANKED, ids=str)
 def test_two_ranks(case: Case, lab: Lab, references: Path) -> None:
     survives(lab, Run(case, lab.directory / "job", ranks=2, victim=1), RANKED_KILLS, references)
+
+
+def test_two_ranks_with_compressed_averages(lab: Lab, references: Path) -> None:
+    """As the environment configures it; the undisturbed training averages by the plain hook."""
+    variables = {"": "quantized8", "_BLOCK_ELEMENTS": "8", "_MIN_ELEMENTS": "16"}
+    chosen = config_from_environment({f"MEMCKPT_COMPRESSION{name}": one for name, one in variables.items()}).compression
+    assert chosen == Quantized8(block_elements=8, min_elements=16)
+    case = Case("compressed", compression=chosen)
+    kills: list[Kill] = [("backward", 3), ("committed", 5)]
+    run = survives(lab, Run(case, lab.directory / "job", ranks=2, victim=1), kills, references)
+    for rank in range(2):  # all but the bias of the last layer
+        assert noted_encodings(run.directory / f"encodings-{rank}") == [*["quantized"] * 7, None]
 
 
 def test_nothing_fails_and_nothing_changes(lab: Lab, references: Path) -> None:

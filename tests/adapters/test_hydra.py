@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.config import (
+    AgentConfig,
+    ErasureConfig,
+    HalfPrecision,
+    MemckptConfig,
+    MirrorConfig,
+    PowerSGD,
+    Quantized8,
+    RandomK,
+    StorageConfig,
+    TopK,
+)
 from memckpt.errors import ConfigurationError
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.script_runs import ROOT, Scripts, last_words
@@ -96,6 +107,54 @@ def test_peers_are_a_group_within_each_option(base: str) -> None:
     assert peers("memckpt/peers=erasure", "memckpt.peers=null") is None
 
 
+@pytest.mark.parametrize("base", ["default", "durable", "exact_cuda", "local_only", "low_memory"])
+def test_compression_is_a_group_within_each_option(base: str) -> None:
+    def compression(*overrides: str) -> Any:
+        return protection(f"+memckpt={base}", *overrides).config.compression
+
+    assert compression("memckpt/compression=topk", "memckpt.compression.ratio=0.02") == TopK(ratio=0.02)
+    if base != "default":
+        return
+    assert compression() is None
+    assert compression("memckpt/compression=none") is None
+    assert compression("memckpt/compression=topk", "memckpt.compression=null") is None
+    # As a file has it, without the group.
+    assert compression("memckpt.compression={kind: powersgd, rank: 2}") == PowerSGD(rank=2)
+
+
+def test_every_compressor_is_in_the_group() -> None:
+    for kind in (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision):
+        composed = compose("+memckpt=default", f"memckpt/compression={kind.__name__.lower()}").memckpt.compression
+        assert list(composed) == ["kind", *(each.name for each in dataclasses.fields(kind))]
+        overrides = (
+            ("memckpt.compression.dtype=fp16",) if kind is HalfPrecision else ("memckpt.compression.residual=drop",)
+        )
+        found = protection("+memckpt=default", f"memckpt/compression={kind.__name__.lower()}", *overrides)
+        expected: Any = {"dtype": "fp16"} if kind is HalfPrecision else {"residual": "drop"}
+        assert found.config == MemckptConfig(compression=kind(**expected))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["memckpt.compression.ratio=0.1"], "Could not override 'memckpt.compression.ratio'"),
+        (
+            ["memckpt/compression=topk", "memckpt.compression.rank=2"],
+            "Key 'rank' not in 'TopK: one of min_elements, error_feedback, residual, ratio'",
+        ),
+        (
+            ["memckpt/compression=topk", "memckpt.compression.residual=forget"],
+            "Invalid value 'forget', expected one of [auto, keep, drop]",
+        ),
+        (["memckpt/compression=gzip"], "Could not find 'memckpt/compression/gzip'"),
+    ],
+)
+def test_compression_that_cannot_be_is_an_error_when_composed(overrides: list[str], message: str) -> None:
+    with pytest.raises(hydra.errors.HydraException) as caught:
+        compose("+memckpt=default", *overrides)
+    assert message in f"{caught.value}\n{caught.value.__cause__}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -147,6 +206,18 @@ def test_a_wrong_key_or_value_is_an_error_when_it_is_composed(override: str, mes
         (["+memckpt=default", "memckpt/peers=mirror", "memckpt.peers.copies=1"], "peers.copies: expected 2 to 32"),
         (["+memckpt=default", "memckpt/peers=mirror", "+memckpt.peers.data=4"], "peers.data: expected one of ack,"),
         (["+memckpt=default", "memckpt.peers=mirror"], "peers: expected a mapping, found 'mirror'"),
+        (
+            ["+memckpt=default", "memckpt.compression=topk"],
+            "compression: expected a mapping, found 'topk'; write {kind",
+        ),
+        (
+            ["+memckpt=default", "memckpt/compression=topk", "memckpt.compression.ratio=2"],
+            "compression.ratio: expected a number, more than 0, less than 1, found 2",
+        ),
+        (
+            ["+memckpt=default", "memckpt/compression=powersgd", "memckpt.compression.rank=0"],
+            "compression.rank: expected a whole number, 1 to 1024, found 0",
+        ),
         (["+memckpt=default", "memckpt.slots=1"], "slots: expected 2 to 64, found 1"),
         (["+memckpt=default", "+resume=latest"], "resume: expected 'auto', 'require', 'never' or a step number"),
         ([], "expected the group memckpt in the configuration, found none"),

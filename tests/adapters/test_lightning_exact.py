@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from memckpt.compression import TopK
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.storage.catalog import read_catalog
@@ -22,6 +23,7 @@ from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
 from tests.support.faults.check_lines import unproved
 from tests.support.trainings import fake_session
+from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.lightning_cases import Kill
 from tests.support.trainings.lightning_data import Case
 from tests.support.trainings.lightning_runs import Run, Server, differences, wrong_losses
@@ -429,6 +431,22 @@ def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, referen
     found = interrupted(server, kills, case, tmp_path, ranks=2, **engine)
     expected = reference(case, 2)
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
+
+
+def test_two_ranks_with_compressed_averages(server: Server, reference: Reference, tmp_path: Path) -> None:
+    """As a Hydra application configures it; the undisturbed run averages by the plain hook."""
+    from tests.adapters.test_hydra import protection
+
+    settings = ["memckpt/compression=topk", "memckpt.compression.ratio=0.25", "memckpt.compression.min_elements=16"]
+    chosen = protection("+memckpt=default", *settings).config.compression
+    assert chosen == TopK(ratio=0.25, min_elements=16)
+    case = Case("compressed", compression=chosen)
+    found = interrupted(server, [("before_optimizer", 8)], case, tmp_path, ranks=2)
+    expected = reference(case, 2)
+    assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
+    assert unproved((tmp_path / "log.txt").read_text()) == []
+    for rank in range(2):  # all but the bias of the last layer
+        assert noted_encodings(tmp_path / f"encodings-{rank}") == [*["sparse"] * 5, None]
 
 
 @pytest.mark.slow

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 
+from memckpt.compression import HalfPrecision
 from memckpt.config import StorageConfig
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
+from tests.config.test_flags import parse
+from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.transformers_cases import Attempt, Case, Kill, Trainings, make_trainer, settings
 from transformers_memckpt import MemCheckpointTrainerCallback, protect
@@ -289,6 +292,16 @@ def test_a_trainer_without_the_names_we_rely_on_is_refused(
         verify(trainer)
     with pytest.raises(TypeError, match=r"expected a transformers\.Trainer, found builtins\.object"):
         verify(object())
+
+
+def test_two_ranks_with_compressed_averages(trainings: Trainings) -> None:
+    """As a command line configures it; the undisturbed training averages by the plain hook."""
+    chosen = parse("--run-dir", "run", "--memckpt-compression", "halfprecision").config.compression
+    assert chosen == HalfPrecision()
+    kills: list[Kill] = [("pre_optimizer", 4)]
+    trainings.survives(Case("compressed", compression=chosen), settings(), kills, ranks=2)
+    for rank in range(2):
+        assert set(noted_encodings(trainings.lab.directory / f"encodings-{rank}")) == {"half"}
 
 
 @pytest.mark.slow

@@ -358,6 +358,7 @@ def test_flags_that_cannot_be_are_refused(scripts: Scripts) -> None:
         ("slots=4", None, None),
         ("slots=4", "mirror", MirrorConfig()),
         ("peers.ack=proceed", "mirror", MirrorConfig(ack="proceed")),
+        ("peers.kind=erasure", "mirror", ErasureConfig()),
         ("peers=null", "mirror", None),
     ],
 )
@@ -374,6 +375,65 @@ def test_a_flag_that_the_variant_of_peers_does_not_have_is_named() -> None:
         _cli_config("peers.kind=mirror peers.data=4")
     with pytest.raises(ConfigurationError, match=r"peers\.kind: expected 'erasure' or 'mirror', found none"):
         _cli_config("peers.data=4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "compression"),
+    [
+        ("compression.kind=topk compression.ratio=0.1", None, TopK(ratio=0.1)),
+        ("compression.kind=powersgd", "topk", PowerSGD()),
+        ("compression.kind=randomk compression.ratio=0.1", "topk", RandomK(ratio=0.1)),
+        ("compression.ratio=0.1", "randomk", RandomK(ratio=0.1)),
+        ("slots=4", "halfprecision", HalfPrecision()),
+        ("compression=null", "topk", None),
+    ],
+)
+def test_compression_of_a_lightning_cli(
+    flags: str, environment: str | None, compression: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("MEMCKPT_COMPRESSION", environment)
+    assert _cli_config(flags).compression == compression
+
+
+def test_compression_that_cannot_be_is_named_by_a_lightning_cli() -> None:
+    with pytest.raises(ConfigurationError, match=r"compression\.kind: expected 'topk' or .*, found none"):
+        _cli_config("compression.ratio=0.1")
+    with pytest.raises(ConfigurationError, match=r"compression\.ratio: expected a number, more than 0.*, found 2\.0"):
+        _cli_config("compression.kind=topk compression.ratio=2.0")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("{compression: {kind: topk, ratio: 0.1}}", MemckptConfig(compression=TopK(ratio=0.1))),
+        ("{compression: {kind: powersgd}, storage: null}", MemckptConfig(compression=PowerSGD(), storage=None)),
+        ("{peers: {kind: mirror}, slots: 4}", MemckptConfig(peers=MirrorConfig(), slots=4)),
+        ("{slots: 4}", MemckptConfig(slots=4)),
+    ],
+)
+def test_settings_of_a_callback_in_a_file(config: str, expected: MemckptConfig) -> None:
+    """A mapping as in every file of ours, though jsonargparse would have a class_path among several dataclasses."""
+    assert _callback_config(config) == expected
+
+
+def test_settings_of_a_callback_in_a_file_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match=r"compression\.ratio: expected a number, more than 0.*, found 2"):
+        _callback_config("{compression: {kind: topk, ratio: 2}}")
+
+
+def _callback_config(text: str) -> MemckptConfig:
+    """The settings of a callback that a file of LightningCLI names."""
+    from jsonargparse import ArgumentParser
+
+    from lightning_memckpt import MemCheckpoint
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=MemCheckpoint)
+    written = f"{{class_path: lightning_memckpt.MemCheckpoint, init_args: {{run_dir: run, config: {text}}}}}"
+    made = parser.instantiate(parser.parse_args([f"--callback={written}"])).callback
+    assert isinstance(made, MemCheckpoint)
+    return made.config
 
 
 def _cli_config(flags: str) -> MemckptConfig:

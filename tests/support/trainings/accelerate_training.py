@@ -9,7 +9,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_plugin import MemCheckpointPlugin
-from memckpt.config import MemckptConfig
+from memckpt.config import CompressionConfig, MemckptConfig
 from tests.support.cluster.processes import die_after, kill_and_wait, live_on
 from tests.support.faults.frozen import freeze
+from tests.support.trainings.compressed import average_plainly, note_encodings
 from tests.support.trainings.engine_child import Journal, config
 
 EPOCHS = 3
@@ -52,6 +53,7 @@ class Case:
         evaluation_loader: evaluate on a prepared loader.
         cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
         saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
+        compression: how gradients are averaged.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Case:
     cut: str = ""
     saves: bool = False
     evaluation_loader: dict[str, Any] | None = None
+    compression: CompressionConfig | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -243,8 +246,14 @@ class Training:
         if not self.run.protected:
             if self.run.case.cut:  # otherwise Accelerate would wrap it into DDP
                 objects[0] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            return list(self.accelerator.prepare(*objects))
-        self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=self.run.config)
+            plain = list(self.accelerator.prepare(*objects))
+            if self.run.case.compression is not None:
+                average_plainly(plain[0], self.run.case.compression)
+            return plain
+        settings = replace(self.run.config, compression=self.run.case.compression)
+        if settings.compression is not None:
+            note_encodings(self.run.directory / f"encodings-{self.rank}")
+        self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=settings)
         prepared = self.plugin.prepare(*objects)
         self.plugin.register("probe", Probe(self))
         session = self.plugin._session

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
+from memckpt.config import CompressionConfig
+from tests.support.trainings.compressed import average_plainly
 from tests.support.trainings.lightning_data import BATCH_SIZE, Case
 
 Kill = tuple[str, int]
@@ -265,6 +267,16 @@ class Watch(pl.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self.control.reach("train_end")
+
+
+class AveragePlainly(pl.Callback):
+    """Averages gradients in compressed form without MemCheckpoint."""
+
+    def __init__(self, compression: CompressionConfig) -> None:
+        self.compression = compression
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        average_plainly(trainer.strategy.model, self.compression)
 
 
 class Curriculum(pl.Callback):

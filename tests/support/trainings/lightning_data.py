@@ -23,6 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from memckpt.config import CompressionConfig
+
 BATCH_SIZE = 4
 SAMPLES = 44
 BATCHES = SAMPLES // BATCH_SIZE
@@ -54,6 +56,7 @@ class Case:
     built_early: str | None = None
     peeks: bool = False
     attributes: tuple[str, ...] = ()
+    compression: CompressionConfig | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
 
 

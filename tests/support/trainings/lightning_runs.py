@@ -44,7 +44,17 @@ from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from tests.support.trainings import fake_session
-from tests.support.trainings.lightning_cases import Control, Curriculum, Kill, Net, NetWithHooks, Tally, Watch
+from tests.support.trainings.compressed import note_encodings
+from tests.support.trainings.lightning_cases import (
+    AveragePlainly,
+    Control,
+    Curriculum,
+    Kill,
+    Net,
+    NetWithHooks,
+    Tally,
+    Watch,
+)
 from tests.support.trainings.lightning_data import Case, Data, train_loader, validation_loader
 from tests.support.trainings.lightning_sharded import ShardedNet, ShardedNetWithHooks, held_by_this_rank, strategy_of
 
@@ -112,6 +122,8 @@ def train(run: Run) -> dict[str, Any]:
         sabotage(run.sabotage)
     pl.seed_everything(1, workers=case.seed_workers, verbose=False)
     plain, sharded = (NetWithHooks, ShardedNetWithHooks) if case.user_hooks else (Net, ShardedNet)
+    if case.compression is not None:
+        note_encodings(run.directory / f"encodings-{os.environ['RANK']}")
     model: Any = (plain if case.strategy == "ddp" else sharded)(case, control)
     trainer = make_trainer(run, control)
     if case.datamodule:
@@ -126,11 +138,13 @@ def make_trainer(run: Run, control: Control) -> Any:
     case = run.case
     callbacks: list[pl.Callback] = [Watch(control)]
     if run.protected:
-        config = replace(CONFIG, storage=StorageConfig() if run.storage else None)
+        config = replace(CONFIG, storage=StorageConfig() if run.storage else None, compression=case.compression)
         callbacks.insert(
             0,
             MemCheckpoint(run.directory / "run", resume=run.resume, config=config, attributes=case.attributes),
         )
+    elif case.compression is not None:
+        callbacks.append(AveragePlainly(case.compression))
     files = ModelCheckpoint(
         run.directory / "files",
         monitor="val_loss" if case.validate else None,

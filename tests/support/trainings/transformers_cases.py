@@ -15,7 +15,7 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ from transformers import (
 )
 
 from memckpt import Session, dataloader
-from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.processes import die_after, live_on
 from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import differences, freeze
+from tests.support.trainings.compressed import average_plainly, note_encodings
 from tests.support.trainings.engine_child import Journal
 from tests.support.trainings.engine_harness import Lab
 from transformers_memckpt import protect
@@ -69,6 +70,7 @@ class Case:
         patience: patience of EarlyStoppingCallback; None: without it.
         stream: whether the training data are an IterableDataset.
         sharded: whether from_pretrained() shards the model over the ranks.
+        compression: how gradients are averaged.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Case:
     patience: int | None = None
     stream: bool = False
     sharded: bool = False
+    compression: CompressionConfig | None = None
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -261,8 +264,23 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
     )
     trainer.journal, trainer.probe = journal, probe
     if attempt.config is not None:
-        protect(trainer, attempt.directory / "run", resume=attempt.resume, config=attempt.config, attributes=NAMES)
+        config = replace(attempt.config, compression=case.compression)
+        protect(trainer, attempt.directory / "run", resume=attempt.resume, config=config, attributes=NAMES)
+    if case.compression is not None and attempt.config is not None:
+        note_encodings(attempt.directory / f"encodings-{rank}")
+    elif case.compression is not None:
+        trainer.add_callback(AveragePlainly(trainer, case.compression))
     return trainer
+
+
+class AveragePlainly(TrainerCallback):
+    """Averages gradients in compressed form without memckpt's callback."""
+
+    def __init__(self, trainer: Trainer, compression: CompressionConfig) -> None:
+        self.trainer, self.compression = trainer, compression
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        average_plainly(self.trainer.model_wrapped, self.compression)
 
 
 def load_sharded(directory: Path) -> Any:
