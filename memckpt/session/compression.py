@@ -216,6 +216,10 @@ class CompressedAverages:
             self.reducer.restart()
         return found and not self.drops
 
+    def load(self, provided: Mapping[str, Any]) -> None:
+        """Load what is not in tensors from a held rank state: frameworks restore theirs, and know nothing of ours."""
+        self._rank_state.load([RESIDUALS, _POWER_SGD], provided)
+
     def _carried(self) -> list[torch.Tensor]:
         return [tensor for module in self.modules.values() for tensor in module.buffers()]
 

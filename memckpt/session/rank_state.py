@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -168,7 +168,11 @@ class RankState:
                 ", ".join(map(repr, sorted(held - now))) or "nothing",
                 ", ".join(map(repr, sorted(now - held))) or "nothing",
             )
-        for name, load in self._loaders.items():
-            if name in provided:
-                load(provided[name])
+        self.load(self._loaders, provided)
         return held == now
+
+    def load(self, names: Iterable[str], provided: Mapping[str, Any]) -> None:
+        """Load the state of these registered objects, of those that are registered and held."""
+        for name in names:
+            if name in self._loaders and name in provided:
+                self._loaders[name](provided[name])

@@ -13,7 +13,7 @@ import pytest
 from accelerate_plugin import object_states
 from accelerate_plugin.loaders import Follower
 from accelerate_plugin.plugin import MemCheckpointPlugin
-from memckpt.compression import Quantized8
+from memckpt.compression import RandomK
 from memckpt.config import StorageConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.dataloader.passes import Pass
@@ -62,14 +62,14 @@ def test_two_ranks(case: Case, lab: Lab, references: Path) -> None:
 
 def test_two_ranks_with_compressed_averages(lab: Lab, references: Path) -> None:
     """As the environment configures it; the undisturbed training averages by the plain hook."""
-    variables = {"": "quantized8", "_BLOCK_ELEMENTS": "8", "_MIN_ELEMENTS": "16"}
+    variables = {"": "randomk", "_RATIO": "0.25", "_MIN_ELEMENTS": "16"}
     chosen = config_from_environment({f"MEMCKPT_COMPRESSION{name}": one for name, one in variables.items()}).compression
-    assert chosen == Quantized8(block_elements=8, min_elements=16)
+    assert chosen == RandomK(ratio=0.25, min_elements=16)
     case = Case("compressed", compression=chosen)
     kills: list[Kill] = [("backward", 3), ("committed", 5)]
     run = survives(lab, Run(case, lab.directory / "job", ranks=2, victim=1), kills, references)
     for rank in range(2):  # all but the bias of the last layer
-        assert noted_encodings(run.directory / f"encodings-{rank}") == [*["quantized"] * 7, None]
+        assert noted_encodings(run.directory / f"encodings-{rank}") == [*["sparse"] * 7, None]
 
 
 def test_nothing_fails_and_nothing_changes(lab: Lab, references: Path) -> None:
