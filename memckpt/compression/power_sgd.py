@@ -146,13 +146,15 @@ class PowerSgdReducer(Reducer):
             for at, left in pending.lefts.items():
                 param, gradient = pending.bucket.params[at], pending.bucket.gradients[at]
                 right = self._right(param)
-                right.copy_(together[offset : offset + right.numel()].view_as(right)).mul_(1 / self._world_size)
+                found_right = together[offset : offset + right.numel()].view_as(right).mul_(1 / self._world_size)
                 offset += right.numel()
-                used = product(left, right)
+                used = product(left, found_right)
                 gradient.copy_(used.view(-1))
                 if self.error_feedback:
                     drop_unless_finite(pending.totals[at].sub_(used), left)
-                found[at] = [left.view(-1), right.reshape(-1).clone()]
+                found[at] = [left.view(-1), found_right.reshape(-1)]
+                # An overflow, whose step a scaler skips, must not spoil all steps to come.
+                right.copy_(torch.where(found_right.isfinite().all(), found_right, right))
             pending.result.set_result(found)
 
 

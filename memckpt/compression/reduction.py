@@ -165,7 +165,8 @@ def drop_unless_finite(total: torch.Tensor, sent: torch.Tensor) -> None:
         if not bool(sent.isfinite().all()):
             total.zero_()
     else:  # without the host waiting
-        total.nan_to_num_(0.0, 0.0, 0.0).mul_(sent.isfinite().all())
+        finite = sent.isfinite().all()
+        total.nan_to_num_(0.0, 0.0, 0.0).mul_(finite)
 
 
 def spread(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

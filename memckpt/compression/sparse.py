@@ -33,6 +33,7 @@ class _SparseReducer(Reducer):
     _ratio: float
     #: Number of ranks whose choices of elements may differ.
     _choices: int
+    _sends_largest = False
 
     def _count(self, numel: int) -> int:
         return max(1, round(self._ratio * numel))
@@ -48,7 +49,8 @@ class _SparseReducer(Reducer):
         sent = values.to(dtype)
         if self.error_feedback:
             total[indices] = values - sent.to(torch.float32)
-            drop_unless_finite(total, sent)
+            # What is largest is sent, an overflow first; else it may be in what is left.
+            drop_unless_finite(total, sent if self._sends_largest else total)
         return sent
 
 
@@ -57,6 +59,8 @@ class TopKReducer(_SparseReducer):
 
     Each rank adds what it gathered in the order of ranks, so that all get the same bits.
     """
+
+    _sends_largest = True
 
     def __init__(self, config: TopK, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, params, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memckpt.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from tests.support.trainings.accelerate_training import Case, Kill
 
 PLAIN = Case("plain")
@@ -114,6 +115,18 @@ MORE_RANKED = [
     Case("fsdp2_accumulate", samples=42, accumulate=2, cut="fsdp2"),
     Case("fsdp2_bf16", accelerator={"mixed_precision": "bf16"}, cut="fsdp2"),
     Case("fsdp2_evaluated_inside", evaluate_every=2, cut="fsdp2"),
+    Case("compressed_accumulate", samples=42, accumulate=2, compression=TopK(ratio=0.25, min_elements=16)),
+    *(
+        Case(f"scaler_{type(compression).__name__}", scaler=True, compression=compression)
+        for compression in (
+            TopK(ratio=0.25, min_elements=16),
+            RandomK(ratio=0.25, min_elements=16),
+            Quantized8(min_elements=16),
+            PowerSGD(rank=1, min_elements=16),
+            HalfPrecision(),
+        )
+    ),
+    Case("compressed_evaluated_inside", evaluate_every=2, compression=RandomK(ratio=0.25, min_elements=16)),
     Case("fsdp1", cut="fsdp1"),
     Case("fsdp1_accumulate", samples=42, accumulate=2, cut="fsdp1"),
 ]
