@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from memckpt.compression import TopK
+from memckpt.compression import RandomK, TopK
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.storage.catalog import read_catalog
@@ -433,14 +433,18 @@ def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, referen
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
 
 
-def test_two_ranks_with_compressed_averages(server: Server, reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [TopK, pytest.param(RandomK, marks=pytest.mark.slow)])
+def test_two_ranks_with_compressed_averages(
+    kind: type[TopK | RandomK], server: Server, reference: Reference, tmp_path: Path
+) -> None:
     """As a Hydra application configures it; the undisturbed run averages by the plain hook."""
     from tests.adapters.test_hydra import protection
 
-    settings = ["memckpt/compression=topk", "memckpt.compression.ratio=0.25", "memckpt.compression.min_elements=16"]
-    chosen = protection("+memckpt=default", *settings).config.compression
-    assert chosen == TopK(ratio=0.25, min_elements=16)
-    case = Case("compressed", compression=chosen)
+    settings = ["memckpt.compression.ratio=0.25", "memckpt.compression.min_elements=16"]
+    group = f"memckpt/compression={kind.__name__.lower()}"
+    chosen = protection("+memckpt=default", group, *settings).config.compression
+    assert chosen == kind(ratio=0.25, min_elements=16)
+    case = Case(f"compressed_{kind.__name__}", compression=chosen)
     found = interrupted(server, [("before_optimizer", 8)], case, tmp_path, ranks=2)
     expected = reference(case, 2)
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}

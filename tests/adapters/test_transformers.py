@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.compression import HalfPrecision
+from memckpt.compression import CompressionConfig, HalfPrecision, RandomK
 from memckpt.config import StorageConfig
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.storage.catalog import read_catalog
@@ -294,14 +294,28 @@ def test_a_trainer_without_the_names_we_rely_on_is_refused(
         verify(object())
 
 
-def test_two_ranks_with_compressed_averages(trainings: Trainings) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["halfprecision"], HalfPrecision()),
+        pytest.param(
+            ["randomk", "--memckpt-compression-min-elements", "1"], RandomK(min_elements=1), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["half", "random"],
+)
+def test_two_ranks_with_compressed_averages(
+    trainings: Trainings, options: list[str], expected: CompressionConfig
+) -> None:
     """As a command line configures it; the undisturbed training averages by the plain hook."""
-    chosen = parse("--run-dir", "run", "--memckpt-compression", "halfprecision").config.compression
-    assert chosen == HalfPrecision()
+    chosen = parse("--run-dir", "run", "--memckpt-compression", *options).config.compression
+    assert chosen == expected
     kills: list[Kill] = [("pre_optimizer", 4)]
     trainings.survives(Case("compressed", compression=chosen), settings(), kills, ranks=2)
     for rank in range(2):
-        assert set(noted_encodings(trainings.lab.directory / f"encodings-{rank}")) == {"half"}
+        assert set(noted_encodings(trainings.lab.directory / f"encodings-{rank}")) == {
+            "half" if isinstance(expected, HalfPrecision) else "sparse"
+        }
 
 
 @pytest.mark.slow

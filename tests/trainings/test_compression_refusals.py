@@ -149,6 +149,17 @@ def ask(lab: Lab, attempt: Callable[[Job], Said]) -> Said:
     return dict(first)
 
 
+def nothing(job: Job) -> Said:
+    attach(job, DistributedDataParallel(Net()), TopK(min_elements=1_000_000)).close()
+    return {}
+
+
+def test_a_compressor_that_compresses_nothing_says_so(lab: Lab) -> None:
+    ask(lab, nothing)
+    said = "compression=TopK compresses nothing of this model"
+    assert logs(lab).count(said) == 1, "on one rank"
+
+
 _INSTEAD = "UnsupportedError: compression=TopK: expected a model in DistributedDataParallel, whose averages are "
 _LEAVE = "leave out compression, or use DistributedDataParallel"
 _HOOK = "UnsupportedError: compression=TopK: expected DistributedDataParallel without a communication hook, found "
