@@ -93,7 +93,8 @@ records a batch of the log has.""",
 One bucket of 25 MB as DDP makes it: gradients of two blocks of a GPT of width 512. A compressor's whole work on one
 rank, with error feedback: adding what was left out, choosing or rounding, making the record's encoding and the dense
 average, filling the bucket anew; nothing is sent. Beside it `torch.topk` of the absolute values of the whole bucket at
-once, as many entries as TopK(0.01) takes, and nothing else. Sides take turns; medians.""",
+once, as many entries as TopK(0.01) takes, and nothing else; and the same of one gradient after the other, as TopK
+chooses. Sides take turns; medians.""",
 }
 PARTS = ("compress", "union", "write", "recovery", "bytes", "training", "frequency")
 _TOP_K = TopK(ratio=0.01, residual="drop")
@@ -319,7 +320,10 @@ def measure_compress(report: Report, width: int, repetitions: int) -> None:
     flat = torch.cat([gradient.view(-1) for gradient in gradients])
     alone_name = "torch.topk of 0.01, alone"
     sides: dict[str, Callable[[int], object]] = {
-        alone_name: lambda _: torch.topk(flat.abs(), flat.numel() // 100, sorted=False)
+        alone_name: lambda _: torch.topk(flat.abs(), flat.numel() // 100, sorted=False),
+        "the same, a gradient at a time": lambda _: [
+            torch.topk(one.view(-1).abs(), one.numel() // 100, sorted=False) for one in gradients
+        ],
     }
     bucket = bucket_of(params, gradients)
 
