@@ -167,7 +167,7 @@ class Saving(Protection):
 
 class Memckpt(Protection):
     def __init__(self, training: CompressedTraining, session: Session) -> None:
-        super().__init__(training, agent=session.agent_pid)
+        super().__init__(training, session._compression.reducer, session.agent_pid)
         self._session = session
         self._steps = 0
 
@@ -187,7 +187,7 @@ class Memckpt(Protection):
         return Recorded(layout.gradient_bytes, layout.anchor_bytes, layout.by_value_bytes, layout.spec.period)
 
     def stored(self) -> int:
-        if select.select([self._session._link.client.channel], [], [], 0.1)[0]:
+        if select.select([self._session._link.client.channel], [], [], 1.0)[0]:
             self._session._protection.listen()
         return self._session.stored_step or 0
 
