@@ -80,7 +80,7 @@ class Messages:
         """Log where training continues, and what was lost."""
         lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
         if report.steps_lost is None:
-            lost = "later steps are lost"
+            lost = "later steps, if there were any, are repeated"
         step, proof = report.step, ""
         if report.repeated is not None:
             step, proof = report.repeated, f"; step {report.repeated} is repeated first, as a proof"

@@ -144,9 +144,10 @@ def _chosen(catalog: Catalog, step: int | None) -> StoredPoint:
     for point in points:
         if step is None or point.step == step:
             return point
-    steps = sorted({point.step for point in points})
-    wanted = "a complete checkpoint" if step is None else f"step {step}"
-    raise NothingHeldError(f"expected {wanted}, found steps {steps}")
+    steps = ", ".join(str(one) for one in sorted({point.step for point in points}))
+    if step is None or not steps:
+        raise NothingHeldError("the storage has no complete checkpoint yet")
+    raise NothingHeldError(f"expected one of the steps that the storage has, {steps}, found step {step}")
 
 
 def _check_room(to: Path, nbytes: int) -> None:

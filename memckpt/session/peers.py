@@ -212,9 +212,8 @@ class Peers:
         if isinstance(config, MirrorConfig):
             return f"; {config.copies} nodes of {count} hold each state"
         if config is not None:
-            return (
-                f"; any {config.tolerate} of each {config.group_nodes} of {count} nodes may be lost (k={config.data})"
-            )
+            of = f"the {count}" if config.group_nodes == count else f"each {config.group_nodes} of {count}"
+            return f"; any {config.tolerate} of {of} nodes may be lost (k={config.data})"
         return ""
 
     # During training

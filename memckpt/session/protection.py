@@ -118,7 +118,8 @@ class Protection:
     def _end_gap(self, point: RestorePoint) -> None:
         if self.unprotected_since is not None:
             gap = point.record - self.unprotected_since
-            _log.warning("memckpt: protected again from step %d on; %d steps were not", point.step, gap)
+            what = "step was" if gap == 1 else "steps were"
+            _log.warning("memckpt: protected again from step %d on; %d %s not", point.step, gap, what)
             self.unprotected_since = None
 
     def leave_record(self, record: int) -> None:

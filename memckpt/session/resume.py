@@ -204,7 +204,8 @@ class Resumption:
         if not stored.exact:
             what = "is cut into other shards now"
             if point.world_size != self._ranks.world_size:
-                what = f"had {point.world_size} ranks and has {self._ranks.world_size} now"
+                plural = "" if point.world_size == 1 else "s"
+                what = f"had {point.world_size} rank{plural} and has {self._ranks.world_size} now"
             _log.warning(
                 "memckpt: the run %s: parameters and optimizer state are those of step %d; what was private to a rank "
                 "is taken from one that there was, and training does not go on bit for bit",

@@ -131,7 +131,7 @@ class Witness:
     def _set_aside(self, writer: SlotWriter, record: int, tap: str, room: int) -> str:
         before = None if writer.landings is None else writer.landings.tap(record)
         if before is None or writer.landings is None:
-            return "of the step behind the one that is resumed, this node's memory has no gradients"
+            return "the dead attempt had no gradients of the next step yet"
         if before != tap:
             return f"the dead attempt took its gradients by another tap ({before}, now {tap})"
         landed = sorted(writer.landings.landed(record), key=lambda one: one.order)
