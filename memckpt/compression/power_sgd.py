@@ -55,18 +55,19 @@ class PowerSgdReducer(Reducer):
         self._begun: list[_Pending] = []
         self._sums: list[torch.futures.Future[Any]] = []
 
-    def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
-        if not self._compresses(param) or param.dim() < 2:
-            return None
+    def compresses(self, param: torch.Tensor) -> bool:
+        if not super().compresses(param) or param.dim() < 2:
+            return False
         rows, columns = param.shape[0], param.numel() // param.shape[0]
-        if (rows + columns) * self._rank >= param.numel():
-            return None  # the factors would take more
-        return GradientEncoding("factors", self._rank, rows=rows)
+        return (rows + columns) * self._rank < param.numel()  # else factors take more
+
+    def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
+        return GradientEncoding("factors", self._rank, rows=param.shape[0]) if self.compresses(param) else None
 
     def carried(self, params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         found = super().carried(params)
         for param in params:
-            if self.encoding(param) is not None:
+            if self.compresses(param):
                 found[f"{self._positions[id(param)]}_right"] = self._right(param)
         return found
 
@@ -90,7 +91,7 @@ class PowerSgdReducer(Reducer):
             self._begun, self._sums = [], []  # left by a backward that raised
         totals, lefts, rest = {}, {}, []
         for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
-            if self.encoding(param) is None:
+            if not self.compresses(param):
                 rest.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
                 continue
             totals[at] = self._total(param, gradient).view(param.shape[0], -1)

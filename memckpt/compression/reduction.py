@@ -65,10 +65,14 @@ class Reducer(ABC):
 
     def carried(self, params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Make the tensors that are carried from one backward to the next, by a name for each."""
-        compressed = [one for one in params if self.encoding(one) is not None] if self.error_feedback else []
+        compressed = [one for one in params if self.compresses(one)] if self.error_feedback else []
         for param in compressed:
             self.residuals[id(param)] = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
         return {str(self._positions[id(one)]): self.residuals[id(one)] for one in compressed}
+
+    def compresses(self, param: torch.Tensor) -> bool:
+        """Whether gradients of a parameter are averaged in compressed form: not if it is small, or not contiguous."""
+        return param.numel() >= self._min_elements and param.is_floating_point() and param.is_contiguous()
 
     @abstractmethod
     def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
@@ -99,10 +103,6 @@ class Reducer(ABC):
         """Take over what :meth:`state_dict` returned."""
 
     # For subclasses
-
-    def _compresses(self, param: torch.Tensor) -> bool:
-        """Whether a sparse or quantized encoding is used: not where elements are few, or lie in another order."""
-        return param.numel() >= self._min_elements and param.is_floating_point() and param.is_contiguous()
 
     def _total(self, param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient and what was left out before it, in float32; with error feedback it is the residual itself."""

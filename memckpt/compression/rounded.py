@@ -40,13 +40,13 @@ class QuantizedReducer(Reducer):
         self._block = config.block_elements
 
     def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
-        return GradientEncoding("quantized", self._block) if self._compresses(param) else None
+        return GradientEncoding("quantized", self._block) if self.compresses(param) else None
 
     def _decode(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return decode(GradientEncoding("quantized", self._block), parts, parts[0].numel(), torch.float32)
 
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
-        compressed = [self._compresses(param) for param in bucket.params]
+        compressed = [self.compresses(param) for param in bucket.params]
         totals, steps, scales = [], [], []
         for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
             if compressed[at]:

@@ -20,8 +20,9 @@ from memckpt.compression.reduction import (
     unpack,
 )
 from memckpt.config.compression import RandomK, TopK
-from memckpt.state.encoding_spec import GradientEncoding
+from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
 from memckpt.state.encodings import sparse_parts
+from memckpt.state.optimizers import dtype_name
 
 #: Odd, with bits all over: seeds of neighbours are far apart.
 _MIX = 0x9E3779B97F4A7C15
@@ -39,9 +40,12 @@ class _SparseReducer(Reducer):
         return max(1, round(self._ratio * numel))
 
     def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
-        if not self._compresses(param):
+        if not self.compresses(param):
             return None
-        return GradientEncoding("sparse", min(param.numel(), self._choices * self._count(param.numel())))
+        numel = param.numel()
+        found = GradientEncoding("sparse", min(numel, self._choices * self._count(numel)))
+        # With many ranks the room for what all of them choose is larger than the gradient.
+        return found if encoded_bytes(found, numel, dtype_name(param.dtype)) < param.nbytes else None
 
     def _take(self, total: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The elements that are sent, in the gradient's dtype; they leave the residual."""
@@ -77,7 +81,7 @@ class TopKReducer(_SparseReducer):
         return self._starts[key]
 
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
-        compressed = [self._compresses(param) for param in bucket.params]
+        compressed = [self.compresses(param) for param in bucket.params]
         starts = [int(one.storage_offset() - bucket.buffer.storage_offset()) for one in bucket.gradients]
         chosen, values = [], []
         for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
@@ -115,10 +119,14 @@ class TopKReducer(_SparseReducer):
                 flat[indices + offsets] += sent
             for _, gradient in mine:
                 gradient.mul_(1 / self._world_size)
-            return [
-                _union(gradient, next(found)) if compressed[at] else None
-                for at, gradient in enumerate(bucket.gradients)
-            ]
+            parts: Encoded = []
+            for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
+                union = next(found) if compressed[at] else None
+                if union is None or self.encoding(param) is None:
+                    parts.append(None)
+                else:
+                    parts.append(_union(gradient, union))
+            return parts
 
         return both(futures).then(averaged)
 
@@ -149,7 +157,7 @@ class RandomKReducer(_SparseReducer):
         chosen: list[torch.Tensor | None] = []
         sent: list[torch.Tensor] = []
         for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
-            if self._compresses(param):
+            if self.compresses(param):
                 indices = self._draw(param).to(gradient.device, non_blocking=True)
                 sent.append(self._take(self._total(param, gradient), indices, gradient.dtype))
                 chosen.append(indices)

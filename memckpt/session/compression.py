@@ -146,7 +146,7 @@ class CompressedAverages:
         refuse_sparse(module)
         self._params = params = [param for _, param in named]
         self.reducer = reducer = reducer_for(config.compression, params, data_parallel.process_group)
-        if not any(map(reducer.encoding, params)) and dist.get_rank() == 0:
+        if not any(map(reducer.compresses, params)) and dist.get_rank() == 0:
             _log.warning(
                 "memckpt: compression=%s compresses nothing of this model: each parameter has fewer than min_elements "
                 "elements, is not contiguous or, under PowerSGD, takes less than its factors; leave out compression, "

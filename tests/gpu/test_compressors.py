@@ -22,6 +22,7 @@ from tests.support.trainings.engine_harness import Lab
 
 COMPRESSORS = [
     TopK(ratio=0.01),
+    TopK(ratio=0.9),
     RandomK(ratio=0.02),
     Quantized8(),
     PowerSGD(),

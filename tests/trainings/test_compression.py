@@ -13,6 +13,7 @@ from memckpt.session.compression import DROPPED
 from tests.storage.test_storage_runs import catalog_of
 from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.resume_history import journal_of
 from tests.trainings.test_ddp import job_of, reference, survives
 
 COMPRESSORS = [
@@ -120,6 +121,16 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_ways_to_train(lab: Lab, compression: CompressionConfig, way: str) -> None:
     job = job_of(lab, compression=compression, **WAYS[way])
     survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
+
+
+@pytest.mark.slow
+def test_a_union_that_is_larger_than_the_gradient_is_recorded_as_the_gradient(lab: Lab) -> None:
+    """What is left out is carried all the same."""
+    job = job_of(lab, compression=TopK(ratio=0.4))
+    last = survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
+    noted = [one for one in journal_of(last.journal(0)) if one["event"] == "shared"]
+    assert noted
+    assert not any(one["encoded"] for one in noted)
 
 
 @pytest.mark.slow
