@@ -310,6 +310,6 @@ class GroupState:
     def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
         """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
         _log.info("a new generation begins after record %d: %s", message.record, message.reason)
-        order = Begin(message.record, message.reason, message.changing)
+        order = Begin(message.record, message.reason, message.changing, later=message.later)
         self._tell(order, besides=asker)
         return order

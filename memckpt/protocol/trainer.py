@@ -14,7 +14,7 @@ from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -234,12 +234,13 @@ class Void(msgspec.Struct, frozen=True, tag="void"):
 class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
     """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers.
 
-    `changing`: as in the order.
+    `changing`, `later`: as in the order.
     """
 
     record: int
     reason: str
     changing: frozenset[str] = frozenset()
+    later: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -247,12 +248,15 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
     `changing`: tensors that some rank has seen to change; all of them copy these with every record from then on.
     `apart`: tensors of which some rank knows that they differ from rank to rank; none of them is held once.
+    `later`: why all ranks take gradients after the optimizer's step from then on, as they are; empty: they need not.
+    Ranks that share slots must agree on it: one rank's record says which changes are redone on the gradients of all.
     """
 
     record: int
     reason: str
     changing: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
+    later: str = ""
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):

@@ -234,9 +234,11 @@ class AgentClient:
         self.applied = max(self.applied, answer.record)
         return PreparedRegions(answer, [Region.open(fd) for fd in fds])
 
-    def ask_for_generation(self, record: int, reason: str, changing: frozenset[str] = frozenset()) -> Begin:
+    def ask_for_generation(
+        self, record: int, reason: str, changing: frozenset[str] = frozenset(), later: str = ""
+    ) -> Begin:
         """Have all local ranks begin a new generation after `record` or later. Returns the order that they all get."""
-        order, _ = self._request(NeedGeneration(record, reason, changing), Begin)
+        order, _ = self._request(NeedGeneration(record, reason, changing, later), Begin)
         assert isinstance(order, Begin)
         while order.record < record:  # the answer to an earlier question, which another rank's order had met
             self._notices.append(order)

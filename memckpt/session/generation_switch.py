@@ -141,6 +141,8 @@ class GenerationSwitch:
         """Follow the agent's order to all local ranks; a second order for the current generation is ignored."""
         self._live.growth.changing |= order.changing
         self._live.growth.apart |= order.apart
+        if order.later:
+            self._tap.take_later(order.later)
         if order.record > self.began:
             self.after = self._turn(order.record)
 
@@ -251,8 +253,8 @@ class GenerationSwitch:
         if len(self._ranks.unit) == 1:
             self.after = turn
             return
-        changing = frozenset(self._live.growth.changing)
-        self.obey(self._link.client.ask_for_generation(max(turn, record + 1), reason, changing))
+        changing, client = frozenset(self._live.growth.changing), self._link.client
+        self.obey(client.ask_for_generation(max(turn, record + 1), reason, changing, self._tap.later))
 
     # Writing
 

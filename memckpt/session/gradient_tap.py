@@ -32,6 +32,7 @@ class GradientTap:
 
     Attributes:
         reason: why this tap, in words.
+        later: why gradients are taken after the optimizer's step since, in words; empty: they are not.
     """
 
     def __init__(
@@ -94,14 +95,17 @@ class GradientTap:
             self._tap.install()
 
     def take_later(self, reason: str) -> None:
-        """Stage gradients after the optimizer's step from now on.
+        """Stage gradients after the optimizer's step from now on, on all ranks once the next generation begins.
 
         Args:
             reason: why the current tap does not fit, in words.
         """
         self._recorder.tap_mismatch = None
+        if not self._recorder.streams:
+            return
+        self.later = reason
         self._recorder.streams = False
-        self._live.encoding_of = None
+        self._live.growth.uncompressed = True
         self._recorder.tap = StepTap.name
         self.reason = reason
         _log.warning("memckpt: gradients are now taken after the optimizer's step: %s", reason)

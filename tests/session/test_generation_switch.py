@@ -98,7 +98,7 @@ class Notes:
     def _begin(self, writer: Any, record: int) -> None:
         self.recorder.record, self.recorder.problem = record, None
 
-    def _ask_for_generation(self, record: int, reason: str, changing: frozenset[str]) -> Begin:
+    def _ask_for_generation(self, record: int, reason: str, changing: frozenset[str], later: str = "") -> Begin:
         self.orders.append((record, reason))
         return Begin(record, reason, changing)
 

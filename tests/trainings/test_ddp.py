@@ -27,6 +27,7 @@ def reference(lab: Lab, job: Job) -> list[Any]:
         job.world_size,
         job.hook,
         job.users_hook,
+        tuple(job.halved),
         tuple(sorted(job.ddp)),
         job.accumulate,
         job.by_hand,

@@ -65,6 +65,7 @@ class Job:
         nodes: whether every rank is its own node.
         deaths: the planned deaths.
         hook: time at which a user's communication hook is registered.
+        halved: steps in which a gradient is halved by hand, past torch's version counters.
         users_hook: which: "halving", or torch's "fp16" or "powersgd" (its "bf16" takes NCCL only).
         hang: the rank that stays alive, stuck, when another one has died.
         wait_at: step after which ranks wait until something is in storage.
@@ -90,6 +91,7 @@ class Job:
     deaths: Sequence[Death] = ()
     hook: str = ""
     users_hook: str = "halving"
+    halved: Sequence[int] = ()
     hang: int | None = None
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
@@ -270,9 +272,11 @@ def _register_hook(job: Job, model: DistributedDataParallel) -> None:
     match job.users_hook:
         case "halving":
             model.register_comm_hook(None, halving_hook)
-        case "powersgd":
+        case "powersgd" | "powersgd-in-fp16":
             state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=3, min_compression_rate=1)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            hook = powerSGD_hook.powerSGD_hook
+            wrapped = default_hooks.fp16_compress_wrapper(hook) if job.users_hook != "powersgd" else hook
+            model.register_comm_hook(state, wrapped)
         case name:
             model.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
 
@@ -323,6 +327,8 @@ def _step(
                 loss.backward()
         total += float(loss.detach())
     nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    if step in job.halved and net.middle.weight.grad is not None:
+        net.middle.weight.grad.data.mul_(0.5)
     optimizer.step()
     return total.hex()
 
