@@ -9,6 +9,7 @@ import torch
 from memckpt.capture.views import Places
 from memckpt.memory.region import Region
 from memckpt.state import encodings
+from memckpt.state.encoding_spec import encoded_parts
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import tensor_at
@@ -34,8 +35,9 @@ class GradientPlaces:
         # would fragment the heap.
         #: By slot, optimizer and sub-step.
         self._rows: list[list[list[Row]]] = [[] for _ in range(layout.ring)]
-        #: Parts of encoded gradients by slot, optimizer, sub-step and parameter; made when they are first staged.
-        self._encoded: dict[tuple[int, int, int, int], list[torch.Tensor]] = {}
+        # Views of parts of encoded gradients would be many, for all slots: they are cut from one of the bytes.
+        self._bytes: torch.Tensor | None = None
+        self._parts = [self._parts_of(param) for param in range(len(layout.spec.params))]
         for optimizer in range(len(layout.spec.optimizers)):
             self._add_rows(optimizer, mine)
 
@@ -60,21 +62,28 @@ class GradientPlaces:
                 steps.append(row)
             in_slot.append(steps)
 
+    def _parts_of(self, param: int) -> list[tuple[int, int, torch.dtype]]:
+        """First byte behind the beginning of the gradient, number of bytes and dtype of each part."""
+        encoding, described = self._layout.spec.encoding(param), self._layout.spec.params[param]
+        if encoding is None:
+            return []
+        parts = encoded_parts(encoding, described.tensor.numel, described.grad_dtype)
+        return [(one.offset, one.length * dtype_of(one.dtype).itemsize, dtype_of(one.dtype)) for one in parts]
+
     def _encoded_places(self, record: int, optimizer: int, sub_step: int, param: int) -> list[torch.Tensor]:
-        spec = self._layout.spec
-        encoding, described = spec.encoding(param), spec.params[param]
-        assert encoding is not None
-        offset = self._layout.slot_offset(record) + self._layout.gradient_offset(optimizer, sub_step, param)
-        return encodings.views(self._slots.map, offset, encoding, described.tensor.numel, described.grad_dtype)
+        if self._bytes is None:
+            self._bytes = torch.frombuffer(self._slots.map, dtype=torch.uint8)
+        start = self._layout.slot_offset(record) + self._layout.gradient_offset(optimizer, sub_step, param)
+        return [
+            self._bytes[start + offset : start + offset + nbytes].view(dtype)
+            for offset, nbytes, dtype in self._parts[param]
+        ]
 
     def encoded(self, record: int, optimizer: int, sub_step: int, param: int) -> list[torch.Tensor] | None:
         """Places of the parts of an encoded gradient; None if there is no room for another step of the optimizer."""
         if sub_step >= self._layout.sub_step_room[optimizer]:
             return None
-        key = self._layout.slot_number(record), optimizer, sub_step, param
-        if key not in self._encoded:
-            self._encoded[key] = self._encoded_places(record, optimizer, sub_step, param)
-        return self._encoded[key]
+        return self._encoded_places(record, optimizer, sub_step, param)
 
     def staged(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
         """The gradient of `param` as staged; a view, or decoded. Only for parameters that this rank stages."""
@@ -87,11 +96,16 @@ class GradientPlaces:
         dense = encodings.decode(encoding, parts, described.tensor.numel, dtype_of(described.grad_dtype))
         return dense.view(described.tensor.shape)
 
+    def sample(self, record: int, optimizer: int, sub_step: int, param: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A few elements of an encoded gradient as staged, others for each record: positions, and values."""
+        encoding, described = self._layout.spec.encoding(param), self._layout.spec.params[param]
+        assert encoding is not None
+        parts = self._encoded_places(record, optimizer, sub_step, param)
+        return encodings.sample(encoding, parts, described.tensor.numel, dtype_of(described.grad_dtype), record)
+
     def close(self) -> None:
         """Release the views, which keep the mapping; also those in rows that were handed out."""
-        for parts in self._encoded.values():
-            parts.clear()
-        self._encoded.clear()
+        self._bytes = None
         for row in [row for slot in self._rows for steps in slot for row in steps]:
             row.clear()
         self._rows.clear()

@@ -258,14 +258,15 @@ class GradientStaging:
         elif staged and (not whole or self._as_staged(step, index, gradient)):
             streamed.append(index)
             return
+        elif writer.spec.encoding(index) is not None:
+            # On each rank, whichever stages the parameter: all of them need the same layout.
+            self.changed = name = writer.spec.params[index].tensor.name
+            self._failed(f"the gradient of {name} is not the compressed average")
         elif writer.mine[index]:
             spec = writer.spec.params[index]
             if staged:
                 self.changed = spec.tensor.name
-            if writer.spec.encoding(index) is not None:
-                self._live.growth.uncompressed.add(spec.tensor.name)
-                self._failed(f"the gradient of {spec.tensor.name} is not the compressed average")
-            elif not writer.spec.has_dense_room(index):
+            if not writer.spec.has_dense_room(index):
                 self._live.growth.sparse_bytes[spec.tensor.name] = spec.dense_grad_bytes
                 self._failed("a gradient that was sparse is dense and needs more room")
             else:

@@ -29,7 +29,6 @@ from memckpt.state.optimizers import (
     cannot_be_redone,
     describe_state,
     dtype_name,
-    dtype_of,
     gradient_habits,
     is_elementwise,
     is_importable,
@@ -43,7 +42,6 @@ from memckpt.state.spec import (
     Shard,
     StateSpec,
     TensorSpec,
-    is_residual,
 )
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
@@ -67,7 +65,6 @@ class LiveState:
         self.growth = Growth()
         #: How a parameter's gradients are encoded, where they are averaged in compressed form; None: none is.
         self.encoding_of: Callable[[torch.Tensor], GradientEncoding | None] | None = None
-        self._stand_ins: dict[str, torch.Tensor] = {}
         # Walking a module tree at every commit would cost more than the copies of a small model.
         self._group_names: tuple[tuple[tuple[int, ...], ...], list[list[list[str]]]] | None = None
         self._named_params: list[tuple[str, torch.Tensor]] = []
@@ -186,13 +183,7 @@ class LiveState:
                 if id(tensor) not in known:
                     named[f"{prefix}.{name}"] = tensor
                     known.add(id(tensor))
-        return {**self._stand_ins, **named}
-
-    def stand_in_for(self, held: StateSpec) -> None:
-        """Have tensors for residuals of a held state that this attempt does not have, until the next :meth:`spec`."""
-        known = self.tensors()
-        missing = [one for one in held.by_value if is_residual(one.name) and one.name not in known]
-        self._stand_ins = {one.name: torch.empty(one.shape, dtype=dtype_of(one.dtype)) for one in missing}
+        return named
 
     def names(self) -> dict[int, str]:
         """Names of :meth:`tensors`, by the `id` of each."""
@@ -275,7 +266,6 @@ class LiveState:
         """The layout's spec of the current state; walks the module tree again."""
         self._group_names = None
         self._named_params = []
-        self._stand_ins = {}
         owners = self._stepped()
         params: list[ParamSpec] = []
         encodings: list[GradientEncoding | None] = []
@@ -287,7 +277,7 @@ class LiveState:
             small_buffer = id(tensor) not in model_params and described.nbytes <= SMALL_BYTES
             if id(tensor) in owners:
                 params.append(self._param_spec(described, tensor, owners[id(tensor)], request))
-                encodings.append(self._encoding(name, tensor))
+                encodings.append(self._encoding(tensor))
             elif small_buffer or name in self.growth.changing:
                 by_value.append(described)
             else:
@@ -318,8 +308,8 @@ class LiveState:
             encodings=tuple(encodings) if any(encodings) and request.mode != "capture" else (),
         )
 
-    def _encoding(self, name: str, param: torch.Tensor) -> GradientEncoding | None:
-        if self.encoding_of is None or name in self.growth.uncompressed:
+    def _encoding(self, param: torch.Tensor) -> GradientEncoding | None:
+        if self.encoding_of is None or self.growth.uncompressed:
             return None
         return self.encoding_of(param)
 

@@ -23,6 +23,7 @@ from memckpt.state.layout import Piece
 from memckpt.state.optimizers import dtype_of, fits_room, fits_slots
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import is_residual
 from memckpt.state.tensors import local
 
 Missing = tuple[tuple[int, int, str], ...]
@@ -64,6 +65,9 @@ class SlotWriter:
         #: The live parameters, including DTensors; the rank's local part of each is staged.
         self.params = [tensors[param.tensor.name] for param in spec.params]
         self.index = {id(param): index for index, param in enumerate(self.params)}
+        for one in filter(lambda one: is_residual(one.name) and one.name not in tensors, spec.by_value):
+            # A held generation, which is only read: what compression had left out is not live.
+            tensors[one.name] = torch.empty(one.shape, dtype=dtype_of(one.dtype))
         holders = live.buffer_holders()
         by_value, self._static_tensors = (
             [LiveTensor(tensors[one.name], holders.get(one.name)) for one in specs]

@@ -75,7 +75,7 @@ class Growth:
     """Room that earlier records have shown to be needed, which never shrinks; and the latest dtypes of gradients.
 
     Room: sub-steps by optimizer, bytes of sparse gradients, tensors that change, tensors that differ between ranks,
-    parameters whose gradients were not the compressed averages.
+    and whether gradients were not the compressed averages, so that all are recorded uncompressed.
     """
 
     sub_steps: dict[int, int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Growth:
     changing: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
     grad_dtypes: dict[str, str] = field(default_factory=dict)
-    uncompressed: set[str] = field(default_factory=set)
+    uncompressed: bool = False
 
     def take_over(self, spec: StateSpec) -> None:
         """Adopt the room of the run that is being resumed."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from memckpt.compression.reduction import Bucket, Encoded, Reducer, both, drop_unless_finite, raise_failures, spread
+from memckpt.compression.reduction import Bucket, Encoded, Reducer, drop_unless_finite, spread
 from memckpt.config.compression import PowerSGD
 from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.encodings import product
@@ -128,12 +128,12 @@ class PowerSgdReducer(Reducer):
                 pending.result.set_result([None] * len(pending.bucket.params))
             return
         together = torch.cat(rights)
-        both([self._sum(together)]).then(partial(self._report, begun, together))
+        self._sum(together).then(partial(self._report, begun, together))
 
     def _report(self, begun: Sequence[_Pending], together: torch.Tensor, done: torch.futures.Future[Any]) -> None:
         """Give all buckets their results; a failure ends all of them: the training must see it."""
         try:
-            raise_failures(done)
+            done.value()
             self._finish(begun, together)
         except Exception as error:
             for pending in begun:

@@ -7,8 +7,8 @@ compressed average, alike on all ranks, is what a record holds: it is compressed
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from memckpt.config.compression import CompressionConfig, LossyConfig
 from memckpt.state.encoding_spec import GradientEncoding
 
+_Result = TypeVar("_Result")
 #: For each gradient of a bucket the parts of its encoding; None: it is recorded as it is.
 Encoded = list[list[torch.Tensor] | None]
 
@@ -58,6 +59,9 @@ class Reducer(ABC):
         self._group = group
         self._world_size = dist.get_world_size(group)
         self.residuals: dict[int, torch.Tensor] = {}
+        #: Whether all that is left out is in the tensors of :meth:`carried`: not that of parameters trained since.
+        self.carries_all = True
+        self._carried = False
 
     def knows(self, param: torch.Tensor) -> bool:
         """Whether it is one of the parameters that this was made for."""
@@ -65,6 +69,7 @@ class Reducer(ABC):
 
     def carried(self, params: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Make the tensors that are carried from one backward to the next, by a name for each."""
+        self._carried = True
         compressed = [one for one in params if self.compresses(one)] if self.error_feedback else []
         for param in compressed:
             self.residuals[id(param)] = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
@@ -110,6 +115,7 @@ class Reducer(ABC):
             return gradient.to(torch.float32)
         residual = self.residuals.get(id(param))
         if residual is None:
+            self.carries_all = self.carries_all and not self._carried
             residual = self.residuals[id(param)] = torch.zeros_like(gradient, dtype=torch.float32)
         return residual.add_(gradient)
 
@@ -128,16 +134,34 @@ class Reducer(ABC):
         return future
 
 
-def both(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Done when all are; raises what one of them raises."""
-    found: torch.futures.Future[Any] = torch.futures.collect_all(list(futures))
-    return found
+def behind(
+    futures: Sequence[torch.futures.Future[Any]], device: torch.device, action: Callable[[], _Result]
+) -> torch.futures.Future[_Result]:
+    """Run an action once all collectives are done; what one of them has raised is the result's.
 
+    Args:
+        futures: futures of collectives, at least one.
+        device: device of their tensors. On an accelerator the action runs on a stream of its own, which waits for them;
+            a future of torch's that collects others knows no device, and would have the caller's stream wait.
+        action: what is run.
+    """
+    first, *others = futures
+    if others and device.type == "cpu":  # a callback that waited would keep a thread that the others need
 
-def raise_failures(done: torch.futures.Future[Any]) -> None:
-    """Raise what a collective has raised: the training must see it."""
-    for one in done.value():
-        one.value()
+        def collected(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> _Result:
+            for one in done.value():
+                one.value()
+            return action()
+
+        return torch.futures.collect_all(list(futures)).then(collected)
+
+    def finished(done: torch.futures.Future[Any]) -> _Result:
+        done.value()
+        for one in others:
+            one.wait()
+        return action()
+
+    return first.then(finished)
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,9 @@ from memckpt.compression.reduction import (
     Bucket,
     Encoded,
     Reducer,
-    both,
+    behind,
     drop_unless_finite,
     pack,
-    raise_failures,
     spread,
     unpack,
 )
@@ -67,8 +65,7 @@ class QuantizedReducer(Reducer):
             futures.append(self._sum(whole))
         lengths, blocks = [one.numel() for one in steps], [one.numel() for one in scales]
 
-        def averaged(done: torch.futures.Future[Any]) -> Encoded:
-            raise_failures(done)
+        def averaged() -> Encoded:
             if whole is not None:
                 spread(whole.mul_(1 / self._world_size), rest)
             sums = [torch.zeros_like(one) for one in totals]
@@ -81,7 +78,7 @@ class QuantizedReducer(Reducer):
                 found.append(self._round(gradient, *next(each)) if compressed[at] else None)
             return found
 
-        return both(futures).then(averaged)
+        return behind(futures, bucket.buffer.device, averaged)
 
     def _round(self, gradient: torch.Tensor, residual: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
         """Round a sum over all ranks to the average that is used."""
@@ -113,12 +110,11 @@ class HalfReducer(Reducer):
         first = bucket.buffer.storage_offset()
         starts = [one.storage_offset() - first for one in bucket.gradients]
 
-        def averaged(done: torch.futures.Future[Any]) -> Encoded:
-            raise_failures(done)
+        def averaged() -> Encoded:
             bucket.buffer.copy_(small)
             return [
                 [small[start : start + one.numel()]] if self.encoding(param) is not None else None
                 for start, one, param in zip(starts, bucket.gradients, bucket.params, strict=True)
             ]
 
-        return both([self._sum(small)]).then(averaged)
+        return behind([self._sum(small)], bucket.buffer.device, averaged)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,9 @@ from memckpt.compression.reduction import (
     Bucket,
     Encoded,
     Reducer,
-    both,
+    behind,
     drop_unless_finite,
     pack,
-    raise_failures,
     spread,
     unpack,
 )
@@ -100,8 +98,7 @@ class TopKReducer(_SparseReducer):
             futures.append(self._sum(whole))
         counts = [one.numel() for one in chosen]
 
-        def averaged(done: torch.futures.Future[Any]) -> Encoded:
-            raise_failures(done)
+        def averaged() -> Encoded:
             if whole is not None:
                 spread(whole.mul_(1 / self._world_size), rest)
             if rows is None:
@@ -128,7 +125,7 @@ class TopKReducer(_SparseReducer):
                     parts.append(_union(gradient, union))
             return parts
 
-        return both(futures).then(averaged)
+        return behind(futures, bucket.buffer.device, averaged)
 
 
 class RandomKReducer(_SparseReducer):
@@ -168,8 +165,7 @@ class RandomKReducer(_SparseReducer):
         together = torch.cat(sent)
         sizes = [one.numel() for one in sent]
 
-        def averaged(done: torch.futures.Future[Any]) -> Encoded:
-            raise_failures(done)
+        def averaged() -> Encoded:
             found: Encoded = []
             values = together.mul_(1 / self._world_size).split(sizes)
             for gradient, indices, mine in zip(bucket.gradients, chosen, values, strict=True):
@@ -186,7 +182,7 @@ class RandomKReducer(_SparseReducer):
                 found.append(sparse_parts(gradient.numel(), padded[0], padded[1], count))
             return found
 
-        return both([self._sum(together)]).then(averaged)
+        return behind([self._sum(together)], bucket.buffer.device, averaged)
 
 
 def _by_gradient(indices: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:

@@ -57,6 +57,8 @@ class LossyConfig(CompressionConfig):
         _require(isinstance(self.error_feedback, bool), "error_feedback", "True or False", self.error_feedback)
         known = ("auto", "keep", "drop")
         _require(self.residual in known, "residual", "'auto', 'keep' or 'drop'", self.residual)
+        kept = self.residual == "keep" and not self.error_feedback
+        _require(not kept, "residual", "'auto' without error_feedback, as nothing is left out", self.residual)
 
 
 @dataclass(frozen=True, kw_only=True)

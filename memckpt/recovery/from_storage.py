@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from memckpt.recovery.resharding import Resharding, copy_overlap, refuse_what_cannot_be_cut
 from memckpt.recovery.stored_unit import StoredUnit
-from memckpt.recovery.target import RestoreTarget
+from memckpt.recovery.target import RestoreTarget, is_restored
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta
@@ -123,20 +123,21 @@ class StoredState:
 
     # The rank's own tensors
 
-    def _own_tensors(self, sharded: bool) -> list[TensorSpec]:
-        return [spec for spec in self.own.spec.by_value if sharded or spec.shard is None]
+    def _own_tensors(self, tensors: Mapping[str, torch.Tensor], sharded: bool) -> list[TensorSpec]:
+        by_value = self.own.spec.by_value
+        return [spec for spec in by_value if (sharded or spec.shard is None) and is_restored(spec, tensors)]
 
     def _by_value(self, tensors: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
         """The rank's own tensors by their names in the store; with `sharded` also its shards of larger ones."""
         names = StoredNames(self.own.spec, self._own_part.format)
-        return {names.by_value(spec, self._rank): tensors[spec.name] for spec in self._own_tensors(sharded)}
+        return {names.by_value(spec, self._rank): tensors[spec.name] for spec in self._own_tensors(tensors, sharded)}
 
     def _restore_by_value(self, tensors: dict[str, torch.Tensor]) -> None:
         """Restore them from the last record, if there is one."""
         last = self.point.last_batch_of(self._rank)
         if last is None:
             return
-        for spec in self._own_tensors(sharded=not self.resharded):
+        for spec in self._own_tensors(tensors, sharded=not self.resharded):
             name = batches.by_value_name(self.point.record, self._rank, spec.name)
             value = self._records.tensor(last, name)
             if self.resharded:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.recovery.comparison import Comparison, Kind
+from memckpt.recovery.target import is_restored
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
 
@@ -38,7 +39,7 @@ class LiveCopies:
         self._optimizers = optimizers
         kinds: dict[str, Kind] = {param.tensor.name: "parameter" for param in state.params}
         kinds |= dict.fromkeys((spec.name for spec in state.static), "frozen")
-        kinds |= dict.fromkeys((spec.name for spec in own.by_value), "buffer")
+        kinds |= dict.fromkeys((spec.name for spec in own.by_value if is_restored(spec, tensors)), "buffer")
         self._kinds = kinds
         self._copies = {name: _copy(tensors[name]) for name in kinds}
         #: By name of the parameter and index of the optimizer.

@@ -15,7 +15,7 @@ from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.recovery.redo_threads import RedoThreads
-from memckpt.recovery.target import RestoreTarget, progress
+from memckpt.recovery.target import RestoreTarget, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import rebuild_like
@@ -262,6 +262,8 @@ class Restorer:
         self._ring.check_by_value(record, [rank])
         base = self._layout.by_value_base(record)
         for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets(rank), strict=True):
+            if not is_restored(spec, self._tensors):
+                continue
             held = tensor_at(self._slots, base + offset, spec.shape, spec.dtype)
             if self._comparison is not None:
                 self._comparison.tensor("buffer", spec.name, local(self._tensors[spec.name]), held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,16 @@ from torch.optim import Optimizer
 
 from memckpt.state.layout import Layout
 from memckpt.state.redo import RedoTarget
-from memckpt.state.spec import StateTensorSpec
-from memckpt.state.tensors import local
+from memckpt.state.spec import StateTensorSpec, TensorSpec, is_residual
+from memckpt.state.tensors import is_like, local
 
 #: Bytes from which on a copy takes long enough for a progress bar.
 _PROGRESS_BYTES = 1 << 30
+
+
+def is_restored(spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a held by-value tensor is restored: not what compression had left out, where nothing like it is live."""
+    return not is_residual(spec.name) or is_like(tensors.get(spec.name), spec)
 
 
 class RestoreTarget:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +21,11 @@ from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
 from memckpt.compression.accepted import refuse_dtypes, refuse_sparse
 from memckpt.compression.hook import reducer_for
-from memckpt.config import LossyConfig, MemckptConfig
+from memckpt.compression.reduction import Reducer
+from memckpt.config import CompressionConfig, LossyConfig, MemckptConfig
 from memckpt.errors import UnsupportedError
 from memckpt.session.rank_state import RankState
+from memckpt.session.report import RestoreReport
 from memckpt.state.encoding_spec import encoded_bytes
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.spec import RESIDUALS
@@ -36,6 +37,8 @@ _log = logging.getLogger("memckpt")
 REDO_SECONDS = 5.0
 #: Elements that redo advances by a record in a second, on the low side: one core with Adam; an accelerator.
 _REDONE_ON_HOST, _REDONE_ON_DEVICE = 1e8, 2e10
+#: Seconds that a piece of a parameter takes for each record whatever its size: decoding, the optimizer's Python.
+_PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 _SHORTEST, _LONGEST = 8, 512
 #: Why a step cannot be repeated where residuals are dropped.
 DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
@@ -92,20 +95,58 @@ def _refuse_hooks(name: str, data_parallel: DistributedDataParallel) -> None:
     )
 
 
-def period_for(numel: int, encoded: int, on_host: bool) -> int:
+def period_for(numel: int, encoded: int, params: int, on_host: bool) -> int:
     """T, the number of steps over which everything is copied once.
 
     Anchors take 12/T bytes per parameter with Adam, and would outweigh a gradient of c bytes: so T is 12/c or more,
-    unless redo at a restore, T/2 records for each parameter, would take longer than :data:`REDO_SECONDS`.
+    unless redo at a restore, T/2 records for each of about T pieces more than there are parameters, would take longer
+    than :data:`REDO_SECONDS`.
 
     Args:
-        numel: number of parameters.
+        numel: number of elements of all parameters.
         encoded: bytes of their compressed gradients.
+        params: number of parameters.
         on_host: whether they are in host memory.
     """
-    redone = 2 * REDO_SECONDS * (_REDONE_ON_HOST if on_host else _REDONE_ON_DEVICE) / numel
-    wanted, allowed = math.ceil(math.log2(12 * numel / encoded)), int(math.log2(max(1.0, redone)))
-    return max(_SHORTEST, min(1 << max(0, min(wanted, allowed)), _LONGEST))
+    rate, each = (_REDONE_ON_HOST, _PIECE_ON_HOST) if on_host else (_REDONE_ON_DEVICE, _PIECE_ON_DEVICE)
+    period = _SHORTEST
+    while period < min(_LONGEST, 12 * numel / encoded):
+        longer = 2 * period
+        if longer / 2 * (numel / rate + (longer + params) * each) > REDO_SECONDS:
+            break
+        period = longer
+    return period
+
+
+class _Settings:
+    """A compressor's settings, and its state beside tensors, as rank state.
+
+    Attributes:
+        settings: the settings, in words.
+        whole: whether the restored state had all that was left out of gradients.
+    """
+
+    def __init__(self, config: CompressionConfig, reducer: Reducer) -> None:
+        self.settings = repr(config)
+        self.whole = True
+        self._reducer = reducer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"settings": self.settings, "whole": self._reducer.carries_all, **self._reducer.state_dict()}
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        self.whole = held["whole"]
+        if held["settings"] == self.settings:
+            self._reducer.load_state_dict({key: held[key] for key in self._reducer.state_dict()})
+
+
+def _by_name(carried: Mapping[str, torch.Tensor], paths: Sequence[str]) -> dict[str, torch.Tensor]:
+    """What a reducer carries, by parameters' names in place of their positions; names of buffers have no dots."""
+    found = {}
+    for key, tensor in carried.items():
+        position, _, what = key.partition("_")
+        found["-".join(filter(None, (paths[int(position)].replace(".", "/"), what)))] = tensor
+    return found
 
 
 class CompressedAverages:
@@ -127,6 +168,7 @@ class CompressedAverages:
     def __init__(self, config: MemckptConfig, model: nn.Module, data_parallel: DistributedDataParallel | None) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.drops = ""
+        self._settings: _Settings | None = None
         self._params: list[torch.Tensor] = []
         self.reducer = None
         if any(carried_by(state, torch.device("cpu")) for _, state in getattr(data_parallel, "_comm_hooks", [])):
@@ -141,11 +183,16 @@ class CompressedAverages:
             )
         _refuse_hooks(name, data_parallel)
         module = data_parallel.module
-        named = [(path, param) for path, param in module.named_parameters() if param.requires_grad]
+        everything = list(module.named_parameters())
+        named = [(path, param) for path, param in everything if param.requires_grad]
         refuse_dtypes(config.compression, named)
         refuse_sparse(module)
         self._params = params = [param for _, param in named]
-        self.reducer = reducer = reducer_for(config.compression, params, data_parallel.process_group)
+        # Frozen parameters may be trained later: they have a position, too.
+        self.reducer = reducer = reducer_for(
+            config.compression, [param for _, param in everything], data_parallel.process_group
+        )
+        self._settings = _Settings(config.compression, reducer)
         if not any(map(reducer.compresses, params)) and dist.get_rank() == 0:
             _log.warning(
                 "memckpt: compression=%s compresses nothing of this model: each parameter has fewer than min_elements "
@@ -153,7 +200,7 @@ class CompressedAverages:
                 "or lower min_elements",
                 name,
             )
-        carried = reducer.carried(params)
+        carried = _by_name(reducer.carried(params), [path for path, _ in everything])
         if not carried or not isinstance(config.compression, LossyConfig):
             return
         residual = config.compression.residual
@@ -176,7 +223,7 @@ class CompressedAverages:
             numel += param.numel()
             encoded += param.nbytes if encoding is None else encoded_bytes(encoding, param.numel(), dtype)
         on_host = all(param.device.type == "cpu" for param in self._params)
-        return replace(config, anchor_period_steps=period_for(numel, encoded, on_host))
+        return replace(config, anchor_period_steps=period_for(numel, encoded, len(self._params), on_host))
 
     def join(self, recorder: Recorder, live: LiveState, rank_state: RankState) -> None:
         """Make the compressor's state a part of the training's."""
@@ -189,7 +236,7 @@ class CompressedAverages:
         names = {f"{RESIDUALS}.{name}" for module in self.modules.values() for name, _ in module.named_buffers()}
         live.growth.apart |= names
         live.growth.changing |= names
-        rank_state.register(RESIDUALS, self.reducer)
+        rank_state.register(RESIDUALS, self._settings)
 
     def adopt(self, state: object, hook: Callable[..., Any]) -> None:
         """Take a communication hook of the user's for what it is: torch's own are known."""
@@ -206,19 +253,44 @@ class CompressedAverages:
         for tensor in self._carried():
             tensor.fill_(torch.nan)
 
-    def found_carried(self) -> bool:
-        """Whether what is carried was restored; if some was not, the compressor begins anew.
+    def restored(self, report: RestoreReport, provided: Mapping[str, Any]) -> RestoreReport:
+        """End a restore: what is carried beside tensors is loaded; frameworks restore theirs, and know nothing of ours.
 
-        The dead attempt had none where it was not compressed, and where it dropped it.
+        The compressor begins anew where what it carries was not restored: the dead attempt was not compressed, or
+        dropped it, or had other shapes; or another rank's was, where the number of ranks has changed.
+
+        Args:
+            report: the report of the restore so far.
+            provided: the held rank state's provided values.
+
+        Returns:
+            The report, inexact where the dead attempt's compressor would have gone on otherwise.
         """
-        found = not any(bool(one.isnan().any()) for one in self._carried())
-        if self.reducer is not None and not found:
-            self.reducer.restart()
-        return found and not self.drops
-
-    def load(self, provided: Mapping[str, Any]) -> None:
-        """Load what is not in tensors from a held rank state: frameworks restore theirs, and know nothing of ours."""
         self._rank_state.load([RESIDUALS, _POWER_SGD], provided)
+        why = self._why_not_restored(report, provided)
+        if not why:
+            return report
+        if self.reducer is not None:
+            self.reducer.restart()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _log.warning("memckpt: training does not go on bit for bit: %s", why)
+        return replace(report, exact=False)
+
+    def _why_not_restored(self, report: RestoreReport, provided: Mapping[str, Any]) -> str:
+        """Why the dead attempt's compressor would have gone on otherwise, in words; empty if it would not."""
+        held = str(provided.get(RESIDUALS, {}).get("settings"))
+        now = str(None if self._settings is None else self._settings.settings)
+        if held != now:
+            return f"compression was {held}, and is {now} now"
+        if self._settings is not None and not self._settings.whole:
+            return "what compression had left out of gradients of parameters that were frozen at first is not held"
+        if (_POWER_SGD in provided) != self._rank_state.has(_POWER_SGD):
+            return "torch's PowerSGD is registered now and was not, or was and is not: register it before restore()"
+        if self.drops:
+            return self.drops
+        if any(bool(one.isnan().any()) for one in self._carried()) or not report.exact:
+            return "what compression had left out of gradients is not held for these ranks" if self._carried() else ""
+        return ""
 
     def _carried(self) -> list[torch.Tensor]:
         return [tensor for module in self.modules.values() for tensor in module.buffers()]

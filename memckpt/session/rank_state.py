@@ -23,6 +23,8 @@ Parts = Callable[[Any], Mapping[tuple[Kind, str], Any]]
 
 
 _log = logging.getLogger("memckpt")
+#: First characters of the names of the session's own objects, whose owners say what is missing.
+OWN = "memckpt_"
 
 
 class Stateful(Protocol):
@@ -158,7 +160,7 @@ class RankState:
         Returns:
             Whether the names provided in this attempt are those that are held; a warning names those that are not.
         """
-        held, now = set(provided), set(self._captures)
+        held, now = ({name for name in names if not name.startswith(OWN)} for names in (provided, self._captures))
         if held != now:
             _log.warning(
                 "memckpt: expected the names that are held to be registered or provided again, %s, found %s: %s is not "
@@ -170,6 +172,10 @@ class RankState:
             )
         self.load(self._loaders, provided)
         return held == now
+
+    def has(self, name: str) -> bool:
+        """Whether a name is provided."""
+        return name in self._captures
 
     def load(self, names: Iterable[str], provided: Mapping[str, Any]) -> None:
         """Load the state of these registered objects, of those that are registered and held."""

@@ -59,11 +59,8 @@ class Restoration:
         """
         self._live.put_shards_in_place()
         if isinstance(chosen, ChosenInMemory):
-            assert chosen.regions is not None
-            self._live.stand_in_for(chosen.regions.layout.spec)
             report = self._restore_from_memory(chosen, tap, go_on)
         else:
-            self._live.stand_in_for(chosen.stored.own.spec)
             report = self._restore_from_storage(chosen, tap)
         self._pending.regroup()
         if "gradients" in chosen.state:

@@ -211,8 +211,7 @@ class Session:
             return None
         self._compression.expect_carried()
         report = self._restoration.restore_tensors(chosen, self._tap.current, self._protection.resume)
-        report = replace(report, exact=self._compression.found_carried() and report.exact)
-        self._compression.load(chosen.held.rank_state)
+        report = self._compression.restored(report, chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._proof.begin(chosen)
         return report

@@ -26,6 +26,9 @@ PART_ALIGN = 8
 INDEX_BLOCK = 1 << 16
 
 EncodingKind = Literal["sparse", "quantized", "half", "factors"]
+#: Dtypes of gradients that are encoded, and of their values.
+_VALUES = ("float64", "float32", "float16", "bfloat16")
+_MOST_IN_BLOCK = 1 << 20
 _ITEM_BYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -78,6 +81,22 @@ def encoded_parts(encoding: GradientEncoding, numel: int, dtype: str) -> tuple[E
         parts.append(EncodedPart(offset, length, name))
         offset += -(-length * _ITEM_BYTES[name] // PART_ALIGN) * PART_ALIGN
     return tuple(parts)
+
+
+def is_possible(encoding: GradientEncoding, numel: int, dtype: str) -> bool:
+    """Whether a gradient can be encoded in this way; for encodings that come from elsewhere."""
+    entries, rows = encoding.entries, encoding.rows
+    if (encoding.dtype or dtype) not in _VALUES or dtype not in _VALUES:
+        return False
+    match encoding.kind:
+        case "sparse":
+            return 0 <= entries <= numel
+        case "quantized":
+            return 1 <= entries <= _MOST_IN_BLOCK
+        case "half":
+            return encoding.dtype != ""
+        case "factors":
+            return 0 < rows <= numel and numel % rows == 0 and 1 <= entries <= numel
 
 
 def encoded_bytes(encoding: GradientEncoding, numel: int, dtype: str) -> int:

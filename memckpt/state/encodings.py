@@ -14,6 +14,9 @@ from memckpt.errors import DamagedStateError
 from memckpt.state.encoding_spec import INDEX_BLOCK, GradientEncoding, encoded_parts
 from memckpt.state.optimizers import dtype_name, dtype_of
 
+#: Number of elements in a sample, and how far those of two turns are apart.
+_SAMPLED, _STRIDE = 8, 7919
+
 
 def sparse_parts(numel: int, indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor) -> list[torch.Tensor]:
     """Parts of a sparse gradient.
@@ -81,6 +84,30 @@ def decode(
             first, last = start // columns, -(-stop // columns)
             found = product(left[first:last], right).view(-1)
             return found[start - first * columns : stop - first * columns].to(dtype)
+
+
+def sample(
+    encoding: GradientEncoding, parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, turn: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few elements of a gradient that tell whether it was changed, others in each turn: positions, and values.
+
+    Of a sparse gradient it has entries, since a change by a factor leaves zeros as they are.
+    """
+    if encoding.kind != "sparse":
+        start = turn * _STRIDE % numel
+        stop = min(numel, start + _SAMPLED)
+        return torch.arange(start, stop), decode(encoding, parts, numel, dtype, (start, stop))
+    count, by_block, positions, values = int(parts[0]), *parts[1:]
+    if not count:
+        return torch.empty(0, dtype=torch.int64), values[:0].to(dtype)
+    start, block, until = turn * _STRIDE % count, 0, count
+    if by_block.numel() > 1:
+        ends = by_block.cumsum(0)
+        block = int(torch.searchsorted(ends, start, right=True))
+        until = int(ends[block])
+    stop = min(until, start + _SAMPLED)
+    places = (positions[start:stop].to(torch.int64) & (INDEX_BLOCK - 1)) + block * INDEX_BLOCK
+    return places, values[start:stop].to(dtype)
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

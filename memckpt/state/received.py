@@ -6,6 +6,7 @@ from math import prod
 
 import msgspec
 
+from memckpt.state.encoding_spec import is_possible
 from memckpt.state.spec import ITEM_BYTES, StateSpec, StateTensorSpec, TensorSpec
 
 #: Upper bounds beyond any real node: bytes of memory, and counts of anything.
@@ -53,11 +54,9 @@ def _problem(spec: StateSpec) -> str:
         return "an impossible size of a sparse gradient"
     if spec.encodings and len(spec.encodings) != len(spec.params):
         return f"{len(spec.encodings)} encodings of {len(spec.params)} gradients"
-    for encoding in filter(None, spec.encodings):
-        if not 0 <= encoding.entries <= _MOST_BYTES or encoding.dtype not in ("", *ITEM_BYTES):
-            return f"{encoding}"
-        if encoding.kind in ("quantized", "factors") and not encoding.entries:
-            return f"{encoding}"
+    for param, encoding in zip(spec.params, spec.encodings, strict=bool(spec.encodings)):
+        if encoding is not None and not is_possible(encoding, param.tensor.numel, param.grad_dtype):
+            return f"an impossible encoding of a gradient: {encoding}"
     if sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors) > _MOST_BYTES:
         return "an impossible number of bytes of tensors"
     pieces = [(one.name, one.shape) for one in spec.tensors() if one.shard is not None]

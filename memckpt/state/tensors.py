@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from memckpt.state.spec import Shard
+from memckpt.state.spec import Shard, TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,6 +34,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. For a sharded DTensor this is collective over its mesh."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def is_like(tensor: torch.Tensor | None, spec: TensorSpec) -> bool:
+    """Whether a tensor has the shape and dtype of a description."""
+    return tensor is not None and tensor.shape == spec.shape and str(tensor.dtype) == f"torch.{spec.dtype}"
 
 
 def give_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:

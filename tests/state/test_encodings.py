@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import DamagedStateError
-from memckpt.state.encoding_spec import INDEX_BLOCK, PART_ALIGN, GradientEncoding, encoded_bytes, encoded_parts
-from memckpt.state.encodings import decode, fits, quantized_parts, sparse_parts, views
+from memckpt.state.encoding_spec import (
+    INDEX_BLOCK,
+    PART_ALIGN,
+    GradientEncoding,
+    encoded_bytes,
+    encoded_parts,
+    is_possible,
+)
+from memckpt.state.encodings import decode, fits, quantized_parts, sample, sparse_parts, views
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.tensors import bits_of
 
@@ -134,6 +141,47 @@ def test_a_piece_has_the_bits_of_the_whole(kind: str, data: st.DataObject) -> No
     stop = data.draw(st.integers(start, numel))
     piece = decode(encoding, parts, numel, torch.float32, (start, stop))
     assert torch.equal(bits_of(piece), bits_of(whole[start:stop]))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "half", "factors"])
+@pytest.mark.parametrize("numel", SIZES)
+def test_a_sample_has_elements_that_a_factor_changes(kind: str, numel: int) -> None:
+    encoding, parts = example(kind, numel)
+    whole = decode(encoding, parts, numel, torch.float32)
+    seen = set()
+    for turn in range(40):
+        positions, values = sample(encoding, parts, numel, torch.float32, turn)
+        assert torch.equal(bits_of(values), bits_of(whole[positions]))
+        assert bool(values.count_nonzero()) or not bool(whole.count_nonzero())
+        seen |= set(positions.tolist())
+    assert len(seen) >= min(int(whole.count_nonzero()), 30)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        GradientEncoding("factors", 4, rows=-1_000_000),
+        GradientEncoding("factors", 4, rows=1 << 62),
+        GradientEncoding("factors", 4, rows=7),
+        GradientEncoding("factors", 0, rows=10),
+        GradientEncoding("sparse", 1 << 50),
+        GradientEncoding("sparse", -1),
+        GradientEncoding("sparse", 5, dtype="complex64"),
+        GradientEncoding("quantized", 0),
+        GradientEncoding("quantized", 1 << 40),
+        GradientEncoding("half", dtype="bool"),
+        GradientEncoding("half"),
+    ],
+    ids=str,
+)
+def test_impossible_encodings_from_elsewhere_are_refused(encoding: GradientEncoding) -> None:
+    assert not is_possible(encoding, 100, "float32")
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "half", "factors"])
+def test_possible_ones_are_not(kind: str) -> None:
+    assert is_possible(example(kind, 1000)[0], 1000, "float32")
+    assert not is_possible(example(kind, 1000)[0], 1000, "complex64")
 
 
 @pytest.mark.parametrize(("part", "value"), [(0, 3), (0, -1), (1, 2), (2, 100), (2, -1)])

@@ -165,6 +165,37 @@ def test_what_was_dropped_is_said(lab: Lab) -> None:
     assert [one["resumed"] for one in results(last)] == [9, 9]
 
 
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [(3,), pytest.param((1, 6), marks=pytest.mark.slow)], ids=["once", "twice"])
+def test_a_gradient_that_is_changed_by_hand_is_found_by_all_ranks(lab: Lab, steps: tuple[int, ...], redo: str) -> None:
+    """One rank stages it; all go on with gradients as they are."""
+    job = job_of(lab, redo, compression=TopK(ratio=0.05), halved=steps)
+    last = survives(lab, job, [Death("all", 9, "backward")], [9])
+    assert [one for one in journal_of(last.journal(0)) if one["event"] == "restored"][-1]["exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (TopK(ratio=0.05), None),
+        (TopK(ratio=0.05), RandomK(ratio=0.1)),
+        (PowerSGD(rank=1), PowerSGD(rank=2)),
+        (TopK(), TopK(error_feedback=False)),
+    ],
+    ids=["none", "kind", "rank", "feedback"],
+)
+def test_another_compressor_than_before_is_said(lab: Lab, before: LossyConfig, now: LossyConfig | None) -> None:
+    job = job_of(lab, compression=before)
+    assert run(lab, replace(job, deaths=[Death("all", 9, "backward")])) == [-9, -9]
+    last = job_of(lab, compression=now, number=1)
+    assert run(lab, last) == [0, 0]
+    assert [one["resumed"] for one in results(last)] == [9, 9]
+    assert not [one for one in journal_of(last.journal(0)) if one["event"] == "restored"][-1]["exact"]
+    log = max(lab.directory.glob("*-rank0.log"), key=lambda path: path.stat().st_mtime_ns).read_text()
+    assert "compression was" in log
+
+
 def test_compression_may_be_switched_off_and_on(lab: Lab) -> None:
     """The state of one attempt is restored into the other; only what was left out is not there."""
     job = job_of(lab, compression=TopK(ratio=0.05), last_step=12)

@@ -39,6 +39,13 @@ def test_what_power_sgd_carries_is_carried(lab: Lab, deaths: list[Death]) -> Non
 
 
 @pytest.mark.slow
+def test_what_power_sgd_carries_in_a_wrapper_is_carried(lab: Lab) -> None:
+    """It puts other buffers in the place of buckets."""
+    job = job_of(lab, hook="after", users_hook="powersgd-in-fp16", ddp={"bucket_cap_mb": 25})
+    survives(lab, job, [Death(1, 5, "backward"), Death("all", 9)], [5, 9])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"users_hook": "fp16"}, POWER_SGD], ids=["fp16", "powersgd"])
 def test_four_ranks_add_up_in_the_same_order(lab: Lab, settings: dict[str, Any]) -> None:
     job = job_of(lab, hook="after", world_size=4, **settings)

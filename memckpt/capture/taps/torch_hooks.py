@@ -59,7 +59,8 @@ class PlainBucket:
         last: bool,
     ) -> None:
         self._index, self._params, self._last = index, list(params), last
-        self._gradients = [each.view(param.shape) for each, param in zip(gradients, params, strict=True)]
+        first = buffer.storage_offset()
+        self._begins = [int(each.storage_offset() - first) for each in gradients]
         self._buffer = buffer
 
     def index(self) -> int:
@@ -75,8 +76,12 @@ class PlainBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients, in the shapes of their parameters."""
-        return self._gradients
+        """The gradients, in the shapes of their parameters; views of the buffer, also where that was replaced."""
+        flat, params = self._buffer.view(-1), self._params
+        return [
+            flat[begin : begin + param.numel()].view(param.shape)
+            for begin, param in zip(self._begins, params, strict=True)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters."""

@@ -38,7 +38,15 @@ def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> in
         return 0
     again = report.repeated is not None  # one more record is held after the restored one
     step = report.step if report.repeated is None else report.repeated
-    notes.note("restored", step=step, held=report.record + again, tier=report.tier, lost=report.steps_lost, **fields)
+    notes.note(
+        "restored",
+        step=step,
+        held=report.record + again,
+        tier=report.tier,
+        lost=report.steps_lost,
+        exact=report.exact,
+        **fields,
+    )
     if report.check.verdict != "pending":
         notes.note("checked", verdict=report.check.verdict, line=report.check.line)
     return step
