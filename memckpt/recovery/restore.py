@@ -15,7 +15,7 @@ from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.recovery.redo_threads import RedoThreads
-from memckpt.recovery.target import RestoreTarget, is_restored, progress
+from memckpt.recovery.target import RestoreTarget, common_device, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import rebuild_like
@@ -141,7 +141,7 @@ class Restorer:
         ranks = self._layout.spec.local_ranks
         for number in expected:
             self._ring.check(number, ranks)
-        gradients = StagedGradients(self._slots, self._layout)
+        gradients = StagedGradients(self._slots, self._layout, common_device(self._params))
         with progress("restoring", self._layout.numel * 12) as advance, RedoThreads(self._layout) as threads:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 due = self._layout.due(anchoring.record)

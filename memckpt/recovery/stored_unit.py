@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memckpt.recovery.redo_threads import RedoThreads
-from memckpt.recovery.target import RestoreTarget, progress
+from memckpt.recovery.target import RestoreTarget, common_device, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
@@ -95,6 +95,7 @@ class StoredUnit:
             parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
             redo_targets.append(RedoTarget(index, 0, held.numel(), parameter, states))
         groups = [RedoGroup(layout, chunk, build) for chunk in chunks(redo_targets, SMALL_GROUP_ELEMENTS)]
+        device = common_device(one.parameter for one in redo_targets)
         records = self._point.gradient_batches(self.part)
         nbytes = sum(redo_target.stop for redo_target in redo_targets) * 4
         by_batch = [(batch, [record for record, _ in some]) for batch, some in groupby(records, lambda one: one[1])]
@@ -105,7 +106,7 @@ class StoredUnit:
         ):
             for batch, (_, numbers) in zip(batches_read, by_batch, strict=True):
                 metas = [decode_meta(self._records.data(batch, batches.meta_name(number))) for number in numbers]
-                gradients = partial(self._records.gradient, batch, layout)
+                gradients = partial(self._records.gradient, batch, layout, device=device)
                 for group in groups:
                     done = sum(one.stop for one in group.redo_targets) * 4 * len(metas)
                     redo = partial(group.apply_all, metas, gradients)

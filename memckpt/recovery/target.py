@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,12 @@ _PROGRESS_BYTES = 1 << 30
 def is_restored(spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a held by-value tensor is restored: not what compression had left out, where nothing like it is live."""
     return not is_residual(spec.name) or is_like(tensors.get(spec.name), spec)
+
+
+def common_device(params: Iterable[torch.Tensor]) -> torch.device | None:
+    """The device of all parameters; None if they are on several."""
+    devices = {param.device for param in params}
+    return devices.pop() if len(devices) == 1 else None
 
 
 class RestoreTarget:

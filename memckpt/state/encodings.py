@@ -52,8 +52,9 @@ def decode(
     numel: int,
     dtype: torch.dtype,
     cut: tuple[int, int] | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """The gradient, one-dimensional, on the device of its parts.
+    """The gradient, one-dimensional.
 
     Args:
         encoding: how it is encoded.
@@ -61,28 +62,30 @@ def decode(
         numel: number of its elements.
         dtype: its dtype.
         cut: first element, and the one behind the last; None: all of it. The work is about that of these elements.
+        device: where the gradient is to be, to which its parts are copied; None: with its parts.
 
     Raises:
         DamagedStateError: the parts contradict each other.
     """
     start, stop = (0, numel) if cut is None else cut
+    device = parts[0].device if device is None else device
     match encoding.kind:
         case "sparse":
-            return _from_sparse(parts, numel, dtype, start, stop)
+            return _from_sparse(parts, numel, dtype, (start, stop), device)
         case "quantized":
             block = encoding.entries
             first, last = start // block, -(-stop // block)
-            steps, scales = parts[0][first * block : last * block], parts[1][first:last]
+            steps, scales = parts[0][first * block : last * block].to(device), parts[1][first:last].to(device)
             padded = torch.nn.functional.pad(steps, (0, -steps.numel() % block)).view(-1, block)
             found = (padded.to(torch.float32) * scales.unsqueeze(1)).view(-1)
             return found[start - first * block : stop - first * block].to(dtype)
         case "half":
-            return parts[0][start:stop].to(dtype)
+            return parts[0][start:stop].to(device).to(dtype)
         case "factors":
             left, right = (part.view(-1, encoding.entries) for part in parts)
             columns = max(1, right.shape[0])
             first, last = start // columns, -(-stop // columns)
-            found = product(left[first:last], right).view(-1)
+            found = product(left[first:last].to(device), right.to(device)).view(-1)
             return found[start - first * columns : stop - first * columns].to(dtype)
 
 
@@ -122,7 +125,10 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _from_sparse(parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+def _from_sparse(
+    parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, cut: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    start, stop = cut
     count, by_block, positions, values = int(parts[0]), *parts[1:]
     counts = by_block.to(torch.int64)
     if not 0 <= count <= values.numel() or int(counts.sum()) != count or (counts.numel() and int(counts.amin()) < 0):
@@ -141,8 +147,8 @@ def _from_sparse(parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, 
     if last * INDEX_BLOCK > stop or first * INDEX_BLOCK < start:
         inside = (places >= 0) & (places < stop - start)
         places, values = places[inside], values[inside]
-    dense = torch.zeros(stop - start, dtype=dtype, device=values.device)
-    dense[places] = values
+    dense = torch.zeros(stop - start, dtype=dtype, device=device)
+    dense[places.to(device)] = values.to(device)
     return dense
 
 

@@ -35,7 +35,7 @@ class GradientSource(Protocol):
     def __call__(
         self, meta: RecordMeta, sub_step: SubStep, param: int, cut: tuple[int, int] | None = None, /
     ) -> torch.Tensor | None:
-        """A gradient, a host tensor that must not be changed; None if the step had none.
+        """A gradient, which must not be changed, in host memory or on the parameter's device; None if there was none.
 
         Args:
             meta: the record.
@@ -56,9 +56,16 @@ def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str
 
 
 class StagedGradients:
-    """Reads the gradients of records from a ring of slots."""
+    """Reads the gradients of records from a ring of slots.
 
-    def __init__(self, buffer: mmap.mmap, layout: Layout) -> None:
+    Args:
+        buffer: the slots.
+        layout: their layout.
+        device: where encoded gradients are decoded; None: in host memory.
+    """
+
+    def __init__(self, buffer: mmap.mmap, layout: Layout, device: torch.device | None = None) -> None:
+        self._device = device
         self._buffer = buffer
         self._layout = layout
 
@@ -78,7 +85,7 @@ class StagedGradients:
         encoding = self._layout.spec.encoding(param)
         if encoding is not None:
             parts = encodings.views(self._buffer, offset, encoding, spec.numel, dtype)
-            found = encodings.decode(encoding, parts, spec.numel, dtype_of(dtype), cut)
+            found = encodings.decode(encoding, parts, spec.numel, dtype_of(dtype), cut, self._device)
             return found.view(spec.shape) if cut is None else found
         if cut is not None:
             return tensor_at(self._buffer, offset + cut[0] * ITEM_BYTES[dtype], (cut[1] - cut[0],), dtype)

@@ -312,6 +312,7 @@ class RecordReader:
         sub_step: SubStep,
         param: int,
         cut: tuple[int, int] | None = None,
+        device: torch.device | None = None,
     ) -> torch.Tensor | None:
         """The gradient of a parameter in one optimizer step, as staged (a ``GradientSource``)."""
         import torch
@@ -329,19 +330,15 @@ class RecordReader:
         self._load(batch)
         encoding = self._encodings.get(name)
         if encoding is not None:
-            found = self._decoded(batch, name, encoding, spec.numel, layout.spec.params[param].grad_dtype, cut)
+            from memckpt.state import encodings
+
+            dtype = layout.spec.params[param].grad_dtype
+            parts = self._parts(batch, name, encoding, spec.numel, dtype)
+            found = encodings.decode(encoding, parts, spec.numel, getattr(torch, dtype), cut, device)
             return found.view(spec.shape) if cut is None else found
         dense = self.tensor(batch, name)
         return dense if cut is None else dense.view(-1)[cut[0] : cut[1]]
 
-    def _decoded(
-        self, batch: Batch, name: str, encoding: GradientEncoding, numel: int, dtype: str, cut: tuple[int, int] | None
-    ) -> torch.Tensor:
-        import torch
-
-        from memckpt.state import encodings
-
-        stem = f"{name}/{_encoding_name(encoding)}"
+    def _parts(self, batch: Batch, name: str, encoding: GradientEncoding, numel: int, dtype: str) -> list[torch.Tensor]:
         count = len(encoded_parts(encoding, numel, dtype))
-        parts = [self.tensor(batch, f"{stem}/{index}") for index in range(count)]
-        return encodings.decode(encoding, parts, numel, getattr(torch, dtype), cut)
+        return [self.tensor(batch, f"{name}/{_encoding_name(encoding)}/{index}") for index in range(count)]

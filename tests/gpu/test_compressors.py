@@ -54,6 +54,11 @@ def compress(config: CompressionConfig, device: str) -> None:
             here = decode(encoding, [part.cpu() for part in parts], param.numel(), param.dtype)
             assert torch.equal(bits_of(away), bits_of(used.contiguous()))
             assert torch.equal(bits_of(here), bits_of(used.cpu()))
+            cut = param.numel() // 3, param.numel() // 2
+            host = [part.cpu() for part in parts]
+            moved = decode(encoding, host, param.numel(), param.dtype, cut, torch.device(device))
+            assert moved.device.type == device
+            assert torch.equal(bits_of(moved), bits_of(used.reshape(-1)[slice(*cut)].contiguous()))
 
 
 @pytest.mark.parametrize("config", COMPRESSORS, ids=lambda one: f"{type(one).__name__}-{getattr(one, 'dtype', '')}")
