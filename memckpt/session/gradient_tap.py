@@ -45,6 +45,7 @@ class GradientTap:
         self._live = training.live
         self._recorder = training.recorder
         self._clock = training.clock
+        self.later = ""
         reducer = compression.reducer
         self._tap, self.reason, caveats = choose_tap(
             training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer

@@ -440,10 +440,10 @@ def test_two_ranks_with_compressed_averages(
     """As a Hydra application configures it; the undisturbed run averages by the plain hook."""
     from tests.adapters.test_hydra import protection
 
-    settings = ["memckpt.compression.ratio=0.25", "memckpt.compression.min_elements=16"]
+    settings = ["memckpt.compression.ratio=0.1", "memckpt.compression.min_elements=16"]
     group = f"memckpt/compression={kind.__name__.lower()}"
     chosen = protection("+memckpt=default", group, *settings).config.compression
-    assert chosen == kind(ratio=0.25, min_elements=16)
+    assert chosen == kind(ratio=0.1, min_elements=16)
     case = Case(f"compressed_{kind.__name__}", compression=chosen)
     found = interrupted(server, [("before_optimizer", 8)], case, tmp_path, ranks=2)
     expected = reference(case, 2)

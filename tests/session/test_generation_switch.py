@@ -79,7 +79,10 @@ class Notes:
         )
         changes: Any = SimpleNamespace(problem=None, static_changes=list, look_at_commit=lambda: None)
         self.changes = changes
-        tap: Any = SimpleNamespace(reinstall=lambda: None, holds_reductions_back=True)
+        self.taken_later: list[str] = []
+        tap: Any = SimpleNamespace(
+            reinstall=lambda: None, holds_reductions_back=True, later="", take_later=self.taken_later.append
+        )
         training: Any = SimpleNamespace(
             ranks=self.ranks,
             live=self.live,
@@ -219,3 +222,11 @@ def test_a_held_generation_goes_on_with_the_same_settings(
     notes.staging.adopt(writer)
     notes.switch.resume(writer, 5, anew)
     assert (notes.switch.state, notes.switch.after, notes.recorder.record) == (state, after, 6)
+
+
+def test_what_one_rank_has_found_of_gradients_all_do() -> None:
+    notes = Notes(ranks=2, local=2).opened()
+    notes.switch.obey(Begin(3, "a gradient was changed", later="the gradient of w was changed"))
+    assert notes.taken_later == ["the gradient of w was changed"]
+    notes.switch.obey(Begin(5, "asked for"))
+    assert len(notes.taken_later) == 1

@@ -120,7 +120,7 @@ def test_a_kill_during_a_restore_is_harmless(lab: Lab, redo: str, owner: type, n
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_kill_in_the_middle_of_lazy_redo_is_harmless(lab: Lab, count: int) -> None:
     first = lab.train(PLAIN, config("lazy"), actions={("backward", 12): kill_self})
-    second = lab.train(PLAIN, config("lazy"), seed=2, prepare=die_after(RedoGroup, "apply", count))
+    second = lab.train(PLAIN, config("lazy"), seed=2, prepare=die_after(RedoGroup, "_apply_sub_step", count))
     assert len(second.of("killed")) == 1
     final = lab.train(PLAIN, config("lazy"), seed=3)
     assert final.restored_step == 11
