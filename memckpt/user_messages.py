@@ -39,6 +39,15 @@ def nbytes_text(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def seconds_text(seconds: float) -> str:
+    """A duration in a suitable unit."""
+    if seconds < 100:
+        return f"{max(0.0, seconds):.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 100 * 3600 else f"{seconds / 86400:.0f} days"
+
+
 def show_by_default(logger: logging.Logger) -> None:
     """Show INFO of `logger` on the error stream unless the application has configured logging itself."""
     if not any(each.level != logging.NOTSET for each in _named(logger)):

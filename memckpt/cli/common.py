@@ -19,6 +19,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.storage.owner import kept_url
 from memckpt.storage.store import Store
 from memckpt.storage.urls import open_store
+from memckpt.user_messages import seconds_text as seconds_text
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -80,15 +81,6 @@ def no_agent(address: AgentAddress) -> str:
     if others:
         return f"{said}; this run had agents on {', '.join(others)}: ask there, or name one with --node"
     return said
-
-
-def seconds_text(seconds: float) -> str:
-    """A duration in a suitable unit."""
-    if seconds < 100:
-        return f"{max(0.0, seconds):.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 100 * 3600 else f"{seconds / 86400:.0f} days"
 
 
 def time_text(created: float) -> str:

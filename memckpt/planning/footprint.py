@@ -1,0 +1,236 @@
+"""Bytes of what protects a training: records, windows, memory of each node, traffic, as this product lays them out.
+
+Bytes for each parameter: g for a gradient in a record, s for a parameter and its optimizer state. T is
+``anchor_period_steps``, D is ``slots``. Headers, rank states and rounding to pages are left out: they are less than 1%
+of a state of a million parameters (compared with :class:`memckpt.state.layout.Layout` in tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from memckpt.config import (
+    CompressionConfig,
+    ErasureConfig,
+    HalfPrecision,
+    LossyConfig,
+    MirrorConfig,
+    PowerSGD,
+    Quantized8,
+    RandomK,
+    RedoMode,
+    SparseConfig,
+)
+from memckpt.planning.checks import require_count, require_number
+from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
+from memckpt.state.layout import CAPTURES
+from memckpt.state.spec import ITEM_BYTES
+
+#: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
+#: (docs/costs.md, "With DDP 13 KB a node and step travel").
+PRIVATE_WIRE_BYTES = 13_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one node holds of a training, and how it is recorded.
+
+    Attributes:
+        parameters: number of parameters on the node, each once.
+        gradient_bytes: g, bytes of a gradient in a record, for each parameter.
+        state_bytes: s, bytes of a parameter and its optimizer state.
+        period: T. slots: D.
+    """
+
+    parameters: float
+    gradient_bytes: float
+    state_bytes: float
+    period: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        require_number("parameters", self.parameters, 0, 1e16, above=True)
+        require_number("gradient_bytes", self.gradient_bytes, 0, 64, "bytes per parameter", above=True)
+        require_number("state_bytes", self.state_bytes, 0, 256, "bytes per parameter", above=True)
+        require_count("anchor_period_steps", self.period, 1, 4096, "steps")
+        require_count("slots", self.slots, 2, 64)
+
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes of parameters and optimizer state."""
+        return self.parameters * self.state_bytes
+
+    @property
+    def record_bytes(self) -> float:
+        """Bytes of one record: gradients and the anchors due, P (g + s/T). Source: docs/design.md, "One idea"."""
+        return self.parameters * (self.gradient_bytes + self.state_bytes / self.period)
+
+    @property
+    def window_bytes(self) -> float:
+        """Bytes of T records, which make a whole checkpoint, P (T g + s). Source: docs/design.md, "Peers"."""
+        return self.period * self.record_bytes
+
+
+def ring_records(mode: RedoMode, period: int, slots: int) -> int:
+    """Number of records that the ring in a node's memory holds. Source: ``Layout.ring``."""
+    return {"lazy": period + slots, "eager": slots, "capture": CAPTURES}[mode]
+
+
+def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
+    """Memory of the agent for base and log, in bytes.
+
+    Source: docs/configuration.md, "Memory": lazy (T + D)(g + s/T), eager s + D (g + s/T), capture 2 s per parameter.
+    """
+    if mode == "capture":
+        return CAPTURES * held.whole_bytes
+    ring = ring_records(mode, held.period, held.slots) * held.record_bytes
+    return ring + (held.whole_bytes if mode == "eager" else 0.0)
+
+
+def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig | MirrorConfig, held: Held) -> float:
+    """Memory of a node for other nodes' records, in bytes, once a generation is complete; twice while one begins.
+
+    Source: docs/operations.md, "What it takes": (k + m - 1)/k (T + D)(g + s/T) per parameter, a mirror (M - 1)(s +
+    (D + 2)(g + s/T)). Captured states are kept three at a time (``sizes_of``), by mirrors, too.
+    """
+    if mode == "capture":
+        return _sent(peers) * (1 + CAPTURES) * held.whole_bytes
+    if isinstance(peers, MirrorConfig):
+        replica = held.whole_bytes + (held.slots + 2) * held.record_bytes
+        return (peers.copies - 1) * replica
+    return _sent(peers) * (held.period + held.slots) * held.record_bytes
+
+
+def wire_bytes(peers: ErasureConfig | MirrorConfig, held: Held) -> float:
+    """Bytes that a node sends for each step.
+
+    Source: docs/operations.md, "What it takes": (k + m - 1)/k (g + s/T) per parameter, a mirror M - 1 times.
+    """
+    return _sent(peers) * held.record_bytes
+
+
+def state_wire_bytes(peers: ErasureConfig | MirrorConfig, held: Held) -> float:
+    """Bytes that a node sends for one state by value (``cadence="auto"``): (k + m - 1)/k s per parameter."""
+    return _sent(peers) * held.whole_bytes
+
+
+def _sent(peers: ErasureConfig | MirrorConfig) -> float:
+    """Bytes sent for each byte of a record: the owner keeps one of the pieces itself."""
+    if isinstance(peers, MirrorConfig):
+        return peers.copies - 1
+    return (peers.data + peers.tolerate - 1) / peers.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """Host memory of one node by who needs it, in bytes.
+
+    Attributes:
+        agent: base and log.
+        replicator: records of other nodes.
+        snapshot: a copy of the state, while a checkpoint is being written.
+        trainer: what compression leaves out of gradients, for each rank (host or accelerator).
+        starting: more that is held for a moment while a new generation begins.
+    """
+
+    agent: float
+    replicator: float = 0.0
+    snapshot: float = 0.0
+    trainer: float = 0.0
+    starting: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """What is held most of the time, with a checkpoint on its way."""
+        return self.agent + self.replicator + self.snapshot + self.trainer
+
+    @property
+    def peak(self) -> float:
+        """The most that is held at once."""
+        return self.total + self.starting
+
+
+def node_memory(
+    mode: RedoMode,
+    held: Held,
+    *,
+    peers: ErasureConfig | MirrorConfig | None = None,
+    private: bool = False,
+    stores: bool = True,
+    residual_bytes: float = 0.0,
+    nodes: int = 1,
+) -> NodeMemory:
+    """Memory of a node, by who needs it.
+
+    Source: docs/configuration.md, "Memory" (a new base takes s more, with ranks on other nodes base and log twice), and
+    docs/operations.md, "What it takes" (windows twice while a new generation is written).
+
+    Args:
+        mode: of redo.
+        held: what the node holds.
+        peers: settings of the peers.
+        private: whether enough nodes hold the same state, so that only the ranks' own bytes are sent.
+        stores: whether checkpoints go to storage.
+        residual_bytes: what compression leaves out of gradients, on all ranks of the node together.
+        nodes: nodes of the job.
+    """
+    agent = base_and_log_bytes(mode, held)
+    kept = 0.0 if peers is None or private else kept_for_others_bytes(mode, peers, held)
+    starting = kept + (agent if nodes > 1 else held.whole_bytes)
+    return NodeMemory(
+        agent=agent,
+        replicator=kept,
+        snapshot=held.whole_bytes if stores else 0.0,
+        trainer=residual_bytes,
+        starting=starting,
+    )
+
+
+def encoding_of(
+    config: CompressionConfig, shape: Sequence[int], dtype: str = "float32", ranks: int = 1
+) -> GradientEncoding | None:
+    """How a compressor's averages of one parameter lie in a record; None: as they are.
+
+    Source: the compressors themselves (``Reducer.encoding`` in ``memckpt.compression``), without torch.
+
+    Args:
+        config: the compressor.
+        shape: shape of the parameter. dtype: dtype of its gradient, by name.
+        ranks: number of ranks whose averages are taken; top-k chooses on each of them.
+    """
+    numel = prod(shape)
+    if isinstance(config, LossyConfig) and numel < config.min_elements:
+        return None
+    match config:
+        case SparseConfig(ratio=ratio):
+            sent = max(1, round(ratio * numel)) * (1 if isinstance(config, RandomK) else ranks)
+            return GradientEncoding("sparse", min(numel, sent))
+        case Quantized8(block_elements=block):
+            return GradientEncoding("quantized", block)
+        case PowerSGD(rank=rank) if len(shape) >= 2 and (shape[0] + numel // shape[0]) * rank < numel:
+            return GradientEncoding("factors", rank, rows=shape[0])
+        case HalfPrecision(dtype=half) if ITEM_BYTES[dtype] > 2:
+            return GradientEncoding("half", dtype={"bf16": "bfloat16", "fp16": "float16"}[half])
+    return None
+
+
+def compressed_gradient_bytes(
+    config: CompressionConfig, shapes: Sequence[Sequence[int]], dtype: str = "float32", ranks: int = 1
+) -> float:
+    """g of compressed gradients: bytes for each parameter, over all parameters of a model.
+
+    Source: :func:`memckpt.state.encoding_spec.encoded_bytes` of each parameter. Docs/compression.md has the rule: top-k
+    takes 6 bytes for each of up to ranks x ratio of the elements, quantized 1 byte and 4 for each block.
+
+    Args:
+        shapes: shape of each parameter; other arguments as in :func:`encoding_of`.
+    """
+    total = found = 0
+    for shape in shapes:
+        numel = prod(shape)
+        encoding = encoding_of(config, shape, dtype, ranks)
+        total += numel
+        found += numel * ITEM_BYTES[dtype] if encoding is None else encoded_bytes(encoding, numel, dtype)
+    return found / total

@@ -1,0 +1,173 @@
+"""A training as the planner sees it: its size, its cluster, its rates, its failures, its budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from memckpt.errors import ConfigurationError
+from memckpt.planning.checks import require_count, require_number, require_seconds, require_share
+
+#: A step of more seconds is more likely a time in milliseconds.
+LONGEST_STEP_SECONDS = 300.0
+
+_RATES = (
+    "network_bytes_per_second",
+    "disk_bytes_per_second",
+    "copy_bytes_per_second",
+    "encode_bytes_per_second",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Description of a training.
+
+    Attributes:
+        parameters: number of parameters of the model.
+        nodes: number of nodes.
+        gpus_per_node: accelerators of a node; 0: it trains on CPUs.
+        replicas: number of nodes that hold the same parameters: 1 where all nodes hold different shards (FSDP), `nodes`
+            where each holds all of them (DDP).
+        gradient_bytes: bytes of a gradient, for each parameter.
+        state_bytes: bytes of a parameter and its optimizer state.
+        step_seconds: time of a step without protection, in seconds.
+        mtbf_seconds: mean time between two failures of the job, of any kind, in seconds.
+        software_share: share of the failures that end processes only, so that the memory of nodes stays.
+        cluster_share: share of the failures that take all nodes with their memory.
+        domains: number of failure domains (racks) over which the nodes are spread; 0: each node is one.
+        domain_share: share of the failures that take a whole failure domain.
+        network_bytes_per_second: rate at which a node sends to its peers: what the replicator and the network carry,
+            whichever is less.
+        network_idle_share: share of a step in which peers may send without making training wait.
+        disk_bytes_per_second: rate at which the job writes to and reads from storage, all nodes together.
+        copy_bytes_per_second: rate at which a node copies into host memory, from all its accelerators.
+        copy_overlap: share of that copying for which training does not wait.
+        encode_bytes_per_second: rate at which a node encodes records.
+        redo_parameters_per_second: parameters that a node advances by one record in a second at a restore.
+        agent_redo_parameters_per_second: the same of the agent's CPU threads (eager redo).
+        restart_seconds: from a failure until processes have started and are ready to restore, in seconds.
+        replacement_seconds: more, until a lost node has been replaced.
+        run_seconds: length of the job, without failures.
+        overhead_budget: share of training time that protection may cost.
+        memory_budget_bytes: host memory of a node that protection may take, in bytes; None: no limit.
+        loss_budget: probability a month with which more may be lost than memory holds.
+    """
+
+    parameters: float
+    nodes: int
+    step_seconds: float
+    mtbf_seconds: float
+    gpus_per_node: int = 8
+    replicas: int = 1
+    gradient_bytes: float = 4.0
+    state_bytes: float = 12.0
+    software_share: float = 0.5
+    cluster_share: float = 0.0
+    domains: int = 0
+    domain_share: float = 0.0
+    network_bytes_per_second: float = 1e9
+    network_idle_share: float = 0.5
+    disk_bytes_per_second: float = 2e9
+    copy_bytes_per_second: float = 20e9
+    copy_overlap: float = 0.9
+    encode_bytes_per_second: float = 2e9
+    redo_parameters_per_second: float = 2e10
+    agent_redo_parameters_per_second: float = 1e8
+    restart_seconds: float = 120.0
+    replacement_seconds: float = 300.0
+    run_seconds: float = 30 * 86400.0
+    overhead_budget: float = 0.03
+    memory_budget_bytes: float | None = None
+    loss_budget: float = 0.001
+
+    def __post_init__(self) -> None:
+        require_number("parameters", self.parameters, 1, 1e15)
+        require_count("nodes", self.nodes, 1, 1_000_000)
+        require_count("gpus_per_node", self.gpus_per_node, 0, 1024)
+        require_count("replicas", self.replicas, 1, self.nodes, "nodes (nodes)")
+        if self.nodes % self.replicas:
+            raise ConfigurationError(f"replicas: expected a divisor of nodes={self.nodes}, found {self.replicas}")
+        require_number("gradient_bytes", self.gradient_bytes, 0, 64, "bytes per parameter", above=True)
+        require_number("state_bytes", self.state_bytes, 0, 256, "bytes per parameter", above=True)
+        require_number(
+            "step_seconds", self.step_seconds, 0, LONGEST_STEP_SECONDS, "s (a time in ms divided by 1000)", above=True
+        )
+        require_number("mtbf_seconds", self.mtbf_seconds, 1, 3.2e9, "s")
+        require_share("software_share", self.software_share)
+        require_share("cluster_share", self.cluster_share)
+        require_share("domain_share", self.domain_share)
+        shares = self.software_share + self.cluster_share + self.domain_share
+        if shares > 1 + 1e-9:
+            raise ConfigurationError(
+                f"software_share + cluster_share + domain_share: expected 0 to 1 in sum, found {shares:g}"
+            )
+        require_count("domains", self.domains, 0, self.nodes, "(nodes)")
+        for name in _RATES:
+            require_number(name, getattr(self, name), 1e3, 1e15, "bytes per second")
+        require_number("network_idle_share", self.network_idle_share, 0, 1, above=True)
+        require_share("copy_overlap", self.copy_overlap)
+        for name in ("redo_parameters_per_second", "agent_redo_parameters_per_second"):
+            require_number(name, getattr(self, name), 1e3, 1e15, "parameters per second")
+        require_seconds("restart_seconds", self.restart_seconds)
+        require_seconds("replacement_seconds", self.replacement_seconds)
+        require_number("run_seconds", self.run_seconds, self.step_seconds, 3.2e9, "s (step_seconds or more)")
+        require_number("overhead_budget", self.overhead_budget, 0, 1, above=True)
+        if self.memory_budget_bytes is not None:
+            require_number("memory_budget_bytes", self.memory_budget_bytes, 1, 1e16, "bytes")
+        require_number("loss_budget", self.loss_budget, 0, 1, above=True)
+
+    @property
+    def node_parameters(self) -> float:
+        """Parameters that one node holds, each once."""
+        return self.parameters * self.replicas / self.nodes
+
+    @property
+    def state_total_bytes(self) -> float:
+        """Bytes of the whole state, each shard once: what a checkpoint takes."""
+        return self.parameters * self.state_bytes
+
+    @property
+    def failures(self) -> Failures:
+        """The rates of its failures."""
+        per_second = 1 / self.mtbf_seconds
+        domain = self.domain_share if self.domains else 0.0
+        single = 1 - self.software_share - self.cluster_share - domain
+        return Failures(
+            process=self.software_share * per_second,
+            node=max(0.0, single) * per_second,
+            domain=domain * per_second,
+            cluster=self.cluster_share * per_second,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Failures of a whole job by kind, in failures per second.
+
+    Attributes:
+        process: of processes only. node: of single nodes. domain: of whole failure domains. cluster: of all nodes.
+    """
+
+    process: float = 0.0
+    node: float = 0.0
+    domain: float = 0.0
+    cluster: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            require_number(f"failures.{each.name}", getattr(self, each.name), 0, 1e6, "per second")
+
+    @property
+    def total(self) -> float:
+        return self.process + self.node + self.domain + self.cluster
+
+
+def mtbf_of_nodes(node_mtbf_seconds: float, nodes: int) -> float:
+    """Mean time between failures of a job, from that of one of its nodes, in seconds.
+
+    Source: REFT, appendix A, equation 6 (the failure of any node ends the job).
+    """
+    require_seconds("node_mtbf_seconds", node_mtbf_seconds, zero=False)
+    require_count("nodes", nodes, 1, 1_000_000)
+    return node_mtbf_seconds / nodes
