@@ -12,6 +12,7 @@ from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.doctor import doctor
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
+from memckpt.cli.plan import plan
 from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.cli.verify import verify
@@ -70,7 +71,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "A run": (status, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
-    "This machine": (doctor,),
+    "This machine, and a run to come": (doctor, plan),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

@@ -11,11 +11,6 @@ from memckpt.planning.scheme import Scheme
 from memckpt.user_messages import seconds_text
 
 
-def restart_seconds(job: Job) -> float:
-    """Time until processes run again, after a failure of any kind, on average: only a lost node is replaced."""
-    return job.restart_seconds + job.replacement_seconds * (1 - job.software_share)
-
-
 def node_state_bytes(job: Job) -> float:
     """Bytes of the state that a node holds."""
     return job.node_parameters * job.state_bytes
@@ -39,7 +34,7 @@ def synchronous(job: Job) -> Planned:
     scheme = Scheme(
         name="torch.save",
         overhead=write / interval,
-        tiers=(storage_tier("storage", job, interval, 0.0, restart_seconds(job) + read_seconds(job)),),
+        tiers=(storage_tier("storage", job, interval, 0.0, read_seconds(job)),),
         disk_bytes=job.state_total_bytes * job.step_seconds / interval,
     )
     return evaluate(
@@ -58,7 +53,7 @@ def asynchronous(job: Job) -> Planned:
     scheme = Scheme(
         name="async to disk",
         overhead=copy / interval,
-        tiers=(storage_tier("storage", job, interval, persist, restart_seconds(job) + read_seconds(job)),),
+        tiers=(storage_tier("storage", job, interval, persist, read_seconds(job)),),
         memory_bytes=node_state_bytes(job),
         disk_bytes=job.state_total_bytes * job.step_seconds / interval,
     )

@@ -63,6 +63,7 @@ def expect(
     run_seconds: float,
     beyond_per_second: float = 0.0,
     restart_seconds: float = 0.0,
+    replacement_seconds: float = 0.0,
 ) -> Expectation:
     """Expected behaviour of a scheme.
 
@@ -72,11 +73,14 @@ def expect(
         step_seconds: time of a step without protection.
         run_seconds: length of the job; where no tier survives a failure, training starts over.
         beyond_per_second: rate of failures, of those of nodes and domains, that take more nodes than a group tolerates.
-        restart_seconds: time from a failure to the first new step, where training starts over.
+        restart_seconds: time from a failure until processes have started and are ready to restore.
+        replacement_seconds: more of it, where nodes are lost.
     """
     require_seconds("step_seconds", step_seconds, zero=False)
     require_seconds("run_seconds", run_seconds, zero=False)
     require_number("beyond_per_second", beyond_per_second, 0, 1e6, "per second")
+    require_seconds("restart_seconds", restart_seconds)
+    require_seconds("replacement_seconds", replacement_seconds)
     nodes = failures.node + failures.domain
     beyond = min(nodes, beyond_per_second)
     rates: dict[Failure, float] = {
@@ -85,13 +89,17 @@ def expect(
         "cluster": failures.cluster + beyond,
     }
     slowed = step_seconds * (1 + scheme.overhead)
-    from_start = Tier(name="", every_steps=run_seconds / step_seconds, lag_steps=0, restore_seconds=restart_seconds)
+    from_start = Tier(name="", every_steps=run_seconds / step_seconds, lag_steps=0, restore_seconds=0)
     serving = {failure: serving_tier(scheme, failure) or from_start for failure in rates}
+    recovery = {
+        failure: restart_seconds + tier.restore_seconds + (0 if failure == "process" else replacement_seconds)
+        for failure, tier in serving.items()
+    }
     total = sum(rates.values())
     up = 1.0
     if total:
         # A failure in a restore begins it anew: its time is cut off at the next failure.
-        up = sum(rate / total * math.exp(-serving[failure].restore_seconds * total) for failure, rate in rates.items())
+        up = sum(rate / total * math.exp(-recovery[failure] * total) for failure, rate in rates.items())
     lost_share, lost_steps = 0.0, {}
     by_tier: dict[Tier, float] = {}
     for failure, rate in rates.items():
@@ -104,7 +112,7 @@ def expect(
     return Expectation(
         ettr=max(0.0, up * (1 - lost_share)) / (1 + scheme.overhead),
         lost_steps=lost_steps,
-        recovery_seconds={failure: tier.restore_seconds for failure, tier in serving.items()},
+        recovery_seconds=recovery,
         tiers={failure: tier.name for failure, tier in serving.items()},
     )
 

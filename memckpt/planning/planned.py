@@ -74,7 +74,8 @@ def evaluate(
         step_seconds=job.step_seconds,
         run_seconds=job.run_seconds,
         beyond_per_second=beyond,
-        restart_seconds=job.restart_seconds + job.replacement_seconds * (1 - job.software_share),
+        restart_seconds=job.restart_seconds,
+        replacement_seconds=job.replacement_seconds,
     )
     found = list(problems)
     budget = job.memory_budget_bytes
@@ -117,18 +118,11 @@ def beyond_rate(job: Job, scheme: Scheme) -> float:
         rate += failures.domain
     elif job.domains:
         per_node += failures.domain / job.domains
-    window = group.restore_seconds + protect_seconds(job, scheme)
+    window = job.restart_seconds + job.replacement_seconds + group.restore_seconds + group.rebuild_seconds
     return min(
         failures.node + failures.domain,
         rate + beyond_memory_rate(per_node, job.nodes, group.group_nodes, group.tolerates, window),
     )
-
-
-def protect_seconds(job: Job, scheme: Scheme) -> float:
-    """Time from a restore until records of the new attempt are protected: its base is sent at the rate of peers."""
-    if scheme.wire_bytes < job.node_parameters:  # private bytes only
-        return job.step_seconds
-    return job.node_parameters * job.state_bytes * 2 / peer_rate(job)
 
 
 def peer_rate(job: Job) -> float:

@@ -212,18 +212,17 @@ def _setting(
     problems = [storing.problem] if storing.problem else []
     if peers is not None and job.nodes < peers.group_nodes:
         problems.append(f"peers: {peers.group_nodes} nodes of {job.nodes}")
-    restart = job.restart_seconds + job.replacement_seconds
     tiers = [
         Tier(
             name="memory",
             every_steps=max(1, every),
             lag_steps=0,
-            restore_seconds=job.restart_seconds + _local_seconds(job, mode, held),
+            restore_seconds=_local_seconds(job, mode, held),
         )
     ]
     if peers is not None:
-        tiers.append(_peer_tier(job, peers, held, sending, private, restart))
-    tiers.append(replace(storing.tier, restore_seconds=restart + storing.tier.restore_seconds))
+        tiers.append(_peer_tier(job, peers, held, sending, private))
+    tiers.append(storing.tier)
     memory = node_memory(mode, held, peers=peers, private=private, nodes=job.nodes)
     overhead = _local_waits(job, mode, held, every) + sending.overhead + storing.overhead
     scheme = Scheme(
@@ -264,9 +263,7 @@ def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
     return waits / job.step_seconds
 
 
-def _peer_tier(
-    job: Job, peers: ErasureConfig | MirrorConfig, held: Held, sending: _Sending, private: bool, restart: float
-) -> Tier:
+def _peer_tier(job: Job, peers: ErasureConfig | MirrorConfig, held: Held, sending: _Sending, private: bool) -> Tier:
     rate, copying = peer_rate(job), job.copy_bytes_per_second
     if private or isinstance(peers, MirrorConfig):
         seconds = from_standby_seconds(held, rate, copying)
@@ -276,7 +273,8 @@ def _peer_tier(
         name="replicas" if private else "peers",
         every_steps=sending.every_steps,
         lag_steps=sending.lag_steps,
-        restore_seconds=restart + seconds,
+        restore_seconds=seconds,
+        rebuild_seconds=job.step_seconds if private else state_wire_bytes(peers, held) / rate,
         group_nodes=job.replicas if private else peers.group_nodes,
         tolerates=job.replicas - 1 if private else peers.tolerated,
     )
@@ -290,7 +288,7 @@ def _local_seconds(job: Job, mode: RedoMode, held: Held) -> float:
 
 @dataclass(frozen=True)
 class _Storing:
-    """What storage costs, and gives; the tier's restore_seconds without the restart."""
+    """What storage costs, and gives."""
 
     tier: Tier
     overhead: float

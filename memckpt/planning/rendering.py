@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def as_python(config: MemckptConfig) -> str:
 def _call(value: Any, default: Any, found: set[type], indent: str) -> str:
     """A call of a dataclass with the arguments that differ from the default's; notes the classes that it needs."""
     if not dataclasses.is_dataclass(value):
-        return repr(value)
+        return json.dumps(value) if isinstance(value, str) else repr(value)
     kind: Any = type(value)
     found.add(kind)
     usual = default if type(default) is kind else kind()

@@ -21,6 +21,8 @@ class Tier:
         group_nodes: nodes of a group that protects its members; 0 where nodes do not matter.
         tolerates: nodes of a group that may be lost at once; 0: none, the tier is the node's own memory.
         survives_cluster: whether it survives the loss of all nodes.
+        rebuild_seconds: time from the first new step until a node that was replaced holds its part of it again, in
+            seconds; until then it counts as lost.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Tier:
     group_nodes: int = 0
     tolerates: int = 0
     survives_cluster: bool = False
+    rebuild_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
