@@ -12,6 +12,7 @@ from benchmarks.harness.command import Options, run
 NAMES = (
     "hot_paths",
     "hot_paths_tensors",
+    "placement",
     "event_loop",
     "stall",
     "redo_rate",
