@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memckpt.cli.common import no_agent
+from memckpt.cli.common import count, no_agent
 from memckpt.cli.probes import job_nodes
 from memckpt.cli.run_view import Looker, View
 from memckpt.errors import AgentGoneError, AgentNotFoundError
@@ -16,8 +16,10 @@ from memckpt.processes.address import AgentAddress
 
 #: How long steps are watched for, and how often it is looked.
 _WATCH_SECONDS, _LOOK_SECONDS = 10.0, 0.2
-#: Base and log in records' bytes are not known; these are the defaults, in bytes per parameter with Adam and fp32.
+#: T and D of a run are not shown. With the defaults, bytes of base and log, and of a record, for each parameter with
+#: Adam and fp32.
 _HELD_BYTES = {"lazy": 60.5, "eager": 25.125, "capture": 24.0}
+_RECORD_BYTES = {"lazy": 5.5, "eager": 4.375}
 
 
 @dataclass
@@ -83,7 +85,7 @@ def describe(first: View, last: View, seconds: float, state_bytes: float) -> See
     seen.facts["nodes"] = nodes
     if agent.trainers:
         seen.facts["gpus_per_node"] = len(agent.trainers)
-        seen.notes.append(f"run: {nodes} nodes are known, {len(agent.trainers)} ranks on this one")
+        seen.notes.append(f"run: {count(nodes, 'node')} known, {count(len(agent.trainers), 'rank')} on this one")
     if stored is not None and stored.nbytes:
         seen.facts["parameters"] = stored.nbytes / state_bytes
         seen.notes.append(f"run: {stored.nbytes / state_bytes:.4g} parameters, by the newest checkpoint's size")
@@ -94,11 +96,17 @@ def describe(first: View, last: View, seconds: float, state_bytes: float) -> See
     steps = _steps(first, last)
     if steps > 0 and first.agent is not None:
         ages = [one.seconds_since_commit or 0.0 for one in (first.agent, agent)]
+        stall = (agent.stall_ms or 0.0) / 1e3
         step = (seconds + ages[0] - ages[1]) / steps
-        seen.facts["step_seconds"] = step
-        seen.notes.append(f"run: {step:.4g} s a step, over {steps} steps, with its protection as it is")
+        seen.facts["step_seconds"] = max(step - stall, step / 10)
+        seen.notes.append(f"run: {step:.4g} s a step, over {steps} steps, of which protection takes {stall:.2g} s")
     else:
         seen.notes.append("run: no step was committed while it was watched: --step-seconds is as by default")
+    if agent.stall_ms and agent.mode in _RECORD_BYTES and "parameters" in seen.facts:
+        record = seen.facts["parameters"] / nodes * _RECORD_BYTES[agent.mode] * state_bytes / 12.0
+        rate = record / (agent.stall_ms / 1e3)
+        seen.facts |= {"copy_bytes_per_second": rate, "copy_overlap": 0.0}
+        seen.notes.append(f"run: protection takes as long as copying records at {rate / 1e9:.2f} GB/s")
     if agent.redo_seconds_per_record and "parameters" in seen.facts:
         rate = seen.facts["parameters"] / nodes / agent.redo_seconds_per_record
         seen.facts["agent_redo_parameters_per_second"] = rate

@@ -25,6 +25,7 @@ from memckpt.planning.footprint import (
     state_wire_bytes,
     wire_bytes,
 )
+from memckpt.planning.intervals import young_interval
 from memckpt.planning.job import Job
 from memckpt.planning.planned import Planned, evaluate, peer_rate, storage_tier
 from memckpt.planning.restoring import (
@@ -248,9 +249,10 @@ def _setting(
 
 
 def capture_every(job: Job) -> int:
-    """N of captures that take half of the overhead's budget: the state is copied every N steps."""
+    """N of captures: Young's interval, and no less than what takes half of the overhead's budget."""
     stall = job.node_parameters * job.state_bytes / job.copy_bytes_per_second * (1 - job.copy_overlap)
-    return min(1_000_000, max(1, math.ceil(stall / (job.step_seconds * job.overhead_budget / 2))))
+    seconds = max(young_interval(stall, job.mtbf_seconds), stall / (job.overhead_budget / 2))
+    return min(1_000_000, max(1, math.ceil(seconds / job.step_seconds)))
 
 
 def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:

@@ -60,4 +60,9 @@ def make_plan(job: Job) -> Plan:
         words.append("exact")
     if not recommended.keeps_memory:
         words.append(f"but memory is lost with a probability of {recommended.monthly_loss:.2g} a month")
+    others = max((row for row in rows if row.config is None), key=lambda row: row.expectation.ettr)
+    if others.expectation.ettr > recommended.expectation.ettr + SAME_ETTR:
+        words.append(
+            f"although {others.scheme.name} has {others.expectation.ettr:.2%}: failures cost less than their prevention"
+        )
     return Plan(job, rows, recommended, ", ".join(words))

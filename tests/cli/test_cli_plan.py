@@ -128,7 +128,7 @@ def a_view(step: int, age: float, **fields: Any) -> View:
     settings: dict[str, Any] = {
         "pid": 7, "run_dir": "/runs/one", "node": "a", "mode": "lazy", "trainers": ((0, 43), (1, 44)), "committed": (),
         "applied": None, "step": step, "held_bytes": 605_000_000, "generation": 1, "max_drift_ulp": 0.0,
-        "redo_seconds_per_record": 0.1, "seconds_since_commit": age,
+        "redo_seconds_per_record": 0.1, "stall_ms": 100.0, "seconds_since_commit": age,
         "storage": StorageStatus("/runs/one/storage", 8, 60.0, None, 5e8, False, ""),
     }  # fmt: skip
     return View(AgentAddress.of("/runs/one", "a"), Status(**{**settings, **fields}), "", None)
@@ -138,7 +138,8 @@ def test_what_a_run_shows_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     seen = describe(a_view(10, 0.5), a_view(14, 0.1), 2.0, 12.0)
-    assert seen.facts["step_seconds"] == pytest.approx(0.6)
+    assert seen.facts["step_seconds"] == pytest.approx(0.5)  # 2.4 s for 4 steps, each with a stall of 0.1 s
+    assert (seen.facts["copy_bytes_per_second"], seen.facts["copy_overlap"]) == (pytest.approx(5.5e8), 0)
     assert seen.facts["parameters"] == pytest.approx(10_000_000)
     assert seen.facts["gpus_per_node"] == 2
     assert seen.facts["disk_bytes_per_second"] == 5e8
