@@ -50,6 +50,8 @@ SAME_ETTR = 1e-3
 _REDO_SECONDS, _SHORTEST, _LONGEST = 5.0, 8, 512
 #: A parameter whose compressed size stands for all: a weight matrix of 4096 x 4096.
 _TYPICAL_SHAPE = (4096, 4096)
+#: What compression leaves out of gradients, for each parameter and rank, where the model is.
+_RESIDUAL_BYTES = 4.0
 #: Records of a batch of the log, as ``memckpt.checkpointing.record_log`` has them.
 _MOST_BATCH_STEPS, _MOST_BATCH_BYTES = 64, 64 << 20
 
@@ -90,7 +92,8 @@ def compressed(job: Job) -> Planned:
     compressor, gradient_bytes = min(choices, key=lambda choice: choice[1])
     smaller = replace(job, gradient_bytes=min(job.gradient_bytes, gradient_bytes))
     period = compressed_period(job, gradient_bytes)
-    found = _setting(smaller, "compressed", type(compressor).__name__, "lazy", period, log=True)
+    residual = 0.0 if job.gpus_per_node else _RESIDUAL_BYTES * job.node_parameters  # else on the accelerators
+    found = _setting(smaller, "compressed", type(compressor).__name__, "lazy", period, log=True, residual=residual)
     assert found.config is not None
     problems = list(found.problems)
     if job.replicas < job.nodes:
@@ -196,8 +199,9 @@ def _setting(
     *,
     peers: ErasureConfig | MirrorConfig | None = None,
     log: bool = False,
+    residual: float = 0.0,
 ) -> Planned:
-    """One setting of this product, evaluated for the job."""
+    """One setting of this product, evaluated for the job; `residual`: bytes of left-out parts of gradients."""
     every = capture_every(job) if mode == "capture" else 0
     config = _config(job, mode, period, peers, log, every)
     held = Held(
@@ -224,7 +228,7 @@ def _setting(
     if peers is not None:
         tiers.append(_peer_tier(job, peers, held, sending, private))
     tiers.append(storing.tier)
-    memory = node_memory(mode, held, peers=peers, private=private, nodes=job.nodes)
+    memory = node_memory(mode, held, peers=peers, private=private, residual_bytes=residual, nodes=job.nodes)
     overhead = _local_waits(job, mode, held, every) + sending.overhead + storing.overhead
     scheme = Scheme(
         name=name,

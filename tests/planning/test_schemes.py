@@ -141,6 +141,13 @@ def test_budgets_decide() -> None:
     assert make_plan(alone).recommended is not None
 
 
+def test_compression_holds_what_it_leaves_out_of_gradients() -> None:
+    on_cpu = row(dataclasses.replace(SMALL, replicas=8, gpus_per_node=0), "compressed")
+    assert on_cpu.memory.trainer == 4 * SMALL.parameters
+    assert on_cpu.scheme.memory_bytes == on_cpu.memory.total
+    assert row(dataclasses.replace(SMALL, replicas=8), "compressed").memory.trainer == 0  # on the accelerators
+
+
 def test_racks_that_hold_too_much_of_a_group() -> None:
     spread = dataclasses.replace(SMALL, domains=8, domain_share=0.1)
     together = dataclasses.replace(spread, domains=2)
