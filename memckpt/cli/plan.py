@@ -83,6 +83,7 @@ def plan(
     overhead_budget: options.OverheadBudget = None,
     memory_budget: options.MemoryBudget = None,
     loss_budget: options.LossBudget = None,
+    schemes: options.Schemes = None,
     plot: options.Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,6 +156,10 @@ def plan(
         from memckpt.cli.plan_plot import draw
 
         draw(found, plot)
+    if schemes is not None:
+        if schemes.suffix != ".json":
+            raise ConfigurationError(f"--schemes {schemes}: expected a name that ends in .json")
+        plan_table.write_schemes(found, schemes)
     if as_json:
         plan_table.print_plan_json(found, notes)
     else:

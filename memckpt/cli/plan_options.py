@@ -102,4 +102,8 @@ Listen = Annotated[
     str | None,
     typer.Option(help="Serve one --link of another host at HOST:PORT, and end.", rich_help_panel=_Rates),
 ]
+Schemes = Annotated[
+    Path | None,
+    typer.Option(help="Write the schemes into this file (JSON), for memckpt simulate.", rich_help_panel=_Out),
+]
 Plot = Annotated[Path | None, typer.Option(help="Draw the schemes into this file.", rich_help_panel=_Out)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
 from memckpt.cli.common import count, out, plain_table, print_json, seconds_text
+from memckpt.errors import ConfigurationError
 from memckpt.planning.expectation import Expectation
 from memckpt.planning.planned import Planned
 from memckpt.planning.rendering import as_python, as_yaml, settings_that_differ
@@ -98,13 +101,29 @@ def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
     )
 
 
+def write_schemes(plan: Plan, path: Path) -> None:
+    """Write the schemes as JSON, as `memckpt simulate` reads them.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    found = {"schemes": [dataclasses.asdict(row.scheme) for row in plan.rows]}
+    try:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"--schemes {path}: {error}") from error
+
+
 def _in_json(row: Planned) -> dict[str, Any]:
     memory = dataclasses.asdict(row.memory) | {"total": row.memory.total, "peak": row.memory.peak}
     return {
-        **dataclasses.asdict(row.scheme),
+        "scheme": dataclasses.asdict(row.scheme),
         "choice": row.choice,
         "memory_bytes_by_owner": memory,
-        **dataclasses.asdict(row.expectation),
+        "ettr": row.expectation.ettr,
+        "lost_steps": row.expectation.lost_steps,
+        "recovery_seconds": row.expectation.recovery_seconds,
+        "served_by": row.expectation.tiers,
         "monthly_loss_probability": row.monthly_loss,
         "exact": row.exact,
         "fits": row.fits,

@@ -22,6 +22,7 @@ from memckpt.cli.run_view import Stored, View
 from memckpt.config import MemckptConfig
 from memckpt.config.settings import from_mapping
 from memckpt.errors import AgentNotFoundError, ConfigurationError, PeerError
+from memckpt.planning.scheme import Scheme, Tier
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.status import Status, StorageStatus
 
@@ -72,9 +73,22 @@ def test_json_has_units_in_names_and_a_configuration() -> None:
     assert isinstance(names["config"], MemckptConfig)
     assert names["config"] == from_mapping(found["config"])
     assert found["job"]["mtbf_seconds"] == pytest.approx(3.093 * 3600)
-    scheme = found["schemes"][5]
-    assert {"overhead", "memory_bytes", "wire_bytes", "lost_steps", "recovery_seconds", "ettr", "tiers"} <= set(scheme)
-    assert scheme["memory_bytes_by_owner"]["total"] == scheme["memory_bytes"]
+    row = found["schemes"][5]
+    assert {"ettr", "lost_steps", "recovery_seconds", "served_by", "fits", "problems"} <= set(row)
+    assert row["memory_bytes_by_owner"]["total"] == row["scheme"]["memory_bytes"]
+    assert [tier["name"] for tier in row["scheme"]["tiers"]] == ["memory", "peers", "storage"]
+    assert row["served_by"] == {"process": "memory", "nodes": "peers", "cluster": "storage"}
+
+
+def test_schemes_are_written_for_the_simulator(tmp_path: Path) -> None:
+    target = tmp_path / "schemes.json"
+    assert run(*LLAMA, "--schemes", str(target)).exit_code == 0
+    found = json.loads(target.read_text())["schemes"]
+    assert [one["name"] for one in found][:3] == ["none", "torch.save", "async to disk"]
+    schemes = [Scheme(**{**one, "tiers": tuple(Tier(**tier) for tier in one["tiers"])}) for one in found]
+    assert schemes[5].tiers[1].tolerates == 2
+    assert "expected a name that ends in .json" in refused(*LLAMA, "--schemes", str(tmp_path / "schemes.txt"))
+    assert "No such file" in refused(*LLAMA, "--schemes", str(tmp_path / "no" / "schemes.json"))
 
 
 def test_no_scheme_within_the_budgets_is_exit_status_1() -> None:
