@@ -51,8 +51,8 @@ def recovery_when_lost(groups: int, group_nodes: int, tolerates: int, failed: in
 def gemini_recovery(nodes: int, copies: int, failed: int) -> float:
     """Gemini's probability to recover from memory: groups of M nodes that hold each other's checkpoints.
 
-    Source: the summary of Gemini, "Optimal checkpoint placement" (groups of M machines, optimal where M divides their
-    number); Wang et al., SOSP 2023, section 4.
+    Source: the authors' summary of Gemini (Wang et al., SOSP 2023), "Optimal checkpoint placement": groups of M
+    machines, which is optimal where M divides their number. The probability is counted exactly.
 
     Args:
         nodes: N, a multiple of `copies`.
@@ -67,8 +67,9 @@ def gemini_recovery(nodes: int, copies: int, failed: int) -> float:
 def gemini_corollary(nodes: int, copies: int, failed: int) -> float:
     """The closed form of :func:`gemini_recovery`, exact for fewer than 2M lost nodes, else a lower bound.
 
-    Source: Wang et al., SOSP 2023, corollary 1 (m machines for each checkpoint, N of them, k lost): 1 for k < m, else
-    1 - (N/m) C(N - m, k - m) / C(N, k), and not less than 0.
+    Source: the corollary of Gemini's placement (Wang et al., SOSP 2023) for m copies on N machines of which k are lost:
+    1 for k < m, else 1 - (N/m) C(N - m, k - m) / C(N, k), and not less than 0. A set of k < 2m machines contains at most
+    one whole group, so that nothing is counted twice.
     """
     _check_groups(nodes, copies)
     require_count("failed", failed, 0, nodes, "nodes (nodes)")

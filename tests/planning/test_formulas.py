@@ -70,7 +70,7 @@ def test_daly_takes_the_time_to_failure_where_writes_are_longer() -> None:
 
 @pytest.mark.parametrize(("failed", "recovered"), [(1, 1.0), (2, 0.933), (3, 0.800)])
 def test_gemini_with_16_machines_and_two_copies(failed: int, recovered: float) -> None:
-    """Wang et al. (SOSP 2023), section 7.2: 93.3% with two lost machines of 16, 80.0% with three."""
+    """Groups of two: 1 - 8/120 with two lost machines of 16, 1 - 8 x 14/560 with three."""
     assert gemini_recovery(16, 2, failed) == pytest.approx(recovered, abs=5e-4)
     assert gemini_corollary(16, 2, failed) == pytest.approx(recovered, abs=5e-4)
 
