@@ -31,7 +31,8 @@ def make_plan(job: Job) -> Plan:
     """Evaluate all schemes for a job, and recommend one.
 
     Recommended is, of this product's schemes that keep the budgets and do not change what is trained, the one with the
-    highest ETTR among those within the budget of losses; where several are within 0.1%, the one of the least memory.
+    highest ETTR among those within the budget of losses; where several are within 0.1%, an exact one that protects
+    every step, of the least memory.
     """
     rows = (
         unprotected(job),
@@ -53,11 +54,15 @@ def make_plan(job: Job) -> Plan:
     most = max(row.expectation.ettr for row in kept)
     alike = [row for row in kept if row.expectation.ettr >= most - SAME_ETTR]
     exact = [row for row in alike if row.exact] or alike
+    exact = [row for row in exact if _every_step(row)] or exact
     recommended = min(exact, key=lambda row: (row.memory.total, row.monthly_loss or 0.0))
     words = [f"ETTR {recommended.expectation.ettr:.2%}"]
-    words.append("the most" if len(alike) == 1 else f"within {SAME_ETTR:.1%} of the most, for the least memory")
+    if len(alike) == 1:
+        words.append("the most within the budgets")
+    else:
+        words.append(f"within {SAME_ETTR:.1%} of the most, and of those the one of the least memory")
     if len(exact) < len(alike):
-        words.append("exact")
+        words.append("that is exact and protects every step" if _every_step(recommended) else "that is exact")
     if not recommended.keeps_memory:
         words.append(f"but memory is lost with a probability of {recommended.monthly_loss:.2g} a month")
     others = max((row for row in rows if row.config is None), key=lambda row: row.expectation.ettr)
@@ -65,4 +70,9 @@ def make_plan(job: Job) -> Plan:
         words.append(
             f"although {others.scheme.name} has {others.expectation.ettr:.2%}: failures cost less than their prevention"
         )
-    return Plan(job, rows, recommended, ", ".join(words))
+    return Plan(job, rows, recommended, ", ".join(words).replace(", that is", " that is"))
+
+
+def _every_step(row: Planned) -> bool:
+    """Whether each step is recorded, and not each N-th state captured."""
+    return row.config is not None and row.config.redo != "capture"

@@ -68,8 +68,8 @@ def gemini_corollary(nodes: int, copies: int, failed: int) -> float:
     """The closed form of :func:`gemini_recovery`, exact for fewer than 2M lost nodes, else a lower bound.
 
     Source: the corollary of Gemini's placement (Wang et al., SOSP 2023) for m copies on N machines of which k are lost:
-    1 for k < m, else 1 - (N/m) C(N - m, k - m) / C(N, k), and not less than 0. A set of k < 2m machines contains at most
-    one whole group, so that nothing is counted twice.
+    1 for k < m, else 1 - (N/m) C(N - m, k - m) / C(N, k), and not less than 0. A set of k < 2m machines contains at
+    most one whole group, so that nothing is counted twice.
     """
     _check_groups(nodes, copies)
     require_count("failed", failed, 0, nodes, "nodes (nodes)")
