@@ -61,8 +61,12 @@ def draw(plan: Plan, path: Path) -> None:
         f"{_legend(rows, plan)}",
         fontsize=11,
     )
+    from matplotlib import rc_context
+
     try:
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        # The same plan makes the same file: no date, no random names.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memckpt"}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     except OSError as error:
         raise ConfigurationError(f"--plot {path}: {error}") from error
 
