@@ -1,0 +1,32 @@
+"""Failures drawn or read, and replayed on schemes of protection: what a training loses, and recovers from where."""
+
+from memckpt.planning.simulation.failures import KINDS, Cluster, FailureModel, Failures
+from memckpt.planning.simulation.lifetimes import Exponential, Lifetime, Weibull
+from memckpt.planning.simulation.replay import NOTHING, Outcome, Repair, Training, replay
+from memckpt.planning.simulation.run import DEFAULT_CONFIDENCE, Setup, Summary, simulate, with_mean_scaled, with_nodes
+from memckpt.planning.simulation.statistics import Estimate
+from memckpt.planning.simulation.trace import parse_trace, read_trace
+
+__all__ = [
+    "DEFAULT_CONFIDENCE",
+    "KINDS",
+    "NOTHING",
+    "Cluster",
+    "Estimate",
+    "Exponential",
+    "FailureModel",
+    "Failures",
+    "Lifetime",
+    "Outcome",
+    "Repair",
+    "Setup",
+    "Summary",
+    "Training",
+    "Weibull",
+    "parse_trace",
+    "read_trace",
+    "replay",
+    "simulate",
+    "with_mean_scaled",
+    "with_nodes",
+]
