@@ -13,6 +13,7 @@ from memckpt.cli.doctor import doctor
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
 from memckpt.cli.plan import plan
+from memckpt.cli.simulate import simulate
 from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.cli.verify import verify
@@ -71,7 +72,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "A run": (status, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
-    "This machine, and a run to come": (doctor, plan),
+    "This machine, and a run to come": (doctor, plan, simulate),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

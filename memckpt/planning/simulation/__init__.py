@@ -3,8 +3,9 @@
 from memckpt.planning.simulation.failures import KINDS, Cluster, FailureModel, Failures
 from memckpt.planning.simulation.lifetimes import Exponential, Lifetime, Weibull
 from memckpt.planning.simulation.replay import NOTHING, Outcome, Repair, Training, replay
-from memckpt.planning.simulation.run import DEFAULT_CONFIDENCE, Setup, Summary, simulate, with_mean_scaled, with_nodes
+from memckpt.planning.simulation.run import DEFAULT_CONFIDENCE, Setup, Summary, simulate
 from memckpt.planning.simulation.statistics import Estimate
+from memckpt.planning.simulation.sweep import Sweep, sweep, with_mean_scaled, with_nodes
 from memckpt.planning.simulation.trace import parse_trace, read_trace
 
 __all__ = [
@@ -21,12 +22,14 @@ __all__ = [
     "Repair",
     "Setup",
     "Summary",
+    "Sweep",
     "Training",
     "Weibull",
     "parse_trace",
     "read_trace",
     "replay",
     "simulate",
+    "sweep",
     "with_mean_scaled",
     "with_nodes",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from memckpt.planning.scheme import Scheme
 from memckpt.planning.simulation.checks import check_count, check_number, check_schemes
 from memckpt.planning.simulation.failures import KINDS, Cluster, FailureModel, Failures
-from memckpt.planning.simulation.lifetimes import Exponential, Lifetime, Weibull
 from memckpt.planning.simulation.replay import NOTHING, Outcome, Repair, Training, replay
 from memckpt.planning.simulation.statistics import Estimate
 
@@ -144,25 +143,3 @@ def _repeat(setup: Setup, schemes: Sequence[Scheme], seed: int, number: int) -> 
         child = np.random.SeedSequence(seed, spawn_key=(number,))  # what `spawn` gives the child of this number
         failures = failures.draw(setup.cluster, setup.training.duration_seconds, child)
     return [replay(scheme, failures, setup.cluster, setup.training, setup.repair) for scheme in schemes]
-
-
-def with_mean_scaled(model: FailureModel, factor: float) -> FailureModel:
-    """All times between failures, times a factor."""
-
-    def scaled(lifetime: Lifetime | None) -> Lifetime | None:
-        if isinstance(lifetime, Weibull):
-            return Weibull(lifetime.shape, lifetime.scale_seconds * factor)
-        return lifetime and Exponential(lifetime.mean_seconds * factor)
-
-    return replace(
-        model,
-        nodes=scaled(model.nodes), processes=scaled(model.processes), racks=scaled(model.racks),
-        zones=scaled(model.zones), cluster=scaled(model.cluster),
-    )  # fmt: skip
-
-
-def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """A cluster of another size, with as large racks and zones, where it has room for them."""
-    rack = None if cluster.nodes_per_rack is None else min(cluster.nodes_per_rack, nodes)
-    zone = cluster.racks_per_zone
-    return Cluster(nodes=nodes, nodes_per_rack=rack, racks_per_zone=zone and rack and min(zone, -(-nodes // rack)))
