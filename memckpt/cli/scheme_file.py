@@ -59,11 +59,11 @@ def _parse(path: Path, text: str) -> Any:
         except json.JSONDecodeError as error:
             raise ConfigurationError(f"{path}: expected JSON, found {error}") from error
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise ConfigurationError(
-            f"{path}: expected PyYAML, which reads this file, found none: pip install 'lightning-memckpt[planning]', "
-            "or write JSON in a file whose name ends in .json"
+            f"{path}: expected PyYAML, which reads this file, found none: pip install pyyaml, or "
+            "write JSON in a file whose name ends in .json"
         ) from error
     try:
         return yaml.safe_load(text)

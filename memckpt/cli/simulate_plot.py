@@ -21,7 +21,7 @@ def check_plot(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            f"--plot {path}: expected matplotlib, found none: pip install 'lightning-memckpt[planning]'"
+            f"--plot {path}: expected matplotlib, found none: pip install 'lightning-memckpt[plot]'"
         ) from error
     if path.suffix.removeprefix(".").lower() not in _FORMATS:
         raise ConfigurationError(f"--plot {path}: expected a name that ends in .{' or .'.join(_FORMATS)}")
@@ -33,6 +33,7 @@ def draw(sweep: Sweep, path: Path, title: str) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -54,8 +55,9 @@ def draw(sweep: Sweep, path: Path, title: str) -> None:
     left.legend()
     figure.suptitle(title)
     try:
-        # Without the date the same simulation makes the same file.
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        # The same simulation makes the same file: no date, no random names.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memckpt"}):
+            figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     except OSError as error:
         raise ConfigurationError(f"--plot {path}: expected a file that can be written, found {error}") from error
 

@@ -124,7 +124,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigurationError, match="expected YAML, found"):
         read_schemes(path)
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-memckpt\[planning\]', or write JSON"):
+    with pytest.raises(ConfigurationError, match=r"pip install pyyaml, or write JSON"):
         read_schemes(path)
 
 
@@ -168,7 +168,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigurationError, match=r"expected a name that ends in .pdf or .png or .svg"):
         invoke(*JOB, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "plot")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-memckpt\[planning\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-memckpt\[plot\]'"):
         invoke(*JOB, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "plot.png")
 
 

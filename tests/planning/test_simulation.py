@@ -229,13 +229,10 @@ class _Model:
             if when >= self.whole:
                 self.lost, self.empty = False, set()
             self.empty |= set(nodes)
-            size = self.tier.group_nodes
-            if size:
-                count = self.nodes // size
-                members = [[n for n in self.empty if (n - self.nodes) % count == group] for group in range(count)]
-                self.lost = self.lost or max(map(len, members)) > self.tier.tolerates
-            else:
-                self.lost = self.lost or len(self.empty) == self.nodes
+            size = self.tier.group_nodes or self.nodes
+            count = self.nodes // size
+            members = [[n for n in self.empty if (n - self.nodes) % count == group] for group in range(count)]
+            self.lost = self.lost or max(map(len, members)) > self.tier.tolerates
             if self.lost:
                 return -1
         return max(self.held, default=-1)
@@ -290,7 +287,7 @@ tiers = st.builds(
         group_nodes=0 if durable else group[0], tolerates=0 if durable else group[1], survives_cluster=durable,
     ),
     st.integers(1, 12), st.integers(0, 15), whole, whole,
-    st.sampled_from([(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (4, 2), (6, 3)]), st.booleans(),
+    st.sampled_from([(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (4, 2), (6, 3), (7, 6)]), st.booleans(),
 )  # fmt: skip
 events = st.lists(
     st.tuples(st.integers(0, 160), st.sampled_from(KINDS), st.integers(0, 6)), max_size=14

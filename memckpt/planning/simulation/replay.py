@@ -237,13 +237,8 @@ class _Place:
 
     def _exceeds(self, nodes: range) -> bool:
         """Count nodes as lost; whether these are more than the tier survives."""
-        size, total = self._group_nodes, self._cluster_nodes
-        if size == 0:
-            everywhere = self._empty.setdefault(0, set())
-            everywhere.update(nodes)
-            return len(everywhere) == total
-        tolerates = self._tolerates
-        if tolerates == 0:
+        size, total, tolerates = self._group_nodes, self._cluster_nodes, self._tolerates
+        if tolerates == 0:  # the nodes' own memory, of which each is needed
             return True
         for node in nodes:
             members = self._empty.setdefault(group_of(node, total, size), set())
