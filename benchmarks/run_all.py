@@ -22,6 +22,7 @@ NAMES = (
     "restore_time",
     "storage_rate",
     "catalog_cost",
+    "simulation",
     "resharding",
     "compression",
     "peers_restore",

@@ -191,3 +191,14 @@ def test_compression(tmp_path: Path) -> None:
     kept, dropped = ({row["residual"]: row for row in tables["residual"]}[one] for one in ("keep", "drop"))
     assert kept["logged"] > dropped["logged"] + 2 * 4 * 100_000
     assert [row["records"] for row in tables["recovery"]][-1] == 50
+
+
+@pytest.mark.slow
+def test_simulation(tmp_path: Path) -> None:
+    """More nodes have more failures, and the more a scheme holds, the more of the time is useful."""
+    rows = _quick_run("simulation", tmp_path)
+    assert [(row["shape"], row["nodes"]) for row in rows] == [(1.0, 1000), (1.0, 10_000), (0.8, 1000), (0.8, 10_000)]
+    for few, many in (rows[:2], rows[2:]):
+        assert 5 * few["failures"] < many["failures"]
+        assert many["ettr"] == sorted(many["ettr"])
+        assert 0 < few["memory_bytes"] < many["memory_bytes"] < 12 * few["memory_bytes"]
