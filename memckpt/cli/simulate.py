@@ -288,7 +288,11 @@ def _show(setup: Setup, summaries: list[Summary], seed: int) -> None:
     out.print(head, markup=False, soft_wrap=True)
     table = plain_table("scheme", "ETTR", "steps lost", "time without training", "recoveries from")
     for summary in summaries:
-        recoveries = [f"{tier}: {_text(each, ',.1f')}" for tier, each in summary.recoveries.items() if each.mean]
+        recoveries = [
+            f"{tier}: {_text(each, ',.1f' if each.mean >= 1 else '.2f')}"
+            for tier, each in summary.recoveries.items()
+            if each.mean
+        ]
         table.add_row(
             summary.scheme.name,
             _text(summary.ettr, ".4f"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from memckpt.planning.simulation import Cluster, Exponential, FailureModel, Repa
 from memckpt.planning.simulation import simulate as simulated
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 
+ROOT = Path(__file__).parents[2]
 DISK = "name=disk,every_steps=100,lag_steps=5,restore_seconds=300,survives_cluster=true"
 PEERS = "name=peers,every_steps=1,lag_steps=1,restore_seconds=60,group_nodes=4,tolerates=2"
 JOB = ("simulate", "--nodes", 64, "--step-seconds", 5, "--days", 30, "--repetitions", 3)
@@ -200,3 +202,35 @@ def test_what_is_wrong_with_options_is_named(options: tuple[object, ...], messag
 
 def test_exit_status_of_a_wrong_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_status(monkeypatch, *JOB, "--node-mtbf-hours", 0, "--tier", DISK) == 2
+
+
+def test_the_documented_example_gives_the_documented_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/simulation.md").read_text()
+    block = re.search(r"^```\nmemckpt (simulate .*?)\n```", page, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    arguments = block[1].replace("\\\n", " ").split()
+    assert arguments[-2:] == ["--plot", "ettr.svg"]
+    monkeypatch.chdir(ROOT)
+    _, found = invoke_json(*arguments[:-2])
+    shown = re.findall(r"^\| ([^|]+) \| (0\.\d+) ± (0\.\d+) \| ([\d,]+) ± ", page, re.MULTILINE)
+    assert [name for name, *_ in shown] == [row["name"] for row in found["schemes"]]
+    for (_, ettr, width, steps), row in zip(shown, found["schemes"], strict=True):
+        assert float(ettr) == pytest.approx(row["ettr"]["mean"], abs=6e-5)
+        assert float(width) == pytest.approx(row["ettr"]["half_width"], abs=6e-5)
+        assert int(steps.replace(",", "")) == round(row["lost_steps"]["mean"])
+
+
+def test_the_documented_trace_and_schemes_are_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs/simulation.md").read_text()
+    trace = re.search(r"^```\n(time_seconds.*?)^```", page, re.DOTALL | re.MULTILINE)
+    schemes = re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert trace is not None
+    assert schemes is not None
+    (tmp_path / "schemes.yaml").write_text(schemes[1])
+    (tmp_path / "trace.csv").write_text(trace[1])
+    code, found = invoke_json(*JOB, "--trace", tmp_path / "trace.csv", "--schemes", tmp_path / "schemes.yaml")
+    assert code == 0
+    (row,) = found["schemes"]
+    assert {name: each["mean"] for name, each in row["recoveries"].items()} == {
+        "memory": 1, "peers": 1, "disk": 1, "nothing": 0
+    }  # fmt: skip
