@@ -88,6 +88,8 @@ def test_same_seed_same_failures_and_kinds_do_not_change_each_other() -> None:
     assert [row for row in all_kinds if row[1] in (PROCESS, NODE)] == both
     assert {row[2] for row in all_kinds if row[1] == RACK} <= set(range(10))
     assert {row[2] for row in all_kinds if row[1] == ZONE} == {0, 1}
+    alike = draw(FailureModel(nodes=Exponential(20 * DAY), processes=Exponential(20 * DAY)), cluster)
+    assert len(np.unique(alike.seconds)) == len(alike)
     seed = np.random.SeedSequence(5)
     assert rows(model.draw(cluster, DAY, seed)) == rows(model.draw(cluster, DAY, seed))
 
