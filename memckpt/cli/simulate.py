@@ -83,8 +83,8 @@ Tiers = Annotated[
     list[str] | None,
     typer.Option(
         "--tier",
-        help="A tier of a scheme, nearest first: name=disk,every_steps=100,lag_steps=5,restore_seconds=300,"
-        "survives_cluster=true; also group_nodes, tolerates, rebuild_seconds.",
+        help="A tier of a scheme, nearest first: name=disk,every_steps=100,... Fields: name, every_steps, lag_steps, "
+        "restore_seconds, group_nodes, tolerates, survives_cluster (true or false), rebuild_seconds.",
         metavar="FIELD=VALUE,...",
         rich_help_panel=_PROTECTION,
     ),

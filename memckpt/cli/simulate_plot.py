@@ -15,7 +15,8 @@ def check_plot(path: Path) -> None:
     """Refuse a plot that cannot be drawn, before anything is simulated.
 
     Raises:
-        ConfigurationError: matplotlib is missing, or the file's name ends in no known format.
+        ConfigurationError: matplotlib is missing, the file's name ends in no known format, or there is no such
+            directory.
     """
     try:
         import matplotlib  # noqa: F401
@@ -25,6 +26,8 @@ def check_plot(path: Path) -> None:
         ) from error
     if path.suffix.removeprefix(".").lower() not in _FORMATS:
         raise ConfigurationError(f"--plot {path}: expected a name that ends in .{' or .'.join(_FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--plot {path}: expected a directory that exists, found no {path.parent}")
 
 
 def draw(sweep: Sweep, path: Path, title: str) -> None:

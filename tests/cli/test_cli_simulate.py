@@ -162,13 +162,16 @@ def test_a_plot(tmp_path: Path, schemes: Path) -> None:
     again = tmp_path / "again.png"
     assert invoke(*small, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", again)[0] == 0
     assert again.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "directory.png").mkdir()
     with pytest.raises(ConfigurationError, match="expected a file that can be written"):
-        invoke(*small, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "no" / "such.png")
+        invoke(*small, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "directory.png")
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"expected a name that ends in .pdf or .png or .svg"):
         invoke(*JOB, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "plot")
+    with pytest.raises(ConfigurationError, match=r"such.png: expected a directory that exists, found no .*/no"):
+        invoke(*JOB, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "no" / "such.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-memckpt\[plot\]'"):
         invoke(*JOB, "--node-mtbf-hours", 99, "--tier", DISK, "--plot", tmp_path / "plot.png")
