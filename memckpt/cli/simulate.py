@@ -204,10 +204,11 @@ def simulate(
 
 def _seconds(option: str, value: float, unit_seconds: float) -> float:
     """A time of an option in seconds; what is wrong is said in the option's unit."""
-    from memckpt.planning.simulation.checks import LONGEST_SECONDS, check_number
+    from memckpt.planning.checks import require_number
+    from memckpt.planning.simulation.checks import LONGEST_SECONDS
 
     unit = "days" if unit_seconds == 86400 else "hours"
-    check_number(option, value, 0, LONGEST_SECONDS / unit_seconds, unit, positive=True)
+    require_number(option, value, 0, LONGEST_SECONDS / unit_seconds, unit, above=True)
     return value * unit_seconds
 
 

@@ -48,6 +48,8 @@ _DATA, _TOLERATED = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)
 SAME_ETTR = 1e-3
 #: Limits of an anchor period with compressed gradients, as ``memckpt.session.compression.period_for`` has them.
 _REDO_SECONDS, _SHORTEST, _LONGEST = 5.0, 8, 512
+#: Seconds that a piece takes for each record, on a core and on an accelerator, and the rate from which on it is one.
+_PIECE_SECONDS, _ON_ACCELERATORS, _TENSORS = (1e-4, 3e-4), 1e9, 200
 #: A parameter whose compressed size stands for all: a weight matrix of 4096 x 4096.
 _TYPICAL_SHAPE = (4096, 4096)
 #: What compression leaves out of gradients, for each parameter and rank, where the model is.
@@ -109,11 +111,18 @@ def compressed(job: Job) -> Planned:
 def compressed_period(job: Job, gradient_bytes: float) -> int:
     """T for compressed gradients, as a session chooses it. Source: docs/compression.md, "Anchors".
 
-    12/c for gradients of c bytes, a power of two from 8 to 512, so that redo at a restore takes 5 seconds at most.
+    12/c for gradients of c bytes, a power of two from 8 to 512, so that redo at a restore takes 5 seconds at most: a
+    time for each element, and one for each piece of a parameter, taken for a model of 200 parameter tensors.
     """
-    redone = 2 * _REDO_SECONDS * job.redo_parameters_per_second / job.node_parameters
-    wanted, allowed = math.ceil(math.log2(12 / gradient_bytes)), int(math.log2(max(1.0, redone)))
-    return max(_SHORTEST, min(1 << max(0, min(wanted, allowed)), _LONGEST))
+    each = _PIECE_SECONDS[job.redo_parameters_per_second > _ON_ACCELERATORS]
+    period = _SHORTEST
+    while period < min(_LONGEST, 12 / gradient_bytes):
+        longer = 2 * period
+        redone = job.node_parameters / job.redo_parameters_per_second + (longer + _TENSORS) * each
+        if longer / 2 * redone > _REDO_SECONDS:
+            break
+        period = longer
+    return period
 
 
 def _coded(job: Job, name: str, data: Sequence[int]) -> Planned:

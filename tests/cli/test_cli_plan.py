@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from memckpt.cli import plan_measure
+from memckpt.cli import common, plan_measure
 from memckpt.cli.main import app
 from memckpt.cli.plan import parse_count
 from memckpt.cli.plan_link import link_rate, parse_address, serve
@@ -52,7 +52,8 @@ def refused(*options: str) -> str:
     return str(result.exception)
 
 
-def test_the_table_has_each_scheme_and_the_recommended_configuration() -> None:
+def test_the_table_has_each_scheme_and_the_recommended_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.out, "_width", 200)  # it reads the environment once, whoever imports it first
     result = run(*LLAMA)
     assert result.exit_code == 0
     for expected in (

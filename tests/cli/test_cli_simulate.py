@@ -180,7 +180,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--node-mtbf-hours", 0, "--tier", DISK), "--node-mtbf-hours: expected more than 0 to .* hours, found 0"),
+        (("--node-mtbf-hours", 0, "--tier", DISK), "--node-mtbf-hours: expected more than 0, .* hours, found 0"),
         (("--job-mtbf-hours", -1, "--tier", DISK), "--job-mtbf-hours: .* found -1"),
         (("--job-mtbf-hours", 1, "--node-mtbf-hours", 1, "--tier", DISK), "expected one of them, found both"),
         (("--tier", DISK), "failures: expected --node-mtbf-hours, --job-mtbf-hours or --trace, found none"),
@@ -192,7 +192,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
         (("--node-mtbf-hours", 1, "--tier", "name=x"), "expected every_steps, lag_steps, restore_seconds, found only"),
         (("--node-mtbf-hours", 1, "--tier", DISK.replace("100", "ten")), "every_steps: expected a number, found 'ten'"),
         (("--node-mtbf-hours", 1, "--tier", DISK.replace("true", "1")), "survives_cluster: expected true or false"),
-        (("--node-mtbf-hours", 1, "--tier", DISK, "--days", 0), "--days: expected more than 0 to .* days, found 0"),
+        (("--node-mtbf-hours", 1, "--tier", DISK, "--days", 0), "--days: expected more than 0, .* days, found 0"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--step-seconds", 450), "step_seconds: .* found 450"),
         (("--rack-mtbf-hours", 1, "--tier", DISK), "racks: expected nodes_per_rack of the cluster"),
         (("--node-mtbf-hours", 1, "--tier", PEERS.replace("=4", "=65")), "group_nodes: .* 0 to 64 .* found 65"),

@@ -196,7 +196,7 @@ def test_the_anchor_period_of_compressed_gradients_is_the_sessions() -> None:
                 job = Job(
                     parameters=parameters, nodes=1, step_seconds=1, mtbf_seconds=1e5, redo_parameters_per_second=rate
                 )
-                expected = period_for(int(parameters), int(gradient_bytes * parameters), on_host)
+                expected = period_for(int(parameters), int(gradient_bytes * parameters), 200, on_host)
                 assert compressed_period(job, gradient_bytes) == expected
 
 

@@ -299,11 +299,11 @@ def test_t_quantiles_are_scipys() -> None:
     [
         ({"overhead": -0.1}, "scheme 's': overhead: expected 0 to 100 of training time, found -0.1"),
         ({"disk_bytes": -1.0}, "scheme 's': disk_bytes: expected 0 to .* bytes, found -1.0"),
-        ({"every_steps": 0}, "scheme 's', tier 'disk': every_steps: expected more than 0 .* steps, found 0"),
+        ({"every_steps": 0}, "scheme 's', tier 'disk': every_steps: expected more than 0, at most .* steps, found 0"),
         ({"lag_steps": -1}, "tier 'disk': lag_steps: .* found -1"),
         ({"restore_seconds": math.inf}, "tier 'disk': restore_seconds: .* found inf"),
         ({"rebuild_seconds": -5}, "tier 'disk': rebuild_seconds: .* found -5"),
-        ({"group_nodes": 65}, "tier 'disk': group_nodes: expected a whole number of 0 to 64 nodes .* found 65"),
+        ({"group_nodes": 65}, "tier 'disk': group_nodes: expected a whole number from 0 to 64 nodes .* found 65"),
         ({"group_nodes": 4, "tolerates": 4}, "tier 'disk': tolerates: expected .* 0 to 3 nodes .* found 4"),
         ({"tolerates": 1}, "tier 'disk': tolerates: expected .* 0 to 0 nodes .* found 1"),
     ],
@@ -320,9 +320,12 @@ def test_bad_schemes_are_named(changes: dict[str, float], message: str) -> None:
 def test_bad_values_are_named() -> None:
     for make, message in (
         (lambda: Repair(repair_seconds=-1), "repair_seconds: expected 0 to .* seconds, found -1"),
-        (lambda: Repair(spares=-1), "spares: expected a whole number of 0 to .* found -1"),
+        (lambda: Repair(spares=-1), "spares: expected a whole number from 0 to .* found -1"),
         (lambda: Training(step_seconds=450, duration_seconds=1), "step_seconds: expected 0.0001 to 300 .* found 450"),
-        (lambda: Training(step_seconds=1, duration_seconds=0), "duration_seconds: expected more than 0 .* found 0"),
+        (
+            lambda: Training(step_seconds=1, duration_seconds=0),
+            "duration_seconds: expected more than 0, .* found 0",
+        ),
         (lambda: simulate(small(), []), "schemes: expected one or more, found none"),
         (lambda: simulate(small(), TWO_SCHEMES[:1] * 2), "schemes: expected a name of its own .* 'disk' twice"),
         (lambda: simulate(small(), [Scheme(name="s", overhead=0, tiers=(disk(1, 1),) * 2)]), "tiers: .* 'disk' twice"),

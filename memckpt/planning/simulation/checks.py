@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from memckpt.errors import ConfigurationError
+from memckpt.planning.checks import require_count, require_number
 from memckpt.planning.scheme import Scheme, Tier
 
 #: Longest time that is taken for meant, in seconds: 3,000 years as a mean time between failures is another unit's.
 LONGEST_SECONDS = 1e11
 #: Time of a step, in seconds: beyond these it was meant in milliseconds or microseconds.
 STEP_SECONDS = (1e-4, 300.0)
-
-
-def check_number(field: str, value: Any, low: float, high: float, unit: str, *, positive: bool = False) -> None:
-    """Refuse a number that is not one, or out of range.
-
-    Args:
-        field: name of the setting, for the message.
-        low, high: the range, both included.
-        unit: what it counts, for the message.
-        positive: `low` itself is out of range.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (positive and value == low):
-        above = "more than " if positive else ""
-        raise ConfigurationError(f"{field}: expected {above}{low:g} to {high:g} {unit}, found {value!r}")
-
-
-def check_count(field: str, value: Any, low: int, high: int, noun: str) -> None:
-    """Refuse what is no whole number, or out of range."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        of = f"{low} to {high} {noun}".rstrip()
-        raise ConfigurationError(f"{field}: expected a whole number of {of}, found {value!r}")
 
 
 def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
@@ -50,9 +27,9 @@ def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
         raise ConfigurationError(f"schemes: expected a name of its own for each, found {min(twice)!r} twice")
     for scheme in schemes:
         where = f"scheme {scheme.name!r}"
-        check_number(f"{where}: overhead", scheme.overhead, 0, 100, "of training time")
+        require_number(f"{where}: overhead", scheme.overhead, 0, 100, "of training time")
         for field in ("memory_bytes", "wire_bytes", "disk_bytes"):
-            check_number(f"{where}: {field}", getattr(scheme, field), 0, 1e18, "bytes")
+            require_number(f"{where}: {field}", getattr(scheme, field), 0, 1e18, "bytes")
         tiers = [tier.name for tier in scheme.tiers]
         if twice := {name for name in tiers if tiers.count(name) > 1}:
             raise ConfigurationError(f"{where}: tiers: expected a name of its own for each, found {min(twice)!r} twice")
@@ -61,10 +38,12 @@ def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
 
 
 def _check_tier(where: str, tier: Tier, nodes: int) -> None:
-    check_number(f"{where}: every_steps", tier.every_steps, 0, 1e12, "steps", positive=True)
-    check_number(f"{where}: lag_steps", tier.lag_steps, 0, 1e12, "steps")
-    check_number(f"{where}: restore_seconds", tier.restore_seconds, 0, LONGEST_SECONDS, "seconds")
-    check_number(f"{where}: rebuild_seconds", tier.rebuild_seconds, 0, LONGEST_SECONDS, "seconds")
-    check_count(f"{where}: group_nodes", tier.group_nodes, 0, nodes, "nodes of the cluster, 0 where they do not matter")
+    require_number(f"{where}: every_steps", tier.every_steps, 0, 1e12, "steps", above=True)
+    require_number(f"{where}: lag_steps", tier.lag_steps, 0, 1e12, "steps")
+    require_number(f"{where}: restore_seconds", tier.restore_seconds, 0, LONGEST_SECONDS, "seconds")
+    require_number(f"{where}: rebuild_seconds", tier.rebuild_seconds, 0, LONGEST_SECONDS, "seconds")
+    require_count(
+        f"{where}: group_nodes", tier.group_nodes, 0, nodes, "nodes of the cluster, 0 where they do not matter"
+    )
     most = max(0, tier.group_nodes - 1)
-    check_count(f"{where}: tolerates", tier.tolerates, 0, most, f"nodes of a group of {tier.group_nodes}")
+    require_count(f"{where}: tolerates", tier.tolerates, 0, most, f"nodes of a group of {tier.group_nodes}")

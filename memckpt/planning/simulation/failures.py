@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.simulation.checks import LONGEST_SECONDS, check_count, check_number
+from memckpt.planning.checks import require_count, require_number
+from memckpt.planning.simulation.checks import LONGEST_SECONDS
 from memckpt.planning.simulation.lifetimes import Exponential, Floats, Lifetime, Weibull
 
 #: What fails at once: the processes of a node, whose memory stays; or nodes with their memory.
@@ -40,15 +41,15 @@ class Cluster:
     racks_per_zone: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("nodes", self.nodes, 1, MOST_NODES, "nodes")
+        require_count("nodes", self.nodes, 1, MOST_NODES, "nodes")
         if self.nodes_per_rack is not None:
-            check_count("nodes_per_rack", self.nodes_per_rack, 1, self.nodes, "nodes of the cluster")
+            require_count("nodes_per_rack", self.nodes_per_rack, 1, self.nodes, "nodes of the cluster")
         if self.racks_per_zone is not None:
             if self.nodes_per_rack is None:
                 raise ConfigurationError(
                     f"racks_per_zone: expected nodes_per_rack beside it, found {self.racks_per_zone} alone"
                 )
-            check_count("racks_per_zone", self.racks_per_zone, 1, self.count(RACK), "racks of the cluster")
+            require_count("racks_per_zone", self.racks_per_zone, 1, self.count(RACK), "racks of the cluster")
 
     def size(self, kind: int) -> int | None:
         """Number of nodes in one unit of a kind; None: such units are not known."""
@@ -144,9 +145,9 @@ class FailureModel:
             shape: shape of the Weibull distribution of times between failures of hardware; 1: they are exponential.
             new: whether nodes are new when training starts.
         """
-        check_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", positive=True)
-        check_number("software_share", software_share, 0, 1, "(a share)")
-        check_number("shape", shape, 0.2, 20, "(no unit)")
+        require_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+        require_number("software_share", software_share, 0, 1, "(a share)")
+        require_number("shape", shape, 0.2, 20, "(no unit)")
         hardware: Lifetime | None = None
         if software_share < 1:
             mean = mean_seconds / (1 - software_share)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memckpt.planning.simulation.checks import LONGEST_SECONDS, check_number
+from memckpt.planning.checks import require_number
+from memckpt.planning.simulation.checks import LONGEST_SECONDS
 
 Floats = NDArray[np.float64]
 
@@ -24,7 +25,7 @@ class Exponential:
     mean_seconds: float
 
     def __post_init__(self) -> None:
-        check_number("mean_seconds", self.mean_seconds, 0, LONGEST_SECONDS, "seconds", positive=True)
+        require_number("mean_seconds", self.mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
 
     def survival(self, seconds: float) -> float:
         """Probability that a new unit has no failure in so many seconds."""
@@ -55,14 +56,14 @@ class Weibull:
     scale_seconds: float
 
     def __post_init__(self) -> None:
-        check_number("shape", self.shape, 0.2, 20, "(no unit)")
-        check_number("scale_seconds", self.scale_seconds, 0, LONGEST_SECONDS, "seconds", positive=True)
+        require_number("shape", self.shape, 0.2, 20, "(no unit)")
+        require_number("scale_seconds", self.scale_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
 
     @classmethod
     def of_mean(cls, shape: float, mean_seconds: float) -> Weibull:
         """The distribution with a shape and a mean time between failures."""
-        check_number("shape", shape, 0.2, 20, "(no unit)")
-        check_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", positive=True)
+        require_number("shape", shape, 0.2, 20, "(no unit)")
+        require_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
         return cls(shape, mean_seconds / math.gamma(1 + 1 / shape))
 
     @property

@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from memckpt.planning.checks import require_count, require_number
 from memckpt.planning.scheme import Scheme, Tier
-from memckpt.planning.simulation.checks import LONGEST_SECONDS, STEP_SECONDS, check_count, check_number
+from memckpt.planning.simulation.checks import LONGEST_SECONDS, STEP_SECONDS
 from memckpt.planning.simulation.failures import KINDS, MOST_NODES, Cluster, Failures
 
 #: Recovery where no tier holds anything: training begins anew.
@@ -44,9 +45,9 @@ class Repair:
 
     def __post_init__(self) -> None:
         for field in ("detection_seconds", "replacement_seconds", "repair_seconds", "start_seconds"):
-            check_number(field, getattr(self, field), 0, LONGEST_SECONDS, "seconds")
+            require_number(field, getattr(self, field), 0, LONGEST_SECONDS, "seconds")
         if self.spares is not None:
-            check_count("spares", self.spares, 0, MOST_NODES, "nodes")
+            require_count("spares", self.spares, 0, MOST_NODES, "nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class Training:
     duration_seconds: float
 
     def __post_init__(self) -> None:
-        check_number("step_seconds", self.step_seconds, *STEP_SECONDS, "seconds")
-        check_number("duration_seconds", self.duration_seconds, 0, LONGEST_SECONDS, "seconds", positive=True)
+        require_number("step_seconds", self.step_seconds, *STEP_SECONDS, "seconds")
+        require_number("duration_seconds", self.duration_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from functools import partial
 
 import numpy as np
 
+from memckpt.planning.checks import require_count, require_number
 from memckpt.planning.scheme import Scheme
-from memckpt.planning.simulation.checks import check_count, check_number, check_schemes
+from memckpt.planning.simulation.checks import check_schemes
 from memckpt.planning.simulation.failures import KINDS, Cluster, FailureModel, Failures
 from memckpt.planning.simulation.replay import NOTHING, Outcome, Repair, Training, replay
 from memckpt.planning.simulation.statistics import Estimate
@@ -113,10 +114,10 @@ def simulate(
     Raises:
         ConfigurationError: a value is out of range, or does not fit the cluster.
     """
-    check_count("repetitions", repetitions, 1, 1_000_000, "repetitions")
-    check_count("seed", seed, 0, 2**63 - 1, "")
-    check_count("workers", workers, 1, 1024, "processes")
-    check_number("confidence", confidence, 0.5, 0.9999, "(a probability)")
+    require_count("repetitions", repetitions, 1, 1_000_000, "repetitions")
+    require_count("seed", seed, 0, 2**63 - 1, "")
+    require_count("workers", workers, 1, 1024, "processes")
+    require_number("confidence", confidence, 0.5, 0.9999, "(a probability)")
     check_schemes(schemes, setup.cluster.nodes)
     if isinstance(setup.failures, Failures):
         setup.failures.check(setup.cluster)
