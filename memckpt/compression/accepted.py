@@ -1,4 +1,4 @@
-"""What compressors take: parameters of certain types, with dense gradients, averaged over a process group."""
+"""Input that compressors take: parameters of certain types, with dense gradients, averaged over a process group."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from memckpt.config.compression import CompressionConfig, LossyConfig
 from memckpt.state.encoding_spec import GradientEncoding
 
 _Result = TypeVar("_Result")
-#: For each gradient of a bucket the parts of its encoding; None: it is recorded as it is.
+#: Parts of the encoding of each gradient in a bucket; None: the gradient is recorded as it is.
 Encoded = list[list[torch.Tensor] | None]
 
 
@@ -81,7 +81,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def encoding(self, param: torch.Tensor) -> GradientEncoding | None:
-        """How a parameter's gradients are recorded; None: as they are, uncompressed."""
+        """Encoding of a parameter's gradients in records; None: they are recorded uncompressed."""
 
     def restart(self) -> None:
         """Begin anew: nothing was left out, and nothing is carried."""

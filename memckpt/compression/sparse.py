@@ -67,11 +67,18 @@ class TopKReducer(_SparseReducer):
     def __init__(self, config: TopK, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, params, group)
         self._ratio, self._choices = config.ratio, self._world_size
-        #: By bucket (where its gradients begin, and how many elements of each are sent), where each element's does.
+        #: Whether a parameter's averages are recorded as unions, by its id.
+        self._encodes: dict[int, bool] = {}
+        #: Offsets of :meth:`_offsets` by bucket: where its gradients begin, and how many elements of each are sent.
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
 
+    def _is_encoded(self, param: torch.Tensor) -> bool:
+        if id(param) not in self._encodes:  # asked for each parameter of each step
+            self._encodes[id(param)] = self.encoding(param) is not None
+        return self._encodes[id(param)]
+
     def _offsets(self, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
-        """For each element that is sent, where its gradient begins in the bucket."""
+        """Offset in the bucket of the gradient that each sent element belongs to, int64."""
         key = (*starts, *counts)
         if key not in self._starts:  # a copy to a device, for which the host would wait at each step
             each = torch.tensor(starts).repeat_interleave(torch.tensor(counts))
@@ -119,7 +126,7 @@ class TopKReducer(_SparseReducer):
             parts: Encoded = []
             for at, (param, gradient) in enumerate(zip(bucket.params, bucket.gradients, strict=True)):
                 union = next(found) if compressed[at] else None
-                if union is None or self.encoding(param) is None:
+                if union is None or not self._is_encoded(param):
                     parts.append(None)
                 else:
                     parts.append(_union(gradient, union))
@@ -186,7 +193,7 @@ class RandomKReducer(_SparseReducer):
 
 
 def _by_gradient(indices: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-    """For each gradient, the positions that any rank has sent, as they come."""
+    """Positions that any rank has sent, of each gradient, in the order of ranks."""
     return [torch.cat(each) for each in zip(*(one.split(list(counts)) for one in indices), strict=True)]
 
 

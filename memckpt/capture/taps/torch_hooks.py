@@ -27,7 +27,7 @@ def half_type(hook: Callable[..., Any]) -> torch.dtype | None:
 
 
 def half_encoding(hook: Callable[..., Any], param: torch.Tensor) -> GradientEncoding | None:
-    """How the results of a hook for a parameter are recorded; None: as they are."""
+    """Encoding of a hook's results for a parameter; None: they are recorded as they are."""
     dtype = half_type(hook)
     if dtype is None or param.dtype not in (torch.float32, torch.float64) or not param.is_contiguous():
         return None
@@ -93,7 +93,7 @@ class PlainBucket:
 
 
 class PowerSgdCarried:
-    """What torch's PowerSGD carries from step to step, as rank state: errors, factors, iteration and generator.
+    """State of torch's PowerSGD as rank state: errors, factors, iteration and generator.
 
     Errors and factors are by bucket, so the first backward after a resume has to be reduced in the held layout.
 
@@ -122,5 +122,5 @@ class PowerSgdCarried:
 
 
 def carried_by(state: object, device: torch.device) -> PowerSgdCarried | None:
-    """What a hook's state carries, for gradients on a device; None: nothing, or it is none of torch's."""
+    """State that a hook carries from step to step, for gradients on a device; None for hooks without it."""
     return PowerSgdCarried(state, device) if isinstance(state, PowerSGDState) else None
