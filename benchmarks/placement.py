@@ -25,7 +25,7 @@ _RACK_NODES, _ZONE_RACKS = 16, 64
 
 
 def domains_of(nodes: int, known: bool) -> list[Domain]:
-    """Where each node is; the order of nodes mixes racks."""
+    """Rack of each node; neighbours in the order of nodes are in different racks."""
     racks = -(-nodes // _RACK_NODES)
     return [
         Domain(f"zone-{node % racks // _ZONE_RACKS}", f"rack-{node % racks}", f"node-{node}")

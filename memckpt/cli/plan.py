@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from memckpt.cli import plan_options as options
 from memckpt.cli.common import AsJson, Node, err
+from memckpt.cli.mapping_file import read_tree
 from memckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:  # imported only when plan runs, so that other commands start fast
@@ -214,12 +214,10 @@ def parse_count(text: str) -> float:
     Raises:
         ConfigurationError: it is none.
     """
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+]?[0-9]+)?)([KMBGTkmbgt]?)", text.strip().replace(",", "").replace("_", ""))
-    try:
-        if found:
-            return float(found[1]) * _MAGNITUDES[found[2].upper()]
-    except ValueError:
-        pass
+    plain = text.strip().replace(",", "").replace("_", "")
+    found = re.fullmatch(r"((?:[0-9]+[.]?[0-9]*|[.][0-9]+)(?:[eE][+]?[0-9]+)?)([KMBGTkmbgt]?)", plain)
+    if found:
+        return float(found[1]) * _MAGNITUDES[found[2].upper()]
     raise ConfigurationError(f"--parameters: expected a number such as 7B, 405e9 or 124439808, found {text!r}")
 
 
@@ -238,28 +236,16 @@ def _size_of(parameters: str | None, model: Path | None) -> tuple[float, str] | 
 
 
 def read_model_config(path: Path) -> Mapping[str, Any]:
-    """A model configuration in JSON, or in YAML by its suffix.
+    """A model configuration in JSON, or in YAML where its name does not end in .json.
 
     Raises:
         ConfigurationError: it cannot be read.
     """
     try:
-        text = path.read_text()
-        if path.suffix in (".yaml", ".yml"):
-            try:
-                import yaml  # type: ignore[import-untyped,unused-ignore]
-            except ImportError:
-                raise ConfigurationError(f"--model {path}: expected PyYAML for it: pip install pyyaml") from None
-            try:
-                found = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(str(error)) from error
-        else:
-            found = json.loads(text)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--model {path}: expected a model configuration, found: {error}") from error
+    found = read_tree(path, text, f"--model {path}")
     if not isinstance(found, Mapping):
         raise ConfigurationError(f"--model {path}: expected a mapping of settings, found a {type(found).__name__}")
     return found

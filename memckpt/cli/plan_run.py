@@ -1,4 +1,4 @@
-"""What a live run shows of itself, for ``memckpt plan --run``."""
+"""Facts that a live run shows of itself, for ``memckpt plan --run``."""
 
 from __future__ import annotations
 

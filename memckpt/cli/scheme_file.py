@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from memckpt.cli.mapping_file import read_tree
 from memckpt.errors import ConfigurationError
 from memckpt.planning.scheme import Scheme, Tier
 
@@ -28,7 +28,7 @@ def read_schemes(path: Path) -> list[Scheme]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"schemes: expected a readable text file, found {path}: {error}") from error
-    found = _parse(path, text)
+    found = read_tree(path, text, str(path))
     if isinstance(found, Mapping) and set(found) == {"schemes"}:
         found = found["schemes"]
     if not isinstance(found, list) or not found:
@@ -50,25 +50,6 @@ def parse_tier(text: str) -> Tier:
             raise ConfigurationError(f"--tier {text}: expected FIELD=VALUE, each field once, found {part.strip()!r}")
         values[name] = _from_text(value, hints.get(name, str))
     return _build(Tier, values, f"--tier {text}")
-
-
-def _parse(path: Path, text: str) -> Any:
-    if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"{path}: expected JSON, found {error}") from error
-    try:
-        import yaml  # type: ignore[import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{path}: expected PyYAML, which reads this file, found none: pip install pyyaml, or "
-            "write JSON in a file whose name ends in .json"
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path}: expected YAML, found {error}") from error
 
 
 def _scheme_of(values: Any, where: str) -> Scheme:

@@ -1,1 +1,1 @@
-"""What protection costs and saves, before a job and while it runs: pure formulas, and a simulator of failures."""
+"""Costs and benefits of protection, before a job and while it runs: pure formulas, and a simulator of failures."""

@@ -1,4 +1,4 @@
-"""What a training has without this product: nothing, ``torch.save``, checkpoints that are written meanwhile."""
+"""Schemes without this product: nothing, ``torch.save``, checkpoints that are written meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheme of protection is expected to do: steps lost, time to recover, ETTR. Closed forms.
+"""Expected results of a scheme: steps lost, time to recover, ETTR. Closed forms.
 
 They hold for failures that come at constant rates, and for restores that a failure seldom interrupts. The simulator
 draws failures instead, and needs neither.
@@ -16,7 +16,7 @@ from memckpt.planning.scheme import Failure, Scheme, Tier
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is expected of a scheme.
+    """Expected results of one scheme.
 
     Attributes:
         ettr: share of the wall-clock time that advances training.

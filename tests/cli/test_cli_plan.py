@@ -261,8 +261,8 @@ def test_bad_options_are_named(options: tuple[str, ...], named: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "named"),
     [
-        ("c.json", "{", "expected a model configuration, found"),
-        ("c.yaml", "a: [", "expected a model configuration, found"),
+        ("c.json", "{", "expected JSON, found"),
+        ("c.yaml", "a: [", "expected YAML, found"),
         ("c.json", "[1]", "expected a mapping of settings, found a list"),
         ("c.json", "{}", "model: expected hidden_size"),
         ("c.json", '{"hidden_size": -1}', "model: hidden_size: expected a whole number"),
