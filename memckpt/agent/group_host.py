@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from memckpt.journal.events import AnyEvent
 from memckpt.node.redo_news import RedoNews
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
@@ -38,6 +39,9 @@ class Host(Protocol):
 
     def checkpoint_failed(self) -> None:
         """A checkpoint could not be written."""
+
+    def note(self, event: AnyEvent) -> None:
+        """Add an event to the run's journal, and count it. Never blocks."""
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""

@@ -17,11 +17,13 @@ from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Fence
 from memckpt.agent.group_states import GroupStates
 from memckpt.agent.lifetime import Lifetime
+from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.agent.status import Figures, describe
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
+from memckpt.journal.events import AnyEvent
 from memckpt.memory.life import LifePage, look_seconds
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.redo_news import RedoNews, ReplicaCopied
@@ -79,6 +81,7 @@ class Agent:
         self._fence: Fence | None = None
         self._past_nonces: set[str] = set()
         self._figures = Figures()
+        self._observer = Observer(address, by_operator, self._figures, self._status, self._loop.clock)
         self._liveness_seconds = 15.0
         self._groups = GroupStates(address.node, self)
         self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
@@ -102,6 +105,7 @@ class Agent:
         self._loop.each_turn(self._groups.look_at_clock, self._groups.deadline)
         self._loop.each_turn(self._tell_replicator, lambda: None)
         self._loop.each_turn(self._lifetime.look_at_clock, self._lifetime.deadline)
+        self._loop.each_turn(self._observer.look_at_clock, self._observer.deadline)
 
     def start_writer(
         self,
@@ -116,7 +120,9 @@ class Agent:
 
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
+        dead = self._address.serving()  # one that leaves takes its name away
         self._connections.listen()
+        self._observer.started(None if dead is None else dead.pid)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to leave; `ready` is called first, and ends it by raising."""
@@ -170,6 +176,7 @@ class Agent:
         self._groups.close()
         self._standbys.close()
         self._connections.close(Leaving())
+        self._observer.close(self._lifetime.over or "an error, which its log has")
         self._life.close()
         self._loop.close()
 
@@ -180,7 +187,9 @@ class Agent:
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
             connection.trainer.left, connection.trainer.left_at = True, self._loop.clock()
             self._groups.make_slots(self._attempt)
-            if not self._attempt.living() and self._fence is None:
+            last = not self._attempt.living()
+            self._observer.trainer_left(connection.trainer, last)
+            if last and self._fence is None:
                 self._lifetime.trainers_left()
 
     def _tell_replicator(self) -> None:
@@ -202,6 +211,7 @@ class Agent:
         self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
+        self._observer.told(ranks, message)
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
             trainer = connection.trainer
             if trainer is not None and trainer.unit == ranks and trainer.rank != besides:
@@ -220,6 +230,10 @@ class Agent:
     def _raise_redo_limits(self) -> None:
         for group in self._groups:
             group.generations.raise_redo_limit(self._peers.redo_limit(group))
+
+    def note(self, event: AnyEvent) -> None:
+        """Add an event to the run's journal, and count it. Never blocks."""
+        self._observer.note(event)
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
@@ -268,6 +282,7 @@ class Agent:
                 "ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid
             )
             return
+        self._observer.heard(trainer, self._attempt, message)
         self._trainer_messages.handle(connection, trainer, self._attempt, message)
 
     def _hello(self, connection: Connection, hello: Hello) -> None:
@@ -308,6 +323,7 @@ class Agent:
             dying = self._attempt.fence(hello, connection.process.pid)
             if not dying:
                 return True
+            self._observer.fencing(dying)
             self._fence = Fence(dying, hello.fence_seconds, self._loop)
             self._lifetime.trainer_came()
         self._fence.waiting.append((connection, hello))
@@ -356,4 +372,12 @@ class Agent:
     def _status(self) -> Status:
         trainers = self._attempt.living() if self._attempt is not None else []
         groups = sorted(self._groups, key=lambda one: one.ranks)
-        return describe(self._connections.address, trainers, groups, self._lifetime, self._figures, self._peers.status)
+        return describe(
+            self._connections.address,
+            trainers,
+            groups,
+            self._lifetime,
+            self._figures,
+            self._peers.status,
+            self._observer.journal.problem,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +18,8 @@ from memckpt.protocol.trainer import Commit, Drift
 
 #: Weight of a new sample in the average stall.
 _STALL_WEIGHT = 0.05
+#: Number of commits whose stalls are shown.
+_RECENT = 64
 
 
 class Figures:
@@ -26,12 +29,17 @@ class Figures:
         check: the finding of the attempt's resume check, in one line.
         max_drift_ulp: the largest that was seen.
         stall_ms: moving average of what a step waits for us; None before the first commit.
+        stalls: what the newest commits have waited, in milliseconds.
+        commits, stalled_ms: number of commits of records, and the sum of what they have waited.
     """
 
     def __init__(self) -> None:
         self.check = ""
         self.max_drift_ulp = 0.0
         self.stall_ms: float | None = None
+        self.stalls: deque[float] = deque(maxlen=_RECENT)
+        self.commits = 0
+        self.stalled_ms = 0.0
         self._committed_at: float | None = None
 
     def committed(self) -> None:
@@ -42,6 +50,9 @@ class Figures:
         """Count how long a step has waited."""
         before = message.stall_ms if self.stall_ms is None else self.stall_ms
         self.stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
+        self.stalls.append(message.stall_ms)
+        self.commits += 1
+        self.stalled_ms += message.stall_ms
 
     def note_drift(self, message: Drift) -> None:
         """Count how far a replica is off."""
@@ -60,6 +71,7 @@ def describe(
     lifetime: Lifetime,
     figures: Figures,
     peers: PeersStatus | None,
+    journal: str,
 ) -> Status:
     """Describe an agent; of several sets of shards the least that is true of all.
 
@@ -70,6 +82,7 @@ def describe(
         lifetime: of the agent.
         figures: that it has seen.
         peers: status of replication; None without peers.
+        journal: why the journal cannot be written; empty if it can.
     """
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
@@ -99,6 +112,9 @@ def describe(
         records_held=min((one.records_held for one in generations), default=0),
         peers=peers,
         check=figures.check,
+        slots=first.spec.slots if first is not None else 0,
+        recent_stalls=tuple(figures.stalls),
+        journal=journal,
     )
 
 

@@ -27,6 +27,7 @@ from memckpt.protocol.trainer import (
     Goodbye,
     NeedGeneration,
     NeedSlots,
+    Note,
     OthersStay,
     Preempted,
     Prepare,
@@ -85,6 +86,8 @@ class TrainerMessages:
                 self._figures.check = message.line
                 level = logging.WARNING if message.verdict == "different" else logging.INFO
                 _log.log(level, "resume check: %s", message.line)
+            case Note():
+                self._host.note(message.event)
             case SaveRecord():
                 self._save_record(connection, message)
             case Configure():

@@ -10,6 +10,7 @@ import typer
 
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.doctor import doctor
+from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
 from memckpt.cli.plan import plan
@@ -70,7 +71,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "A run": (status, stop, agent),
+    "A run": (status, events, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
     "This machine, and a run to come": (doctor, plan, simulate),
 }

@@ -49,6 +49,8 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
         table.add_row(f"rank {rank}", f"pid {pid}{record}")
     if not agent.trainers:
         table.add_row("trainers", "none")
+    if agent.journal:
+        table.add_row("journal", f"[yellow]events are lost: {escape(agent.journal)}[/]")
     table.add_row("agent", f"pid {agent.pid}, up {seconds_text(agent.uptime_seconds)}")
 
 

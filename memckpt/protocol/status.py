@@ -126,6 +126,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         by_operator: whether it was started beside the job, and not by a trainer.
         peers: None where records are not kept in other nodes' memory.
         check: what the attempt's resume check has found, in one line; empty before it has.
+        slots: D, records in flight.
+        recent_stalls: what the newest 64 commits of this node's ranks have waited, in milliseconds, oldest first.
+        journal: why the run's journal cannot be written; empty if it can.
     """
 
     pid: int
@@ -150,6 +153,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     every: int = 1
     peers: PeersStatus | None = None
     check: str = ""
+    slots: int = 0
+    recent_stalls: tuple[float, ...] = ()
+    journal: str = ""
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

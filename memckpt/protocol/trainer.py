@@ -10,11 +10,12 @@ from __future__ import annotations
 import msgspec
 
 from memckpt.config import StorageConfig
+from memckpt.journal.events import TrainerEvent
 from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +178,12 @@ class Checked(msgspec.Struct, frozen=True, tag="checked"):
 
     verdict: str
     line: str
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """Something for the run's journal that only a trainer knows of."""
+
+    event: TrainerEvent
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from memckpt.journal.events import AnyEvent
 from memckpt.protocol.messages import Message
 
 
@@ -28,6 +29,9 @@ class QuietHost:
         self.told.append((ranks, message))
 
     def notify(self, ranks: tuple[int, ...], message: Message) -> None:
+        pass
+
+    def note(self, event: AnyEvent) -> None:
         pass
 
     def checkpoint_failed(self) -> None:

@@ -1,0 +1,328 @@
+"""What happens to a run, told to its journal: from messages as they pass, and from a look at the status each second.
+
+So no part of the agent has to think of the journal, and a commit costs two look-ups by type.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from memckpt.agent.status import Figures
+from memckpt.agent.watched import Lag, Stalls, Tier
+from memckpt.journal.events import (
+    AgentLeft,
+    AgentStarted,
+    AnyEvent,
+    AttemptBegan,
+    Drifted,
+    Fenced,
+    Finished,
+    FirstStep,
+    GenerationDue,
+    NotStored,
+    PeersGap,
+    Preempted,
+    Protected,
+    Recovered,
+    ResumeChecked,
+    Sample,
+    Stored,
+    TrainerDied,
+    TrainerLeft,
+    Voided,
+    name_of,
+)
+from memckpt.journal.journal import Journal
+from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol import trainer as said
+from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
+from memckpt.protocol.status import Status
+from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.state.records import RankGroup
+
+#: Seconds between two looks at the status while trainers are here.
+_LOOK_SECONDS = 1.0
+#: Seconds between samples: the first ones; their growth, as a share of the time since the first; the last ones.
+_SAMPLE_SECONDS, _SAMPLE_GROWTH, _SAMPLE_SECONDS_AT_LAST = 5.0, 0.002, 300.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Observer:
+    """Belongs to the agent's event loop. Owns the journal; :meth:`close` it.
+
+    Args:
+        address: address of the agent.
+        by_operator: whether it was started beside the job.
+        figures: what it has seen of training.
+        status: makes the agent's status.
+        clock: monotonic, in seconds.
+
+    Attributes:
+        counts: number of events since the agent's start, by name.
+        recoveries: number of recoveries, by tier.
+        recovery_seconds: their duration together.
+        steps_lost: by them, as far as it is known.
+        stored_bytes: written to storage as checkpoints.
+        stored_at: when the newest checkpoint was stored, in seconds since 1970; None before the first.
+        verdict: of the attempt's resume check; empty before it has one.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        by_operator: bool,
+        figures: Figures,
+        status: Callable[[], Status],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._by_operator = by_operator
+        self._figures = figures
+        self._status = status
+        self._clock = clock
+        self.journal = Journal(address.run_dir, address.node)
+        self.counts: Counter[str] = Counter()
+        self.recoveries: Counter[str] = Counter()
+        self.recovery_seconds = 0.0
+        self.steps_lost = 0
+        self.stored_bytes = 0
+        self.stored_at: float | None = None
+        self.verdict = ""
+        self._attempt: Attempt | None = None
+        #: The attempt whose begin is noted, by its nonce.
+        self._noted = ""
+        #: When the trainers of the last attempt ended, or this one began; None once its first step is noted.
+        self._down_since: float | None = None
+        self._look_at = -math.inf
+        self._sampled_from: float | None = None
+        self._sample_at = math.inf
+        self._commits, self._stalled_ms = 0, 0.0
+        self._longest_ms = 0.0
+        self._drift_ulp = 0.0
+        self._memory = Tier("memory", self.note, clock)
+        self._peers = Tier("peers", self.note, clock)
+        self._storage = Tier("storage", self.note, clock)
+        self._replica_lag = Lag("replica", self.note, clock)
+        self._peers_lag = Lag("peers", self.note, clock)
+        self._stalls = Stalls(self.note, clock)
+        self._gap: tuple[int, int] | None = None
+        self._heard: dict[type, Callable[[TrainerHandle, Any], None]] = {
+            said.Commit: self._committed,
+            said.GenerationCommit: self._step_ended,
+            said.Checked: self._checked,
+            said.Configure: self._configured,
+            said.Void: self._voided,
+            said.NeedGeneration: self._generation_due,
+            said.Preempted: self._preempted,
+            said.Goodbye: self._goodbye,
+        }
+        self._told: dict[type, Callable[[RankGroup, Any], None]] = {
+            Saved: self._stored,
+            SaveFailed: self._not_stored,
+            said.Protected: self._protected,
+            said.Gap: self._gap_began,
+            said.Alarm: self._gap_began,
+            said.Drift: self._drifted,
+        }
+
+    def note(self, event: AnyEvent) -> None:
+        """Add an event to the journal, and count it. Never blocks."""
+        self.journal.note(event)
+        self.counts[name_of(event)] += 1
+        if isinstance(event, Recovered):
+            self.recoveries[event.tier] += 1
+            self.recovery_seconds += event.seconds
+            self.steps_lost += event.steps_lost or 0
+
+    # The agent
+
+    def started(self, replaces: int | None) -> None:
+        """The agent serves; `replaces` is the pid of one that died without leaving."""
+        self.note(AgentStarted(os.getpid(), self._by_operator, replaces))
+
+    def close(self, reason: str) -> None:
+        """The agent ends."""
+        self.note(AgentLeft(reason))
+        self.journal.close()
+
+    # Messages as they pass
+
+    def heard(self, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent) -> None:
+        """A trainer of the attempt has said something, which is about to be handled."""
+        note = self._heard.get(type(message))
+        if note is not None:
+            self._attempt = attempt
+            note(trainer, message)
+
+    def told(self, ranks: RankGroup, message: AgentToTrainer) -> None:
+        """The trainers of these ranks are told something."""
+        note = self._told.get(type(message))
+        if note is not None:
+            note(ranks, message)
+
+    def _committed(self, trainer: TrainerHandle, message: said.Commit) -> None:
+        if message.stall_ms > self._longest_ms:
+            self._longest_ms = message.stall_ms
+        self._stalls.add(message.step, message.stall_ms)
+        self._step_ended(trainer, message)
+
+    def _step_ended(self, trainer: TrainerHandle, message: said.Commit | said.GenerationCommit) -> None:
+        if self._down_since is not None:
+            self.note(FirstStep(message.step, round(self._clock() - self._down_since, 3)))
+            self._down_since = None
+
+    def _checked(self, trainer: TrainerHandle, message: said.Checked) -> None:
+        self.verdict = message.verdict
+        self.note(ResumeChecked(message.verdict, message.line))
+
+    def _configured(self, trainer: TrainerHandle, message: said.Configure) -> None:
+        attempt, timeline = self._attempt, message.timeline
+        if timeline is None or attempt is None or timeline.nonce == self._noted:
+            return
+        self._noted = timeline.nonce
+        self.journal.attempt = timeline.number
+        self.verdict = ""
+        came = tuple(sorted((one.rank, one.process.pid) for one in attempt.trainers.values()))
+        # One that rejoins has got somewhere before it said hello to this agent.
+        rejoined = trainer.next_record > 0
+        self.note(AttemptBegan(attempt.world_size, came, rejoined))
+        now = self._clock()
+        if self._down_since is None and not rejoined:
+            self._down_since = now
+        self._sampled_from, self._sample_at = now, now
+        self._look_at = now
+        self._peers.restart()
+        self._gap = None
+
+    def _voided(self, trainer: TrainerHandle, message: said.Void) -> None:
+        self.note(Voided(trainer.rank, message.record, message.reason))
+
+    def _generation_due(self, trainer: TrainerHandle, message: said.NeedGeneration) -> None:
+        self.note(GenerationDue(message.record, message.reason))
+
+    def _preempted(self, trainer: TrainerHandle, message: said.Preempted) -> None:
+        self.note(Preempted(trainer.rank))
+
+    def _goodbye(self, trainer: TrainerHandle, message: said.Goodbye) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        others = [one for one in attempt.trainers.values() if one is not trainer]
+        if message.finished and attempt.all_here and all(one.finished for one in others):
+            self.note(Finished(self._status().step))
+
+    def _stored(self, ranks: RankGroup, message: Saved) -> None:
+        self.stored_bytes += message.nbytes
+        self.stored_at = time.time()
+        self.note(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
+
+    def _not_stored(self, ranks: RankGroup, message: SaveFailed) -> None:
+        self.note(NotStored(ranks, message.step, message.reason))
+
+    def _protected(self, ranks: RankGroup, message: said.Protected) -> None:
+        status = self._status()
+        self.note(
+            Protected(ranks, message.record, message.generation, status.mode, status.mode_reason, status.held_bytes)
+        )
+        self._memory.see("")
+
+    def _gap_began(self, ranks: RankGroup, message: said.Gap | said.Alarm) -> None:
+        self._memory.see(message.reason)
+
+    def _drifted(self, ranks: RankGroup, message: said.Drift) -> None:
+        if message.max_ulp >= 2 * self._drift_ulp:
+            self._drift_ulp = message.max_ulp
+            self.note(Drifted(message.record, message.max_ulp, message.tensor))
+
+    # Trainers that go
+
+    def trainer_left(self, trainer: TrainerHandle, last: bool) -> None:
+        """A trainer's connection has ended; `last`: no other one is here."""
+        if not trainer.finished:
+            kind = TrainerDied if trainer.process.dying() else TrainerLeft
+            self.note(kind(trainer.rank, trainer.process.pid, self._status().step))
+        if last:
+            self._down_since = self._clock()
+
+    def fencing(self, dying: Sequence[TrainerHandle]) -> None:
+        """A new attempt waits until these are dead."""
+        self.note(Fenced(tuple(trainer.process.pid for trainer in dying)))
+
+    # The clock
+
+    def deadline(self) -> float | None:
+        """When to look next, by the clock; None while no trainer is here."""
+        attempt = self._attempt
+        here = attempt is not None and any(attempt.is_here(rank) for rank in attempt.trainers)
+        return self._look_at if here else None
+
+    def look_at_clock(self) -> None:
+        """Look at the status, once a second."""
+        now = self._clock()
+        if now < self._look_at or self._attempt is None:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        status = self._status()
+        self._look(status)
+        if now >= self._sample_at:
+            self._sample(status, now)
+
+    def _look(self, status: Status) -> None:
+        """Note what has changed."""
+        self._storage.see(status.storage.alarm if status.storage is not None else "")
+        newest = max((record for _, record in status.committed), default=None)
+        if newest is not None and status.applied is not None:
+            self._replica_lag.see(newest - status.applied, status.slots - 1)
+        self._stalls.look()
+        peers = status.peers
+        if peers is None:
+            return
+        if not peers.protected:
+            self._peers.see(peers.problem or "not every record is where it belongs")
+        else:
+            self._peers.see("")
+        if newest is not None and peers.watermark is not None and peers.every == 0:
+            self._peers_lag.see(newest - peers.watermark, status.slots)
+        if peers.gap is not None and peers.gap != self._gap:
+            self._gap = peers.gap
+            self.note(PeersGap(*peers.gap))
+
+    def _sample(self, status: Status, now: float) -> None:
+        assert self._sampled_from is not None
+        grown = (now - self._sampled_from) * _SAMPLE_GROWTH
+        self._sample_at = now + min(max(_SAMPLE_SECONDS, grown), _SAMPLE_SECONDS_AT_LAST)
+        figures, peers = self._figures, status.peers
+        commits, stalled = figures.commits - self._commits, figures.stalled_ms - self._stalled_ms
+        newest = max((record for _, record in status.committed), default=None)
+        self.note(
+            Sample(
+                step=status.step,
+                stored_step=status.storage.step if status.storage is not None else None,
+                peers_record=peers.watermark if peers is not None else None,
+                record=newest,
+                commits=commits,
+                stall_ms=round(stalled / commits, 3) if commits else None,
+                longest_stall_ms=round(self._longest_ms, 3),
+                lag_records=max(0, newest - status.applied)
+                if newest is not None and status.applied is not None
+                else None,
+                drift_ulp=status.max_drift_ulp,
+                held_bytes=status.held_bytes,
+                peers_bytes=peers.held_bytes if peers is not None else 0,
+                agent_bytes=resident_bytes(),
+                sent_bytes=peers.bytes_sent if peers is not None else 0,
+            )
+        )
+        self._commits, self._stalled_ms, self._longest_ms = figures.commits, figures.stalled_ms, 0.0
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process without shared memory, in bytes."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * _PAGE_BYTES

@@ -1,0 +1,194 @@
+"""The journal of a run on a node: JSON lines in the run directory, bounded, written by a thread that nobody waits for.
+
+The run directory may be on a network disk that hangs or is full. Events then are lost and counted, and that is logged
+once; nothing else depends on the journal. It is not synced: a crash of the machine may take the last lines along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memckpt.journal.events import AnyEvent, Envelope, Lost, encode
+
+_log = logging.getLogger("memckpt.agent")
+#: Size in bytes at which a file is rotated, and number of older files that are kept.
+FILE_BYTES, OLDER_FILES = 2 << 20, 3
+#: Most events that wait to be written.
+_MOST_WAITING = 1_000
+#: Longest line, in bytes; longer texts are cut.
+_LINE_BYTES, _TEXT_CHARACTERS = 8_192, 1_000
+#: Longest wait, in seconds, for queued events at the end of the process.
+_END_SECONDS = 2.0
+_NAME = re.compile(r"events-(?P<node>.+)\.jsonl(?:\.(?P<age>\d+))?")
+
+
+def file_name(node: str, age: int = 0) -> str:
+    """Name of a node's journal in the run directory; older files have an `age` of 1 or more."""
+    return f"events-{node}.jsonl" + (f".{age}" if age else "")
+
+
+def files_of(run_dir: Path, node: str | None = None) -> dict[str, list[Path]]:
+    """Files of the journals in a run directory, oldest first, by node; `node`: of that one only."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in run_dir.glob("events-*.jsonl*"):
+        match = _NAME.fullmatch(path.name)
+        if match is not None and node in (None, match["node"]):
+            found.setdefault(match["node"], []).append((int(match["age"] or 0), path))
+    return {name: [path for _, path in sorted(files, reverse=True)] for name, files in sorted(found.items())}
+
+
+class Journal:
+    """Owns a thread and a descriptor of the run directory, which may be moved; :meth:`close` it.
+
+    Args:
+        run_dir: the run directory.
+        node: name of the node.
+        file_bytes: size at which a file is rotated.
+        clock: wall clock, in seconds since 1970.
+
+    Attributes:
+        attempt: number of the attempt that events belong to.
+        problem: why events cannot be written now; empty if they can.
+    """
+
+    def __init__(
+        self, run_dir: Path, node: str, file_bytes: int = FILE_BYTES, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._run_dir = run_dir
+        self._node = node
+        self._file_bytes = file_bytes
+        self._clock = clock
+        self.attempt = 0
+        self.problem = ""
+        self._directory = -1
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        #: Events that found no room in the queue, that could not be written, and that were reported as lost.
+        self._dropped = self._failed = self._reported = 0
+        #: When the first of those that are not reported was lost.
+        self._lost_at: float | None = None
+        # A daemon: nothing can interrupt a write to a disk that hangs.
+        self._thread = threading.Thread(target=self._write, name="memckpt-journal", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Number of events that are not in the journal."""
+        return self._dropped + self._failed
+
+    def note(self, event: AnyEvent, at: float | None = None) -> None:
+        """Add an event. Never blocks, and never raises for the sake of the journal.
+
+        Args:
+            event: what has happened.
+            at: when, in seconds since 1970; None: now.
+        """
+        try:
+            self._lines.put_nowait(self._line(event, at))
+        except queue.Full:
+            self._lost_at = self._clock() if self._lost_at is None else self._lost_at
+            self._dropped += 1
+
+    def _line(self, event: AnyEvent, at: float | None = None) -> bytes:
+        envelope = Envelope(time=round(self._clock() if at is None else at, 3), node=self._node, attempt=self.attempt)
+        line = encode(envelope, event)
+        if len(line) > _LINE_BYTES:
+            texts = {
+                name: f"{text[:_TEXT_CHARACTERS]} ..."
+                for name in event.__struct_fields__
+                if isinstance(text := getattr(event, name), str) and len(text) > _TEXT_CHARACTERS
+            }
+            line = encode(envelope, msgspec.structs.replace(event, **texts))
+        return line + b"\n"
+
+    def close(self) -> None:
+        """End the thread, and wait briefly until queued events are written. Idempotent."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(_END_SECONDS)
+
+    # The thread
+
+    def _write(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._lines.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    batch.append(self._lines.get_nowait())
+            ended = None in batch
+            lines = [line for line in batch if line is not None]
+            if lines:
+                self._write_lines(lines)
+        if self._directory >= 0:
+            os.close(self._directory)
+
+    def _write_lines(self, lines: list[bytes]) -> None:
+        missing = self.lost - self._reported
+        head = [self._line(Lost(missing), self._lost_at)] if missing else []
+        try:
+            self._append(b"".join(head + lines))
+        except OSError as error:
+            self._lost_at = self._clock() if self._lost_at is None else self._lost_at
+            self._failed += len(lines)
+            if not self.problem:
+                _log.warning(
+                    "the journal %s cannot be written (%s): events are lost until it can; training and its protection "
+                    "do not depend on it",
+                    self._run_dir / file_name(self._node),
+                    error.strerror or error,
+                )
+            self.problem = str(error)
+            return
+        self._reported += missing
+        self._lost_at = None
+        if self.problem:
+            _log.info("the journal is written again; %d events were lost", missing)
+            self.problem = ""
+
+    def _append(self, data: bytes) -> None:
+        """Write whole lines behind those that are there. The file is opened each time: others rotate and delete, too.
+
+        Raises:
+            OSError: it cannot be done, or in part only; the next call ends a line that is torn.
+        """
+        if self._directory < 0:
+            self._directory = os.open(self._run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        file = self._open()
+        try:
+            size = os.fstat(file).st_size
+            if size and size + len(data) > self._file_bytes:
+                os.close(file)
+                file = -1
+                self._rotate()
+                file, size = self._open(), 0
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                data = b"\n" + data
+            while data:
+                data = data[os.write(file, data) :]
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(file_name(self._node), flags, 0o644, dir_fd=self._directory)
+
+    def _rotate(self) -> None:
+        for age in range(OLDER_FILES - 1, -1, -1):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(
+                    file_name(self._node, age),
+                    file_name(self._node, age + 1),
+                    src_dir_fd=self._directory,
+                    dst_dir_fd=self._directory,
+                )

@@ -1,0 +1,114 @@
+"""Reading the journals of a run: what is there, and what comes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from memckpt.journal.events import Entry, decode
+from memckpt.journal.journal import file_name, files_of
+
+
+def entries_of(lines: Iterable[bytes]) -> list[Entry]:
+    """The entries of whole lines; what is torn (a full disk, a crash) is left out."""
+    entries = []
+    for line in lines:
+        if line.strip():
+            with contextlib.suppress(msgspec.DecodeError):
+                entries.append(decode(line))
+    return entries
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries by time; those of one moment as they were written."""
+    return sorted(entries, key=lambda entry: entry.envelope.time)
+
+
+def read_journal(run_dir: Path, node: str | None = None) -> list[Entry]:
+    """All events of a run, oldest first; `node`: of that node only. Empty where there is no journal.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    with contextlib.closing(Follower(run_dir, node)) as follower:
+        return follower.poll()
+
+
+class _File:
+    """The newest file of one node's journal, followed through its rotations. Owns a descriptor; :meth:`close` it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self._rest = b""
+
+    def poll(self) -> list[bytes]:
+        """The whole lines that have come since the last call."""
+        data = self._read()
+        if self._rotated():
+            data += self._read()  # what came behind the last read, before it was rotated
+            self.close()
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            data += self._read()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+    def _read(self) -> bytes:
+        data = b""
+        while self._fd >= 0 and (part := os.read(self._fd, 1 << 20)):
+            data += part
+        return data
+
+    def _rotated(self) -> bool:
+        """Whether the path leads to another file than the one that is open."""
+        if self._fd < 0:
+            return True
+        try:
+            return not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:  # between two renames
+            return False
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class Follower:
+    """Reads the journals of a run from their beginning, and then what comes. :meth:`close` it.
+
+    A file that is rotated twice between two polls is missed.
+    """
+
+    def __init__(self, run_dir: Path, node: str | None = None) -> None:
+        self._run_dir = run_dir
+        self._node = node
+        self._files: dict[str, _File] = {}
+
+    def poll(self) -> list[Entry]:
+        """The entries since the last call, by time.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        found: list[Entry] = []
+        for node, paths in files_of(self._run_dir, self._node).items():
+            if node not in self._files:
+                newest = self._run_dir / file_name(node)
+                for path in paths:
+                    if path != newest:
+                        with contextlib.suppress(FileNotFoundError):  # it was rotated meanwhile
+                            found += entries_of(path.read_bytes().split(b"\n"))
+                self._files[node] = _File(newest)
+            found += entries_of(self._files[node].poll())
+        return in_order(found)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
