@@ -17,9 +17,9 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
-from accelerate_plugin.loop import Place
 from accelerate_plugin.support import other_objects
 from memckpt import dataloader
+from memckpt.dataloader.places import Place
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import Optimizer
 
+from memckpt.dataloader.places import Place, PlaceWatch
 from memckpt.errors import UsageError
 
 _log = logging.getLogger("accelerate_plugin")
@@ -22,28 +23,6 @@ _NEVER_STEPPED = (
     "ckpt.commit() was called and no optimizer has stepped: call step() of the optimizer that ckpt.prepare() returned, "
     "inside accelerator.accumulate(model) where gradients are accumulated"
 )
-_LEFT = (
-    "the loop over batches was left after a commit although its loader has more batches, and a restart would "
-    "continue in it: pass commit(epoch_over=True) there, or leave the loop before its next batch is trained"
-)
-_SECOND_LOOP = (
-    "a second loop over batches in one epoch: a restart during the second loop runs the first one again; "
-    "give each an epoch of its own"
-)
-
-
-class Place(NamedTuple):
-    """The user's position in one prepared loader.
-
-    Attributes:
-        at: iteration and batch.
-        active: whether the user is iterating over it.
-        over: whether that iteration has given its last batch.
-    """
-
-    at: tuple[int, int]
-    active: bool
-    over: bool
 
 
 class LoopWatch:
@@ -59,8 +38,7 @@ class LoopWatch:
         self._commits = 0
         self._last_place: Any = None
         self._warned = False
-        self._places: list[Place] = []
-        self._first_places: list[Place] | None = None
+        self._places = PlaceWatch()
         #: Whether the loop has asked where it resumes.
         self.place_is_known = False
 
@@ -117,21 +95,11 @@ class LoopWatch:
         self._steps = self._empty_commits = 0
         self._commits += 1
         self._commits_in_epoch += 1
-        self._places = places
-        if self._first_places is None:
-            self._first_places = places
-        first = [(then, now) for then, now in zip(self._first_places, places, strict=True) if then.active]
-        # Loaders that are iterated together with another one may restart as often as they end.
-        again = bool(first) and all(then.at[0] != now.at[0] for then, now in first)
-        ended = any(not now.active for _, now in first)
-        return _SECOND_LOOP if in_epochs and (again or ended) else None
+        return self._places.committed(places, in_epochs)
 
     def left(self, places: list[Place]) -> str | None:
         """As :meth:`committed`, after the loop over batches."""
-        self._first_places = None
-        pairs = [(then, now) for then, now in zip(self._places, places, strict=False) if then.active]
-        still_there = all(then.at == now.at and not now.active and not then.over for then, now in pairs)
-        return _LEFT if pairs and still_there else None
+        return self._places.left(places)
 
     def check_epoch(self) -> None:
         """Check the epoch that has ended.

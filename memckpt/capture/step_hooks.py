@@ -35,6 +35,12 @@ def register_first(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], N
     return handle
 
 
+def is_followed(optimizer: Optimizer) -> bool:
+    """Whether a session has hooks on an optimizer."""
+    hooks: Mapping[int, Any] = vars(optimizer).get("_optimizer_step_post_hooks", {})
+    return any(getattr(hook, "__module__", "") == __name__ for hook in hooks.values())
+
+
 def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a step is called with a closure; `args` as a pre-hook gets them, with the optimizer first."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None

@@ -23,6 +23,8 @@ from memckpt.errors import DataPositionError
 from memckpt.state import rng
 from memckpt.state.rng import RngState
 
+_DISPATCHED = frozenset({"dispatched", "dispatched_digest", "sampler_ended"})
+
 
 def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
     """Adopt `loader` in place, so that its position can be read and resumed.
@@ -155,8 +157,12 @@ def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dic
     Args:
         between_passes: the next batch begins a new pass, so the place in this one does not matter.
     """
-    left_out = {"progress", "pass", "exhausted"} if between_passes else {"progress"}
-    return {name: value for name, value in position.items() if name not in left_out}
+    left_out = {"progress", "iterable", *(("pass", "exhausted") if between_passes else ())}
+    part = {name: value for name, value in position.items() if name not in left_out}
+    if position.get("iterable") and part.get("pass") is not None:
+        # Which worker's end of data arrives first is chance, and each arrival dispatches another batch.
+        part["pass"] = {name: value for name, value in part["pass"].items() if name not in _DISPATCHED}
+    return part
 
 
 def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:

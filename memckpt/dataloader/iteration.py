@@ -43,6 +43,8 @@ class LoaderRecord:
         self.live_at: dict[str, Any] | None = None
         """The same, until the resumed pass goes beyond the batches that the killed process had fetched."""
         self.on_live: Callable[[], None] | None = None
+        self.around: Callable[[Callable[[], Any]], Any] | None = None
+        """Makes the result of an iter(); its argument makes what the loader itself would return."""
         self.watch_sampler = True
         self.lazy_sampler: str | None = None
         self.iterated_before = getattr(loader, "_iterator", None) is not None
@@ -85,6 +87,7 @@ class LoaderRecord:
         return {
             "format": FORMAT,
             "num_workers": loader.num_workers,
+            "iterable": isinstance(loader.dataset, IterableDataset),
             "pass": current.record(ahead) if self.begun else None,
             "own": own,
             "progress": {path: list(names) for path, names in self._progress.items()},
@@ -265,6 +268,12 @@ class GraftedLoader:
     _memckpt_base: Any
 
     def __iter__(self) -> Any:
+        record = record_of(self)
+        if record is None or record.around is None:
+            return self._memckpt_iter()
+        return record.around(self._memckpt_iter)
+
+    def _memckpt_iter(self) -> Any:
         record = record_of(self)
         if record is not None and record.resuming is not None:
             drop_iterator(self)  # made for a resume, and nothing was taken from it

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
+from memckpt.session.fabric import bare_model, bare_optimizer
 from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")
@@ -35,9 +36,9 @@ def attach(
     installs the taps. Call it when model and optimizers exist and, with several ranks, after the process group does.
 
     Args:
-        model: the model; a DistributedDataParallel wrapper is taken apart. Its parameters may be DTensors (FSDP2,
-            HSDP, tensor parallel).
-        optimizers: one, or several.
+        model: the model; a DistributedDataParallel wrapper is taken apart, and what ``fabric.setup`` returned. Its
+            parameters may be DTensors (FSDP2, HSDP, tensor parallel).
+        optimizers: one, or several; also what ``fabric.setup`` returned.
         run_dir: names the run; attempts with the same directory continue each other. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"never"`` drops what is
             held, a number resumes exactly that step. None: MEMCKPT_RESUME, or ``"auto"``.
@@ -51,14 +52,12 @@ def attach(
         ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
         AgentError
     """
-    if isinstance(model, DistributedDataParallel):
-        data_parallel = model
-        model = model.module
+    model, wrapper = bare_model(model)
     session = Session(
         model,
-        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
+        [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)],
         with_environment(run_dir, resume, config),
-        data_parallel=data_parallel,
+        data_parallel=data_parallel if wrapper is None else wrapper,
         extra_modules=extra_modules or {},
         replicated=replicated,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,9 +13,10 @@ import torch
 
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, StorageError
+from memckpt.journal.events import TrainerEvent
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.messages import TrainerToAgent
-from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Preempted, Prepare, Resume
+from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Note, Preempted, Prepare, Resume
 from memckpt.session.agent_client import AgentClient, Notice
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
@@ -157,6 +159,12 @@ class AgentLink:
 
     def send(self, message: TrainerToAgent) -> None:
         self.client.send(message)
+
+    def note(self, event: TrainerEvent) -> None:
+        """Tell the run's journal; nothing happens where there is no agent."""
+        if self._client is not None:
+            with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
+                self._client.send(Note(event))
 
     def send_later(self, make: Callable[[], TrainerToAgent]) -> None:
         """Make and send a message in a thread, as `make` waits for copies from an accelerator."""

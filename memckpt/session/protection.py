@@ -6,6 +6,7 @@ import logging
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
+from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
 from memckpt.session.drift import DriftReports
@@ -121,6 +122,8 @@ class Protection:
             what = "step was" if gap == 1 else "steps were"
             _log.warning("memckpt: protected again from step %d on; %d %s not", point.step, gap, what)
             self.unprotected_since = None
+            if self._training.ranks.rank == self._training.ranks.local_ranks[0]:
+                self._link.note(GapEnded(point.step, gap))
 
     def leave_record(self, record: int) -> None:
         """Begin the next record, with nothing staged, unless it has begun already."""

@@ -14,6 +14,7 @@ from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
+from memckpt.journal.events import Recovered
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
@@ -67,6 +68,9 @@ class Restoration:
             # Zeros stand for gradients that there were; pending ones are marked.
             restore_gradients(self._live, chosen.state["gradients"])
             self._pending.resume(chosen.state["pending"])
+        if self._ranks.rank == 0:
+            what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
+            self._link.note(Recovered(*what, report.exact, report.repeated))
         return report
 
     def restore_rng(self, chosen: Chosen) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import ForeignStateError
+from memckpt.journal.events import StartedOver
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import (
@@ -162,6 +163,8 @@ class Resumption:
             ranks.together(lambda: self._prepare(spec, record + 1, discard=True))
             return Start(record + 1, anew=True)
         ranks.together(lambda: self._start_over(spec, plan))
+        if ranks.rank == 0:
+            self._link.note(StartedOver(plan.reason))
         self._repeat.do_without("nothing was resumed")
         return Start(1, anew=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
-from memckpt.config import RedoMode, ResumeChoice
+from memckpt.config import ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.processes.address import AgentAddress
@@ -27,8 +27,10 @@ from memckpt.session.changes import Changes
 from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
+from memckpt.session.information import Information
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
+from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.preemption import PreemptionNotice
@@ -36,20 +38,20 @@ from memckpt.session.protection import Protection
 from memckpt.session.rank_state import Parts, RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.reconnection import Reconnection
-from memckpt.session.report import HeldState, RestoreReport, describe_protection
+from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume import Resumption
-from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.sharing import find_own_buffers, find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
 
 
-class Session:
+class Session(Information):
     """Protects one model and its optimizers. Made by :func:`memckpt.attach`; not thread-safe.
 
-    Order of calls: attach, ``provide``/``register``, ``restore``, then ``commit`` at each restore point, ``close``.
+    Order of calls: attach, ``provide``/``register``/``loader``, ``restore``, then ``commit`` at each restore point,
+    ``close``.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Session:
         address = AgentAddress.of(run_dir)
         self._link = link = AgentLink(address, ranks, config)
         self._rank_state = RankState(live, self._copier, device)
+        self._loop = Loop(self._rank_state, ranks, self._restore_rng)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
         self._proof = ResumeProof(training, link, self._rank_state)
         self._restoration = Restoration(training, link, staging, self._proof)
@@ -201,6 +204,7 @@ class Session:
         if report is not None and self.held is not None:
             same = self._rank_state.load_registered(self.held.rank_state)
             report = replace(report, exact=report.exact and same)
+        if report is not None or self.held is None:
             self.restore_rng()
         return report
 
@@ -218,26 +222,75 @@ class Session:
 
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
+        self._loop.hold(self.held)
+        self._restore_rng()
+
+    def _restore_rng(self) -> None:
         if self._resumption.chosen is not None:
             self._restoration.restore_rng(self._resumption.chosen)
 
+    # The loop over data
+
+    def loader(self, loader: LoaderT) -> LoaderT:
+        """Have a loader continue at its place: after a resume its next iteration begins behind the last commit.
+
+        Call it before :meth:`restore`. Samples that were trained before are not loaded again.
+
+        Args:
+            loader: a torch DataLoader, or what ``fabric.setup_dataloaders`` returned.
+
+        Returns:
+            The same object, followed in place until :meth:`close`.
+
+        Raises:
+            UsageError: called after ``restore`` or a commit, or another session follows the loader.
+            UnsupportedError: it is no DataLoader.
+        """
+        return self._loop.follow(loader)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Replacement of ``range(total)`` that begins with the epoch to resume; call it after :meth:`restore`.
+
+        Raises:
+            UsageError: something is held and not restored, or a followed loader has been iterated since.
+            ForeignStateError: the run that is continued did not count its epochs so.
+        """
+        self._refuse_unrestored("epochs()")
+        return self._loop.epochs(total)
+
+    @property
+    def epoch(self) -> int:
+        """The current or next epoch of :meth:`epochs`."""
+        return self._loop.epoch
+
+    @property
+    def batch(self) -> int:
+        """Batches of this epoch before the last commit; the start of a batch counter of your own."""
+        return self._loop.batch
+
+    def _refuse_unrestored(self, what: str) -> None:
+        if self._resumption.due:
+            raise UsageError(f"{what} before restore(): something is held; call session.restore() before training")
+
     # Commit
 
-    def commit(self, step: int | None = None, gradients_pending: bool | None = None) -> bool:
+    def commit(
+        self, step: int | None = None, gradients_pending: bool | None = None, *, epoch_over: bool = False
+    ) -> bool:
         """End a record here, if this is a restore point: after the optimizer's step, with no gradient pending.
 
         Args:
             step: the framework's step number; None takes the record's number.
             gradients_pending: whether a backward has run whose gradients no step has used yet; None lets the taps
                 decide. Pass False where a scaler skipped the step, or where unused gradients are dropped.
+            epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
 
         Returns:
             True if this was a restore point; False if the record goes on (gradients are being accumulated).
         """
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
-        if self._resumption.due:
-            raise UsageError("commit() before restore(): something is held; call session.restore() before training")
+        self._refuse_unrestored("commit()")
         started = time.perf_counter()
         inner = self._clock.total - self._clock.commit
         try:
@@ -245,6 +298,7 @@ class Session:
             self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)
             if not self._is_restore_point(gradients_pending):
                 return False
+            self._loop.begin_commit(epoch_over)
             # First, as user code runs in it: an exception leaves everything unchanged.
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
             self._recorder.backward_ran = False
@@ -253,6 +307,7 @@ class Session:
             self._switch.end_self_test(record)
             self._last = RestorePoint(record, record if step is None else step, rank_state)
             self._rank_state.unrepeatable = ""
+            self._loop.end_commit()
             if self._proof.repetition is not None:
                 self._end_repetition(self._last)
             else:
@@ -289,72 +344,6 @@ class Session:
             self._recorder.pending.waive()
         return not gradients_pending
 
-    # Information
-
-    @property
-    def mode(self) -> RedoMode:
-        """Current redo mode."""
-        return self._mode.mode
-
-    @property
-    def mode_reason(self) -> str:
-        """Why this mode, in words."""
-        return self._mode.reason
-
-    @property
-    def check(self) -> ResumeCheck:
-        """Verdict of this attempt's resume check."""
-        return self._proof.check
-
-    @property
-    def tap_reason(self) -> str:
-        """Why this tap, in words."""
-        return self._tap.reason
-
-    @property
-    def caveats(self) -> list[str]:
-        """Limits of exactness and of checks in this run, one line each."""
-        return self._training.caveats
-
-    @property
-    def stored_step(self) -> int | None:
-        """Newest step that this attempt's agent has written to storage; None before the first."""
-        return self._protection.stored_step
-
-    @property
-    def drift_ulp(self) -> float:
-        """Largest difference between replica and live state that the audit has found, in ulp."""
-        return self._protection.drift.largest_ulp
-
-    def metrics(self) -> dict[str, float]:
-        """Milliseconds of stall since the last call, records not yet applied, drift in ulp, newest record, verdict."""
-        stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
-        lag = 0.0
-        if self._link.up and self._switch.request.mode == "eager":
-            lag = float(max(0, self._recorder.record - 1 - self._link.client.applied))
-        return {
-            "stall_ms": stalled * 1e3,
-            "lag_steps": lag,
-            "drift_ulp": self.drift_ulp,
-            "step": float(self._recorder.record - 1),
-            "resume_check": VERDICT_VALUES[self.check.verdict],
-        }
-
-    @property
-    def stall(self) -> StallClock:
-        """Seconds that the training thread has spent in the session, by cause."""
-        return self._clock
-
-    @property
-    def agent_pid(self) -> int | None:
-        """Process id of this node's agent; None while there is none."""
-        return self._link.agent_pid
-
-    def describe(self) -> str:
-        """One line about the protection of this run: mode, tap, memory, agent, caveats."""
-        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
-        return describe_protection(self._live.spec(self._switch.request), self.mode_reason, tap, where, self.caveats)
-
     # End
 
     def close(self, finished: bool = True) -> None:
@@ -369,6 +358,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self._loop.release()
         self._link.finish_sending()
         last = self._last if self._last is not None else self._resumption.point  # which no step has followed
         if finished and self._training.config.storage is not None and last is not None and self._link.up:

@@ -7,58 +7,35 @@ which has no plugin, bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
 import random
-import select
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from tests.support.cluster.processes import children, kill_and_wait
 from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import differences
 from tests.support.trainings.accelerate_training import INSTANT, Case, Kill, Run, Training
-from tests.support.trainings.engine_harness import Child, Lab
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import NO_PROCESS_GROUP, join, wait
 
-NO_PROCESS_GROUP = 77
 TRIES = 4
 DEATHS = (-signal.SIGKILL, -signal.SIGALRM)
-_PROCESS_GROUP_SECONDS = 20
 
 
 def _body(run: Run, rank: int, store: Path) -> None:
     if run.sabotage is not None:
         run.sabotage()
     if run.ranks > 1:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(run.ranks),
-            LOCAL_WORLD_SIZE=str(run.ranks),
-            MASTER_ADDR="127.0.0.1",
-            OMP_NUM_THREADS="1",
-        )
-        try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=run.ranks,
-                timeout=timedelta(seconds=_PROCESS_GROUP_SECONDS),
-            )
-        except RuntimeError as error:
-            print(error)  # gloo's ranks do not always find each other: the attempt is retried
-            os._exit(NO_PROCESS_GROUP)
+        join(rank, run.ranks, store)
     # Earlier tests in this process may have made an Accelerator, whose state all later ones share.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -80,7 +57,7 @@ def attempt(lab: Lab, run: Run) -> list[int]:
     for number in range(TRIES):
         store = run.directory / f"store-{number}-{os.urandom(4).hex()}"
         ranks = [lab.fork(partial(_body, run, rank, store), f"{run.case.name}-{rank}") for rank in range(run.ranks)]
-        codes = _wait(ranks)
+        codes = wait(ranks)
         with (run.directory / "log").open("a") as log:
             log.write(ranks[0].log.read_text())
         if NO_PROCESS_GROUP not in codes:
@@ -89,29 +66,6 @@ def attempt(lab: Lab, run: Run) -> list[int]:
         logs = [rank.log.read_text()[-4000:] for rank, code in zip(ranks, codes, strict=True) if code]
         assert not logs, "\n".join(logs)
     return codes
-
-
-def _wait(ranks: list[Child]) -> list[int]:
-    codes: dict[int, int] = {}
-    handles = {os.pidfd_open(rank.pid): rank for rank in ranks}
-    try:
-        while handles:
-            ready = select.select(list(handles), [], [], 90)[0]
-            if not ready:
-                raise TimeoutError("ranks live on:\n" + "\n".join(rank.log.read_text()[-3000:] for rank in ranks))
-            for handle in ready:
-                rank = handles.pop(handle)
-                os.close(handle)
-                codes[rank.pid] = rank.wait()
-                if codes[rank.pid] != 0:
-                    for other in handles.values():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(other.pid, signal.SIGKILL)
-    finally:
-        for handle in handles:
-            os.close(handle)
-    # The code of a rank killed because another one had died means nothing.
-    return [codes[rank.pid] for rank in ranks]
 
 
 def entries(run: Run, rank: int) -> list[dict[str, Any]]:

@@ -1,0 +1,212 @@
+"""The user's loop over data: loaders that continue at their place, epochs that are counted over restarts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from memckpt.dataloader.follower import Followers, check_parts
+from memckpt.dataloader.places import PlaceWatch
+from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
+from memckpt.recovery.comparison import Kind
+from memckpt.session.fabric import bare_loader
+from memckpt.session.rank_state import OWN, RankState
+from memckpt.session.ranks import Ranks
+from memckpt.session.report import HeldState
+
+#: Name of its state in the rank state.
+STATE = f"{OWN}loop"
+#: Commits between two searches for reasons that prevent an exact resume; some show only while training runs.
+_LOOK_EVERY_COMMITS = 64
+_log = logging.getLogger("memckpt")
+LoaderT = TypeVar("LoaderT")
+
+
+class Loop:
+    """The place of one rank's loop: epoch, batch, and a position in each followed loader.
+
+    Args:
+        rank_state: carries the place.
+        ranks: all ranks; the first one logs.
+        restore_rng: restores the global generators of the held state.
+
+    Attributes:
+        epoch: the current or next epoch of `epochs`.
+        batch: number of batches of this epoch before the last commit.
+    """
+
+    def __init__(self, rank_state: RankState, ranks: Ranks, restore_rng: Callable[[], None]) -> None:
+        self._rank_state = rank_state
+        self._ranks = ranks
+        self._restore_rng = restore_rng
+        self._followers = Followers(self._go_live)
+        self._watch = PlaceWatch()
+        self._said: set[str] = set()
+        self._begun = False
+        self._held: Mapping[str, Any] | None = None
+        self._rng_pending = False
+        self._in_epochs = False
+        self._counts_epochs = False
+        self._ended_at_commit = 0
+        self._commits = 0
+        self.epoch = 0
+        self.batch = 0
+
+    def follow(self, loader: LoaderT) -> LoaderT:
+        """Follow a loader. Arguments, result and errors are those of :meth:`memckpt.Session.loader`."""
+        if self._begun:
+            raise UsageError(
+                "loader(): expected it before restore() and the first commit(), found it behind: follow all loaders "
+                "first, then restore"
+            )
+        found, counter = bare_loader(loader)
+        if not isinstance(found, DataLoader):
+            raise UnsupportedError(
+                f"loader(): expected a torch DataLoader, or what fabric.setup_dataloaders() returned, found "
+                f"{type(loader).__name__}; register() an object with state_dict() and load_state_dict()"
+            )
+        self._followers.follow(found, counter)
+        self._provide()
+        self._look()
+        return loader
+
+    def _provide(self) -> None:
+        if not self._rank_state.has(STATE):
+            self._rank_state.provide(STATE, self._capture, _parts)
+
+    def _look(self) -> None:
+        for line in self._followers.unreplayable():
+            self._warn(line)
+
+    def _warn(self, line: str | None) -> None:
+        if line is not None and line not in self._said and self._ranks.rank == 0:
+            self._said.add(line)
+            _log.warning("memckpt: not exact after a restart: %s", line)
+
+    # Resume
+
+    def hold(self, held: HeldState | None) -> None:
+        """Continue at the place of `held`, once; leaves the global generators as they are.
+
+        Raises:
+            ForeignStateError: other loaders were followed in the run that is continued.
+            UnsupportedError: it had another number of ranks.
+            DataPositionError: a loader differs from its former self.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        if held is None:
+            return
+        state = self._held = held.rank_state.get(STATE, _NOWHERE)
+        expected, found = len(state["loaders"]), len(self._followers)
+        if expected != found:
+            raise ForeignStateError(
+                f"expected {expected} loader(s) given to session.loader(), as in the run that is continued, found "
+                f'{found}; follow the same loaders in both runs, or start over with resume="never"'
+            )
+        if found and held.world_size != self._ranks.world_size:
+            raise UnsupportedError(
+                f"expected {held.world_size} rank(s), as in the run that is continued, found {self._ranks.world_size}: "
+                'the place in the data does not carry over to another number; start as many, or use resume="never"'
+            )
+        self.epoch, self.batch = state["epoch"] or 0, state["batch"]
+        self._followers.hold(state["loaders"])
+        self._rng_pending = any(each.waits for each in self._followers)
+
+    def _go_live(self) -> None:
+        """Restore the global generators: what the loop drew above its batches, the killed process had drawn before."""
+        if self._rng_pending:
+            self._rng_pending = False
+            self._restore_rng()
+
+    # Epochs
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """As :meth:`memckpt.Session.epochs`."""
+        self._provide()
+        if self._held is not None and self._held["epoch"] is None:
+            raise ForeignStateError(
+                "epochs(): expected a held state that was committed in a loop over epochs(), found one that was not; "
+                'count epochs as in the run that is continued, or start over with resume="never"'
+            )
+        if self._held is not None and not self._rng_pending and any(each["active"] for each in self._held["loaders"]):
+            raise UsageError(
+                "epochs(): expected loaders that nobody has iterated since restore(), found one that gave a batch, "
+                "which the loop would miss; look at the data before restore()"
+            )
+        self._in_epochs = self._counts_epochs = True
+        self._held = None
+        try:
+            while self.epoch < total:
+                yield self.epoch
+                self.leave_epoch()
+                self._followers.ended += 1
+                self.epoch += 1
+                self.batch = 0
+        finally:
+            self._in_epochs = False
+
+    def leave_epoch(self) -> None:
+        """Say what a restart would do after the loop over batches, if that is not exact."""
+        self._warn(self._watch.left(self._followers.places()))
+
+    # Each commit
+
+    def begin_commit(self, epoch_over: bool) -> None:
+        """Check the place of a commit, before the rank state is captured.
+
+        Raises:
+            UsageError: a restart would take the epoch's batches again.
+        """
+        self._begun = True
+        if self._in_epochs and len(self._followers) and not self._followers.active:
+            raise UsageError(
+                "commit(): expected it inside the loop over a followed loader, found it outside, where a restart "
+                "would take the epoch's batches again; call it as the last statement of that loop, or count steps "
+                "and not epochs() where one step takes them all"
+            )
+        if epoch_over:
+            self._followers.leave()
+        if self._followers.ended != self._ended_at_commit:
+            reason = "an epoch, or another iteration over a loader, ended before it"
+            self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
+
+    def end_commit(self) -> None:
+        """Note that the commit was one."""
+        self.batch = self._batch_now()
+        self._ended_at_commit = self._followers.ended
+        if not len(self._followers):
+            return
+        self._warn(self._watch.committed(self._followers.places(), self._in_epochs))
+        self._commits += 1
+        if self._commits % _LOOK_EVERY_COMMITS == 1:
+            self._look()
+
+    def _batch_now(self) -> int:
+        batches = self._followers.batches
+        return self.batch + 1 if batches is None else batches
+
+    def _capture(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch if self._counts_epochs else None,
+            "batch": self._batch_now(),
+            "loaders": self._followers.states(),
+        }
+
+    def release(self) -> None:
+        """Restore all loaders as they were."""
+        self._followers.release()
+
+
+#: The place in a state that has none.
+_NOWHERE: Mapping[str, Any] = {"epoch": None, "batch": 0, "loaders": []}
+
+
+def _parts(state: Mapping[str, Any]) -> dict[tuple[Kind, str], Any]:
+    loop = {"epoch": state["epoch"], "batch": state["batch"]}
+    parts = {"loop": loop, **check_parts(state["loaders"])}
+    return {("data position", name): part for name, part in parts.items()}

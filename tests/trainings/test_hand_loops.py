@@ -1,0 +1,321 @@
+"""Loops over DataLoaders that are written by hand: killed, gone on with, and compared with one without memckpt."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import memckpt
+from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
+from tests.support.trainings.data_jobs import NONE, PERSISTENT, TWO
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.hand_loops import Process, in_child, survives
+from tests.support.trainings.loader_cases import BATCH, BATCHES, Augmented, Workers, make
+
+KILLS = [("committed", 3), ("backward", 2), ("epoch end", 1), ("epoch begins", 2), ("committed", 2)]
+#: With a replay a process takes one more batch of the iteration in which it resumes.
+CHECKED = pytest.mark.parametrize("check", ["replay", "off"])
+
+
+def plain(process: Process, loader: Any, epochs: int = 3) -> None:
+    """What a tutorial shows: shuffled batches, an evaluation behind each epoch, a scheduler for each."""
+    session = process.session
+    evaluated = session.loader(DataLoader(Augmented(6), BATCH))
+    loader = session.loader(loader)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(process.optimizer, 0.9)
+    session.register("scheduler", scheduler)
+    session.restore()
+    for epoch in session.epochs(epochs):
+        process.at("epoch begins")
+        torch.rand(())  # a resumed process draws it once more
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader, start=session.batch):
+            process.backward(f"batch {epoch}.{number}", batch)
+            process.at("backward")
+            process.step()
+            session.commit()
+            process.at("committed")
+        process.at("epoch end")
+        with torch.no_grad():
+            for batch in evaluated:
+                process.note(f"evaluated {epoch}", batch)
+        scheduler.step()
+        process.note(f"epoch {epoch}", scheduler.get_last_lr())
+    session.close()
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("shuffle", NONE),
+        ("own-generator", NONE),
+        ("shuffle", TWO),
+        ("distributed", NONE),
+        ("shuffle", PERSISTENT),
+        ("stateful", TWO),
+        ("distributed", PERSISTENT),
+        ("generator-iter", NONE),
+        ("random-object", NONE),
+        ("unbatched", TWO),
+    ],
+    ids=str,
+)
+def test_a_loop_over_epochs(lab: Lab, name: str, workers: Workers) -> None:
+    log = survives(lab, lambda process: plain(process, make(name, workers)), KILLS)
+    said = "not exact after a restart: loader 1: Doubling overrides __iter__"
+    assert (said in log) is (name == "generator-iter")
+
+
+def test_a_run_that_has_ended_and_is_started_again_takes_no_step(lab: Lab) -> None:
+    survives(lab, lambda process: plain(process, make("shuffle", NONE), epochs=2), [("epoch end", 2)])
+
+
+@pytest.mark.parametrize("workers", [NONE, pytest.param(TWO, marks=pytest.mark.slow)], ids=str)
+def test_a_stream_is_read_again_and_that_is_said(lab: Lab, workers: Workers) -> None:
+    def loop(process: Process) -> None:
+        plain(process, make("iterable", workers))
+
+    log = survives(lab, loop, [("committed", 3), ("epoch end", 1)])
+    assert "not exact after a restart: loader 1: Counting is an IterableDataset" in log
+    assert "was left after a commit" not in log
+
+
+def test_accumulated_batches_are_taken_again(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        session.restore()
+        for epoch in session.epochs(2):
+            for number, batch in enumerate(loader, start=session.batch):
+                process.backward(f"batch {epoch}.{number}", batch)
+                process.at("backward")
+                if number % 2:
+                    process.step()
+                    session.commit()
+                process.at("batch ends")
+        session.close()
+
+    survives(lab, loop, [("backward", 4), ("batch ends", 3), ("batch ends", 4)])
+
+
+@CHECKED
+def test_an_epoch_that_ends_before_its_data_does(lab: Lab, check: str) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        session.restore()
+        for epoch in session.epochs(3):
+            for number, batch in enumerate(loader, start=session.batch):
+                process.backward(f"batch {epoch}.{number}", batch)
+                process.step()
+                session.commit(epoch_over=number == 2)
+                process.at("committed")
+                if number == 2:
+                    break
+            process.at("epoch end")
+        session.close()
+
+    log = survives(lab, loop, [("committed", 2), ("committed", 1), ("epoch end", 1)], check)
+    assert "was left after a commit" not in log
+
+
+@CHECKED
+def test_two_loaders_of_unequal_length_in_a_zip(lab: Lab, check: str) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        one, other = session.loader(DataLoader(Augmented(12), BATCH)), session.loader(make("shuffle", NONE))
+        session.restore()
+        for epoch in session.epochs(3):
+            for number, (first, second) in enumerate(zip(one, other, strict=False), start=session.batch):
+                process.backward(f"batch {epoch}.{number}", [first, second])
+                process.step()
+                session.commit()
+                process.at("committed")
+            process.at("epoch end")
+        session.close()
+
+    survives(lab, loop, [("epoch end", 1), ("committed", 1), ("committed", 2)], check)
+
+
+def test_a_loop_that_counts_steps_and_a_look_before_it(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        process.note("look", [each.shape for each in next(iter(loader))])
+        report = session.restore()
+        step = report.step if report else 0
+        while step < 15:
+            for batch in loader:
+                step += 1
+                process.backward(f"step {step}", batch)
+                process.step()
+                session.commit()
+                process.at("committed")
+                if step == 15:
+                    break
+        session.close()
+
+    survives(lab, loop, [("committed", 4), ("committed", 2), ("committed", 5)])
+
+
+def test_a_batch_drawn_anew_for_each_step(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        report = session.restore()
+        for step in range(report.step + 1 if report else 1, 8):
+            process.backward(f"step {step}", next(iter(loader)))
+            process.step()
+            session.commit()
+            process.at("committed")
+        session.close()
+
+    survives(lab, loop, [("committed", 3), ("committed", 2)])
+
+
+# What is said, and refused
+
+
+def refused(lab: Lab, loop: Any, error: type[Exception], *words: str) -> None:
+    """Check that `loop` ends with this error, in a process of its own."""
+
+    def body() -> None:
+        process = Process(lab.run_dir, lab.directory / "noted", None)
+        with pytest.raises(error) as caught:
+            loop(process)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        process.session.close()
+
+    in_child(lab, body)
+
+
+def test_a_loader_that_is_followed_too_late(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        process.session.restore()
+        process.session.loader(make("shuffle", NONE))
+
+    refused(lab, loop, UsageError, "before restore()")
+
+
+def test_what_is_no_loader(lab: Lab) -> None:
+    refused(lab, lambda process: process.session.loader([1, 2]), UnsupportedError, "found list", "register()")
+
+
+def test_a_loader_of_another_session(lab: Lab, tmp_path: Path) -> None:
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        other = memckpt.attach(process.model, process.optimizer, run_dir=tmp_path / "other", config=config())
+        try:
+            other.loader(loader)
+        finally:
+            other.close()
+
+    refused(lab, loop, UsageError, "another session follows")
+
+
+def test_a_commit_behind_the_loop_over_batches(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        session.restore()
+        for _ in session.epochs(1):
+            for batch in loader:
+                process.backward("", batch)
+            process.step()
+            session.commit()
+
+    refused(lab, loop, UsageError, "inside the loop over a followed loader", "epochs()")
+
+
+def test_a_batch_after_the_epoch_was_over(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        session.restore()
+        for _ in session.epochs(1):
+            for batch in loader:
+                process.backward("", batch)
+                process.step()
+                session.commit(epoch_over=True)
+
+    refused(lab, loop, UsageError, "after commit(epoch_over=True)")
+
+
+def interrupted(lab: Lab, *, epochs: bool = True) -> None:
+    """Leave the state of a run that has died behind its second batch."""
+
+    def body() -> None:
+        process = Process(lab.run_dir, lab.directory / "noted", ("committed", 2))
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        session.restore()
+        for _ in session.epochs(1) if epochs else range(1):
+            for batch in loader:
+                process.backward("", batch)
+                process.step()
+                session.commit()
+                process.at("committed")
+
+    in_child(lab, body, status=-signal.SIGKILL)
+
+
+def test_other_loaders_than_in_the_run_that_is_continued(lab: Lab) -> None:
+    interrupted(lab)
+    refused(lab, lambda process: process.session.restore(), ForeignStateError, "expected 1 loader(s)", "found 0")
+
+
+def test_epochs_of_a_run_that_counted_none(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        next(process.session.epochs(2))
+
+    interrupted(lab, epochs=False)
+    refused(lab, loop, ForeignStateError, "epochs()", 'resume="never"')
+
+
+def test_epochs_before_the_restore(lab: Lab) -> None:
+    interrupted(lab)
+    refused(lab, lambda process: process.session.epochs(2), UsageError, "epochs() before restore()")
+
+
+def test_a_look_at_the_data_between_restore_and_epochs(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        next(iter(loader))
+        next(process.session.epochs(2))
+
+    interrupted(lab)
+    refused(lab, loop, UsageError, "before restore()")
+
+
+def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:
+    def body() -> None:
+        process = Process(lab.run_dir, lab.directory / "noted", None)
+        session = process.session
+        loader = session.loader(make("shuffle", NONE))
+        session.restore()
+        for _ in session.epochs(1):
+            for _ in range(2):
+                for number, batch in enumerate(loader):
+                    process.backward("", batch)
+                    process.step()
+                    session.commit()
+                    if number == BATCHES - 2:
+                        break
+        session.close()
+        assert type(loader) is DataLoader
+        assert not [name for name in vars(loader) if "memckpt" in name]
+
+    log = in_child(lab, body)
+    assert "a second loop over batches in one epoch" in log
+    assert "the loop over batches was left after a commit" in log
