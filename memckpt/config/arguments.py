@@ -2,6 +2,7 @@
 
     MEMCKPT_RUN_DIR                --run-dir                   the run directory
     MEMCKPT_RESUME                 --resume                    auto, require, never, or a step number
+    MEMCKPT_AUTO=1                                             Lightning finds the callback by itself
     MEMCKPT_REDO=lazy              --memckpt-redo lazy         a field of MemckptConfig
     MEMCKPT_AGENT_THREADS=2        --memckpt-agent-threads 2   a field of its AgentConfig
     MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
-from memckpt.config.settings import KIND, PREFIX, Setting, describe_settings, from_mapping
+from memckpt.config.settings import KIND, PREFIX, TRUTH, Setting, describe_settings, from_mapping
 from memckpt.errors import ConfigurationError
 
 _RESUME_HELP = (
@@ -31,6 +32,7 @@ _RESUME_HELP = (
 )
 RUN_DIR = "MEMCKPT_RUN_DIR"
 RESUME = "MEMCKPT_RESUME"
+AUTO = "MEMCKPT_AUTO"
 #: Variables for the location of a node and its agent, read elsewhere.
 _ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
 _log = logging.getLogger("memckpt")
@@ -219,6 +221,20 @@ def resume_from_environment(environment: Mapping[str, str] = os.environ) -> Resu
     return None if found is None else parse_resume(found, name=RESUME)
 
 
+def auto_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
+    """MEMCKPT_AUTO; False where it is not set.
+
+    Raises:
+        ConfigurationError: it is neither true nor false.
+    """
+    found = environment.get(AUTO)
+    if found is None:
+        return False
+    if found.lower() not in TRUTH:
+        raise ConfigurationError(f"{AUTO}: expected 1 or 0, found {found!r}")
+    return TRUTH[found.lower()]
+
+
 def config_from_environment(environment: Mapping[str, str] = os.environ) -> MemckptConfig:
     """The configuration from the variables; fields without one keep their defaults.
 
@@ -232,7 +248,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 
 def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment:

@@ -327,7 +327,7 @@ def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
     if resume == "auto" or resume == "require" or resume == "never":
         return resume
     if isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0:
-        return resume
+        return int(resume)  # jsonargparse gives a subclass, which no message takes
     raise ConfigurationError(
         f"{name}: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
     )

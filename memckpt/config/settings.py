@@ -22,7 +22,7 @@ KIND = "kind"
 PREFIX = "memckpt"
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _NONE = ("none", "null")
-_TRUTH = {"true": True, "false": False, "1": True, "0": False}
+TRUTH = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Setting:
             if text in self.choices:
                 return text
         elif self.kind is bool:
-            if text.lower() in _TRUTH:
-                return _TRUTH[text.lower()]
+            if text.lower() in TRUTH:
+                return TRUTH[text.lower()]
         elif self.kind in (int, float) or (self.kind is str and text):
             try:
                 return self.kind(text)

@@ -48,8 +48,15 @@ def test_plain_loop(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts.survives("examples/plain_loop.py", "run", "--size", "tiny", "--steps", "12", kills=["step 7"])
 
 
+def test_fabric_gpt(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STORAGE": "none", "REDO": "lazy", "AGENT_LINGER_SECONDS": "60"}.items():
+        monkeypatch.setenv(f"MEMCKPT_{name}", value)
+    arguments = ("run", "--windows", "80", "--epochs", "2")  # two batches a step, five steps an epoch
+    scripts.survives("examples/fabric_gpt.py", *arguments, kills=["step 3", "step 8"])
+
+
 def test_every_example_has_a_test_here_or_elsewhere() -> None:
     scripts = {each.name for each in (ROOT / "examples").glob("*.py")}
-    here = {"lightning_gpt.py", "digits_cnn.py", "transformers_trainer.py", "plain_loop.py"}
+    here = {"lightning_gpt.py", "digits_cnn.py", "transformers_trainer.py", "plain_loop.py", "fabric_gpt.py"}
     elsewhere = {"train.py", "accelerate_gpt.py", "lost_node.py", "many_nodes.py"}
     assert scripts == here | elsewhere | {"__init__.py", "common.py", "digest.py", "gpt.py"}
