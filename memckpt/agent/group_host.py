@@ -9,6 +9,7 @@ from memckpt.journal.events import AnyEvent
 from memckpt.node.redo_news import RedoNews
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
+from memckpt.protocol.status import MetricsSettings
 from memckpt.state.records import RankGroup
 
 
@@ -42,6 +43,9 @@ class Host(Protocol):
 
     def note(self, event: AnyEvent) -> None:
         """Add an event to the run's journal, and count it. Never blocks."""
+
+    def show_metrics(self, settings: MetricsSettings) -> None:
+        """Show the agent's metrics there, and nowhere else."""
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""

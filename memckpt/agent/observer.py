@@ -70,7 +70,7 @@ class Observer:
         recovery_seconds: their duration together.
         steps_lost: by them, as far as it is known.
         stored_bytes: written to storage as checkpoints.
-        stored_at: when the newest checkpoint was stored, in seconds since 1970; None before the first.
+        stored_at: when storage got its newest step, in seconds since 1970; None before the first.
         verdict: of the attempt's resume check; empty before it has one.
     """
 
@@ -94,6 +94,7 @@ class Observer:
         self.steps_lost = 0
         self.stored_bytes = 0
         self.stored_at: float | None = None
+        self._stored_step: int | None = None
         self.verdict = ""
         self._attempt: Attempt | None = None
         #: The attempt whose begin is noted, by its nonce.
@@ -140,6 +141,11 @@ class Observer:
             self.recoveries[event.tier] += 1
             self.recovery_seconds += event.seconds
             self.steps_lost += event.steps_lost or 0
+
+    @property
+    def unprotected(self) -> bool:
+        """Whether trainers go on and memory does not hold what they do."""
+        return self._memory.degraded
 
     # The agent
 
@@ -219,7 +225,6 @@ class Observer:
 
     def _stored(self, ranks: RankGroup, message: Saved) -> None:
         self.stored_bytes += message.nbytes
-        self.stored_at = time.time()
         self.note(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
 
     def _not_stored(self, ranks: RankGroup, message: SaveFailed) -> None:
@@ -276,6 +281,7 @@ class Observer:
     def _look(self, status: Status) -> None:
         """Note what has changed."""
         self._storage.see(status.storage.alarm if status.storage is not None else "")
+        self._see_stored(status)
         newest = max((record for _, record in status.committed), default=None)
         if newest is not None and status.applied is not None:
             self._replica_lag.see(newest - status.applied, status.slots - 1)
@@ -292,6 +298,12 @@ class Observer:
         if peers.gap is not None and peers.gap != self._gap:
             self._gap = peers.gap
             self.note(PeersGap(*peers.gap))
+
+    def _see_stored(self, status: Status) -> None:
+        """A checkpoint, or a batch of records, may have moved what storage can produce."""
+        step = status.storage.step if status.storage is not None else None
+        if step is not None and step != self._stored_step:
+            self._stored_step, self.stored_at = step, time.time()
 
     def _sample(self, status: Status, now: float) -> None:
         assert self._sampled_from is not None

@@ -11,6 +11,7 @@ from memckpt.errors import RunBusyError
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.control import relieve
 from memckpt.protocol.descriptors import raise_limit
+from memckpt.protocol.status import MetricsSettings
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -21,6 +22,7 @@ def serve(
     ready: Callable[[], None],
     by_operator: bool = False,
     stopping: Callable[[], None] = lambda: None,
+    metrics: MetricsSettings | None = None,
 ) -> None:
     """Run an agent in this process until it is told to leave. Called in the process's main thread.
 
@@ -29,14 +31,14 @@ def serve(
         linger_seconds: how long to hold the state with no trainer.
         ready: called once it answers.
         by_operator: as for :class:`Agent`.
-        stopping: as for :class:`Agent`.
+        stopping, metrics: as for :class:`Agent`.
 
     Raises:
         RunBusyError: another agent serves this run on this node. One that runs by operator takes over from one that
             living trainers have started.
     """
     raise_limit()
-    agent = Agent(address, linger_seconds, by_operator, stopping)
+    agent = Agent(address, linger_seconds, by_operator, stopping, metrics)
     if by_operator:
         relieve(address)
     with address.starting():

@@ -17,6 +17,8 @@ from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Fence
 from memckpt.agent.group_states import GroupStates
 from memckpt.agent.lifetime import Lifetime
+from memckpt.agent.metrics.exporter import Metrics
+from memckpt.agent.metrics.figures import Snapshot
 from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyReplicas
@@ -32,7 +34,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
-from memckpt.protocol.status import Status, StatusRequest, StopRequest
+from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import SaveTo
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
@@ -61,6 +63,7 @@ class Agent:
         by_operator: started by a person or a supervisor, beside the job: then it waits for the first trainer as long
             as that takes, and keeps its own linger time whatever the trainers' configuration says.
         stopping: called once, right before it stops to answer.
+        metrics: where its metrics are shown, whatever the trainers' configuration says; None: where that says.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Agent:
         linger_seconds: float,
         by_operator: bool = False,
         stopping: Callable[[], None] = lambda: None,
+        metrics: MetricsSettings | None = None,
     ) -> None:
         self._stopping: Callable[[], None] | None = stopping
         self._address = address
@@ -82,6 +86,9 @@ class Agent:
         self._past_nonces: set[str] = set()
         self._figures = Figures()
         self._observer = Observer(address, by_operator, self._figures, self._status, self._loop.clock)
+        self._metrics = Metrics(
+            address, metrics, self._loop.post, lambda: Snapshot.take(self._status(), self._figures, self._observer)
+        )
         self._liveness_seconds = 15.0
         self._groups = GroupStates(address.node, self)
         self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
@@ -123,6 +130,7 @@ class Agent:
         dead = self._address.serving()  # one that leaves takes its name away
         self._connections.listen()
         self._observer.started(None if dead is None else dead.pid)
+        self._metrics.begin()
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to leave; `ready` is called first, and ends it by raising."""
@@ -176,6 +184,7 @@ class Agent:
         self._groups.close()
         self._standbys.close()
         self._connections.close(Leaving())
+        self._metrics.close()
         self._observer.close(self._lifetime.over or "an error, which its log has")
         self._life.close()
         self._loop.close()
@@ -234,6 +243,10 @@ class Agent:
     def note(self, event: AnyEvent) -> None:
         """Add an event to the run's journal, and count it. Never blocks."""
         self._observer.note(event)
+
+    def show_metrics(self, settings: MetricsSettings) -> None:
+        """Show its metrics where the trainers' configuration says."""
+        self._metrics.configure(settings)
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
@@ -380,4 +393,5 @@ class Agent:
             self._figures,
             self._peers.status,
             self._observer.journal.problem,
+            self._metrics.state,
         )

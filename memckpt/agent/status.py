@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ from memckpt.protocol.trainer import Commit, Drift
 _STALL_WEIGHT = 0.05
 #: Number of commits whose stalls are shown.
 _RECENT = 64
+#: Bounds of the classes in which stalls are counted, in milliseconds.
+STALL_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1_000.0, 5_000.0, 30_000.0)
 
 
 class Figures:
@@ -31,6 +34,7 @@ class Figures:
         stall_ms: moving average of what a step waits for us; None before the first commit.
         stalls: what the newest commits have waited, in milliseconds.
         commits, stalled_ms: number of commits of records, and the sum of what they have waited.
+        stall_counts: number of them by stall: at most each of ``STALL_BOUNDS_MS``, and more.
     """
 
     def __init__(self) -> None:
@@ -40,6 +44,7 @@ class Figures:
         self.stalls: deque[float] = deque(maxlen=_RECENT)
         self.commits = 0
         self.stalled_ms = 0.0
+        self.stall_counts = [0] * (len(STALL_BOUNDS_MS) + 1)
         self._committed_at: float | None = None
 
     def committed(self) -> None:
@@ -53,6 +58,7 @@ class Figures:
         self.stalls.append(message.stall_ms)
         self.commits += 1
         self.stalled_ms += message.stall_ms
+        self.stall_counts[bisect_left(STALL_BOUNDS_MS, message.stall_ms)] += 1
 
     def note_drift(self, message: Drift) -> None:
         """Count how far a replica is off."""
@@ -72,6 +78,7 @@ def describe(
     figures: Figures,
     peers: PeersStatus | None,
     journal: str,
+    metrics: str,
 ) -> Status:
     """Describe an agent; of several sets of shards the least that is true of all.
 
@@ -83,6 +90,7 @@ def describe(
         figures: that it has seen.
         peers: status of replication; None without peers.
         journal: why the journal cannot be written; empty if it can.
+        metrics: where metrics are shown, or why not; empty if none are asked for.
     """
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
@@ -115,6 +123,7 @@ def describe(
         slots=first.spec.slots if first is not None else 0,
         recent_stalls=tuple(figures.stalls),
         journal=journal,
+        metrics=metrics,
     )
 
 

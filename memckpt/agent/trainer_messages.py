@@ -93,6 +93,7 @@ class TrainerMessages:
             case Configure():
                 if not self._lifetime.by_operator:
                     self._lifetime.linger_seconds = message.linger_seconds
+                self._host.show_metrics(message.metrics)
                 extend_search_path(message.search_path)
                 self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
             case GenerationCommit():

@@ -32,6 +32,11 @@ class Tier:
         self._reason: str | None = ""
         self._since = 0.0
 
+    @property
+    def degraded(self) -> bool:
+        """Whether it was whole once, and is not any more."""
+        return bool(self._reason)
+
     def restart(self) -> None:
         """Begin anew: what is not whole yet is not degraded either."""
         self._reason, self._since = None, self._clock()

@@ -19,12 +19,28 @@ from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.cli.verify import verify
 from memckpt.config import AgentConfig
-from memckpt.errors import MemckptError
+from memckpt.errors import ConfigurationError, MemckptError
 from memckpt.processes.address import AgentAddress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 Linger = Annotated[float, typer.Option(min=0, help="Seconds to hold the state without a trainer.")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        metavar="PORT",
+        help="TCP port at which Prometheus is answered; 0: any. Default: the trainers' agent.metrics_port.",
+    ),
+]
+MetricsHost = Annotated[
+    str | None, typer.Option(metavar="HOST", help="Address at which it is. Default: this machine only.")
+]
+MetricsFile = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="File that gets the metrics every 15 seconds. Default: agent.metrics_file."),
+]
 _LINGER_SECONDS = AgentConfig().linger_seconds
 
 
@@ -45,7 +61,14 @@ def _root(
     """Inspect and control the state held for a training run, in this node's memory and in storage."""
 
 
-def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS) -> None:
+def agent(
+    run: Run,
+    node: Node = None,
+    linger_seconds: Linger = _LINGER_SECONDS,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
+    metrics_file: MetricsFile = None,
+) -> None:
     """Run the agent in the foreground, outside the job, so that it outlives the job's processes.
 
     For systemd, Slurm, or a separate container. Notifies a service manager that set NOTIFY_SOCKET when it is ready and
@@ -56,7 +79,11 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
     from memckpt.processes.launch import make_run_dir
     from memckpt.processes.log import logging_to_stderr
     from memckpt.processes.sd_notify import READY, STOPPING, ServiceManager
+    from memckpt.protocol.status import MetricsSettings
 
+    if metrics_host is not None and metrics_port is None:
+        raise ConfigurationError(f"--metrics-host {metrics_host}: expected it with --metrics-port")
+    metrics = MetricsSettings(metrics_port, metrics_host or AgentConfig().metrics_host, metrics_file)
     address = AgentAddress.of(run, node)
     make_run_dir(address.run_dir)
     manager = ServiceManager()
@@ -67,6 +94,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
             ready=lambda: manager.notify(READY),
             by_operator=True,
             stopping=lambda: manager.notify(STOPPING),
+            metrics=metrics if metrics.on else None,
         )
 
 

@@ -51,6 +51,8 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
         table.add_row("trainers", "none")
     if agent.journal:
         table.add_row("journal", f"[yellow]events are lost: {escape(agent.journal)}[/]")
+    if agent.metrics:
+        table.add_row("metrics", escape(agent.metrics))
     table.add_row("agent", f"pid {agent.pid}, up {seconds_text(agent.uptime_seconds)}")
 
 

@@ -52,6 +52,11 @@ class AgentConfig:
         fence_seconds: seconds that killed trainers of an earlier attempt may take to end before the new attempt is
             refused; processes that use a GPU take longest.
         niceness: added to the agent's CPU niceness, so that training has priority.
+        metrics_port: TCP port at which the agent answers Prometheus; 0: any, which `memckpt status` shows; None: none.
+        metrics_host: address or host name at which it does; ``"0.0.0.0"``: all of the node's addresses.
+        metrics_file: file that the agent writes its metrics to every 15 seconds, for nodes that are not scraped; in the
+            OpenMetrics format, or in Prometheus' own where its name ends in ``.prom``. ``{node}`` and ``{run}`` are
+            replaced; a relative path begins in the run directory. None: none.
     """
 
     threads: int = 1
@@ -61,6 +66,9 @@ class AgentConfig:
     liveness_seconds: float = 15.0
     fence_seconds: float = 60.0
     niceness: int = 10
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_file: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.threads >= 1, "agent.threads", "1 or more", self.threads)
@@ -69,6 +77,10 @@ class AgentConfig:
         _require(self.liveness_seconds > 0, "agent.liveness_seconds", "more than 0", self.liveness_seconds)
         _require(self.fence_seconds > 0, "agent.fence_seconds", "more than 0", self.fence_seconds)
         _require(0 <= self.niceness <= 19, "agent.niceness", "0 to 19", self.niceness)
+        port, file = self.metrics_port, self.metrics_file
+        _require(port is None or 0 <= port <= 65535, "agent.metrics_port", "None or 0 to 65535", port)
+        _require(bool(self.metrics_host), "agent.metrics_host", "an address or a host name", self.metrics_host)
+        _require(file is None or bool(file), "agent.metrics_file", "None or the path of a file", file)
         budget = self.memory_budget_bytes
         _require(budget is None or budget > 0, "agent.memory_budget_bytes", "None or more than 0", budget)
 

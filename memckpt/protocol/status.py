@@ -11,6 +11,19 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
     """What the command line asks."""
 
 
+class MetricsSettings(msgspec.Struct, frozen=True):
+    """Where an agent shows its metrics: `metrics_port`, `metrics_host` and `metrics_file` of ``AgentConfig``."""
+
+    port: int | None = None
+    host: str = "127.0.0.1"
+    file: str | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether they are shown anywhere."""
+        return self.port is not None or self.file is not None
+
+
 class PeerLinkStatus(msgspec.Struct, frozen=True):
     """The connection to one other node.
 
@@ -129,6 +142,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         slots: D, records in flight.
         recent_stalls: what the newest 64 commits of this node's ranks have waited, in milliseconds, oldest first.
         journal: why the run's journal cannot be written; empty if it can.
+        metrics: where the agent's metrics are, or why they are not; empty if none are asked for.
     """
 
     pid: int
@@ -156,6 +170,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     slots: int = 0
     recent_stalls: tuple[float, ...] = ()
     journal: str = ""
+    metrics: str = ""
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

@@ -11,11 +11,12 @@ import msgspec
 
 from memckpt.config import StorageConfig
 from memckpt.journal.events import TrainerEvent
+from memckpt.protocol.status import MetricsSettings
 from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -203,6 +204,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     after: int = 0
     search_path: tuple[str, ...] = ()
     claimed: bool = False
+    metrics: MetricsSettings = MetricsSettings()
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):

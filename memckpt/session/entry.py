@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.config import AgentConfig, MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
+from memckpt.errors import ConfigurationError
 from memckpt.session.fabric import bare_model, bare_optimizer
 from memckpt.session.session import Session
 
@@ -52,17 +54,29 @@ def attach(
         ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
         AgentError
     """
+    arguments = with_environment(run_dir, resume, config)
+    _check_metrics(arguments.config.agent)
     model, wrapper = bare_model(model)
     session = Session(
         model,
         [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)],
-        with_environment(run_dir, resume, config),
+        arguments,
         data_parallel=data_parallel if wrapper is None else wrapper,
         extra_modules=extra_modules or {},
         replicated=replicated,
     )
     _raise_oom_score()
     return session
+
+
+def _check_metrics(config: AgentConfig) -> None:
+    """Refuse to ask for metrics without the package that makes them."""
+    asked = config.metrics_port is not None or config.metrics_file is not None
+    if asked and importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigurationError(
+            "agent.metrics_port, agent.metrics_file: expected the package prometheus-client, found none; pip install "
+            "'lightning-memckpt[metrics]', or set neither"
+        )
 
 
 def _raise_oom_score() -> None:

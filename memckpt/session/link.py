@@ -16,6 +16,7 @@ from memckpt.errors import AgentGoneError, StorageError
 from memckpt.journal.events import TrainerEvent
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.messages import TrainerToAgent
+from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Note, Preempted, Prepare, Resume
 from memckpt.session.agent_client import AgentClient, Notice
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
@@ -112,8 +113,11 @@ class AgentLink:
         if storage is not None:
             storage = replace(storage, owner=self.owner or None)
         paths, claimed = user_search_path(), self.claimed
-        threads = torch.get_num_threads()
-        self.client.configure(Configure(linger, timeline, storage, threads, search_path=paths, claimed=claimed))
+        threads, agent = torch.get_num_threads(), self._config
+        metrics = MetricsSettings(agent.metrics_port, agent.metrics_host, agent.metrics_file)
+        self.client.configure(
+            Configure(linger, timeline, storage, threads, search_path=paths, claimed=claimed, metrics=metrics)
+        )
 
     def prepare(
         self,
