@@ -14,6 +14,7 @@ from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
 from memckpt.cli.plan import plan
+from memckpt.cli.run import run
 from memckpt.cli.simulate import simulate
 from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
@@ -99,13 +100,15 @@ def agent(
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "A run": (status, events, stop, agent),
+    "A run": (run, status, events, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
     "This machine, and a run to come": (doctor, plan, simulate),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        # The options of a training's command are its own.
+        takes_command = {"allow_interspersed_args": False} if _command is run else {}
+        app.command(rich_help_panel=_panel, context_settings=takes_command)(_command)
 
 
 def main() -> None:

@@ -11,7 +11,8 @@
     MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
 
 An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE
-is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers.
+is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers. MEMCKPT_SUPERVISOR and
+MEMCKPT_RESTART_COUNT are set by ``memckpt run``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ RESUME = "MEMCKPT_RESUME"
 AUTO = "MEMCKPT_AUTO"
 #: Variables for the location of a node and its agent, read elsewhere.
 _ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
+#: Set by `memckpt run` for its attempts: the directory in which they leave notes for it, and the number of restarts.
+SUPERVISOR = "MEMCKPT_SUPERVISOR"
+RESTART_COUNT = "MEMCKPT_RESTART_COUNT"
 _log = logging.getLogger("memckpt")
 
 
@@ -248,7 +252,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 
 def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, AUTO, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment:

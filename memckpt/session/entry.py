@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from memckpt.config import AgentConfig, MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
 from memckpt.errors import ConfigurationError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.supervised import tell_supervisor
 from memckpt.session.fabric import bare_model, bare_optimizer
 from memckpt.session.session import Session
 
@@ -66,6 +68,7 @@ def attach(
         replicated=replicated,
     )
     _raise_oom_score()
+    tell_supervisor(AgentAddress.of(arguments.run_dir))
     return session
 
 

@@ -1,0 +1,96 @@
+"""The supervisor's loop: start, wait, pass signals on, judge, start again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+from memckpt.errors import AgentError
+from memckpt.processes.control import ask_status
+from memckpt.processes.supervised import Notes
+from memckpt.supervision.attempts import Attempt, Starter
+from memckpt.supervision.policy import End, Finished, GiveUp, Policy
+from memckpt.supervision.signals import ENDING, Inbox, has_it_already
+
+_log = logging.getLogger("memckpt.run")
+#: Longest wait, in seconds, for the agent's word on the newest step. It only decides about pauses, and about giving up.
+_STATUS_SECONDS = 2.0
+
+
+class Supervisor:
+    """Runs a training, and runs it again when it fails. Owns its notes; :meth:`close` it.
+
+    Args:
+        starter: starts attempts.
+        restarts: most restarts.
+    """
+
+    def __init__(self, starter: Starter, restarts: int) -> None:
+        self._starter = starter
+        self._policy = Policy(restarts)
+        self._notes = Notes()
+        self._inbox = Inbox()
+        #: Whether somebody has asked for the end.
+        self._stopped = False
+
+    def run(self) -> int:
+        """The exit status of the last attempt; the negative number of a signal if one has killed it."""
+        while True:
+            self._policy.started()
+            attempt = self._start()
+            code = self._wait(attempt)
+            end = End(code, self._newest_step() if code and not self._stopped else None)
+            verdict = self._policy.ended(end, self._stopped)
+            if isinstance(verdict, Finished):
+                return code
+            if isinstance(verdict, GiveUp):
+                if verdict.reason is not None:
+                    _log.error("memckpt run: %s; no restart: %s", end, verdict.reason)
+                return code
+            pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
+            _log.warning("memckpt run: %s; restart %d%s", end, self._policy.restarts, pause)
+            if not self._pause(verdict.pause):
+                return code
+
+    def _start(self) -> Attempt:
+        environment = {**os.environ, **self._notes.environment(self._policy.restarts)}
+        return self._starter.start(environment, self._inbox.before)
+
+    def _wait(self, attempt: Attempt) -> int:
+        """Pass signals on until the attempt has ended."""
+        while (code := attempt.poll()) is None:
+            received = self._inbox.take(None)
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._stopped = self._stopped or received.si_signo in ENDING
+                if not has_it_already(received):
+                    os.kill(attempt.pid, received.si_signo)  # it is not reaped: nobody else has its id
+        return code
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait before a restart; False if somebody asks for the end meanwhile."""
+        until = time.monotonic() + seconds
+        while True:
+            received = self._inbox.take(until - time.monotonic())
+            if received is None:
+                return True
+            if received.si_signo in ENDING:
+                _log.warning("memckpt run: %s; no restart", signal.Signals(received.si_signo).name)
+                return False
+
+    def _newest_step(self) -> int | None:
+        """The newest step that this node's agent holds; None where it does not say."""
+        address = self._notes.run()
+        if address is None:
+            return None
+        try:
+            status = ask_status(address, _STATUS_SECONDS)
+        except AgentError as error:
+            _log.debug("memckpt run: no word from the agent: %s", error)
+            return None
+        return None if status is None else status.step
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._notes.close()

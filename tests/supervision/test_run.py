@@ -1,0 +1,242 @@
+"""`memckpt run`: what a command gets of signals, and what its caller gets of its end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import typer
+
+from memckpt.cli.run import run
+from memckpt.errors import ConfigurationError
+from memckpt.supervision.attempts import Attempt, ColdStarter, Mask
+from memckpt.supervision.supervisor import Supervisor
+from tests.support.trainings import supervised_job
+from tests.support.trainings.engine_harness import Child, Lab
+
+LIMIT_SECONDS = 30.0
+
+
+def supervise(lab: Lab, *command: str, restarts: int = 100) -> Child:
+    """`memckpt run --restarts N -- COMMAND`, in a child of its own."""
+
+    def body() -> None:
+        os.chdir(lab.directory)
+        try:
+            run(list(command), restarts)
+        except typer.Exit as ended:
+            os._exit(ended.exit_code)
+
+    return lab.fork(body, "run")
+
+
+def shell(lab: Lab, script: str, restarts: int = 100) -> Child:
+    return supervise(lab, "sh", "-c", script, restarts=restarts)
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"no {text!r} in {path}"
+        select.select([], [], [], 0.002)
+
+
+def test_a_command_that_fails_is_started_again_and_counts_its_restarts(lab: Lab) -> None:
+    child = shell(
+        lab,
+        "echo $MEMCKPT_RESTART_COUNT >> counts; exit $((MEMCKPT_RESTART_COUNT == 3 ? 0 : 10 + MEMCKPT_RESTART_COUNT))",
+    )
+    assert child.wait(LIMIT_SECONDS) == 0
+    assert (lab.directory / "counts").read_text().split() == ["0", "1", "2", "3"]
+    assert "exit status 12; restart 3 in 1 s" in child.log.read_text()
+
+
+def test_its_exit_status_is_that_of_the_last_attempt(lab: Lab) -> None:
+    child = shell(lab, "echo x >> starts; exit 21")
+    assert child.wait(LIMIT_SECONDS) == 21
+    assert (lab.directory / "starts").read_text() == "x\n" * 2
+    assert "before its first step twice in a row" in child.log.read_text()
+    assert shell(lab, "kill -KILL $$", restarts=0).wait(LIMIT_SECONDS) == -signal.SIGKILL
+    assert shell(lab, "kill -SEGV $$", restarts=0).wait(LIMIT_SECONDS) == -signal.SIGSEGV
+
+
+LISTENER = """
+import os, signal, sys
+def got(number, frame):
+    os.write(fd, signal.Signals(number).name.encode() + b" ")
+    if number != signal.SIGUSR1:
+        sys.exit(9)
+fd = os.open("got", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for each in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(each, got)
+os.write(fd, b"ready ")
+while True:
+    signal.pause()
+"""
+
+
+def listener(lab: Lab) -> Child:
+    """A supervised process that writes the names of its signals to the file `got`."""
+    child = supervise(lab, sys.executable, "-S", "-c", LISTENER)
+    wait_for(lab.directory / "got", "ready")
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_ends_restarts(lab: Lab, number: signal.Signals) -> None:
+    child = listener(lab)
+    os.kill(child.pid, signal.SIGUSR1)
+    wait_for(lab.directory / "got", "SIGUSR1")
+    os.kill(child.pid, number)
+    assert child.wait(LIMIT_SECONDS) == 9
+    assert (lab.directory / "got").read_text().split() == ["ready", "SIGUSR1", number.name]
+    assert "restart" not in child.log.read_text()
+
+
+def test_a_terminal_s_ctrl_c_reaches_the_training_once(lab: Lab) -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-S", "-c", LISTENER.replace("sys.exit(9)", "pass")]
+
+    def body() -> None:
+        os.close(leader)
+        os.setsid()
+        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+        os.chdir(lab.directory)
+        code = Supervisor(ColdStarter(command), 100).run()
+        os._exit(code & 0xFF)
+
+    child = lab.fork(body, "run")
+    wait_for(lab.directory / "got", "ready")
+    os.write(leader, b"\x03")
+    wait_for(lab.directory / "got", "SIGINT")
+    # Whatever was passed on as well has come before this one.
+    os.kill(child.pid, signal.SIGUSR1)
+    wait_for(lab.directory / "got", "SIGUSR1")
+    assert (lab.directory / "got").read_text().split() == ["ready", "SIGINT", "SIGUSR1"]
+    os.close(follower)
+    os.close(leader)  # the terminal hangs up: SIGHUP to the session's leader, who passes it on
+    wait_for(lab.directory / "got", "SIGHUP")
+    os.kill(child.pid, signal.SIGTERM)  # to an attempt that ignores it, and goes on
+    wait_for(lab.directory / "got", "SIGTERM")
+    (attempt,) = children_of(child.pid)
+    os.kill(attempt, signal.SIGKILL)
+    assert child.wait(LIMIT_SECONDS) == 256 - signal.SIGKILL  # no restart: the end was asked for
+
+
+def test_a_signal_in_a_pause_ends_it(lab: Lab) -> None:
+    child = shell(lab, "kill -KILL $$")
+    wait_for(child.log, "restart 3 in 1 s")
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait(LIMIT_SECONDS) == -signal.SIGKILL
+    assert child.log.read_text().count("restart ") < 10
+
+
+def test_a_program_that_does_not_exist_is_refused(lab: Lab) -> None:
+    with pytest.raises(ConfigurationError, match="'no-such-program': no such program; put the whole command"):
+        ColdStarter(["no-such-program", "x"])
+    with pytest.raises(ConfigurationError, match="must not be executed"):
+        ColdStarter([str(Path(__file__))])
+
+
+def test_options_behind_the_command_are_the_command_s(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "memckpt", "run", "--restarts", "0", "printf", "%s|", "--restarts", "-x"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert (ended.returncode, ended.stdout) == (0, "--restarts|-x|"), ended.stderr
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# Trainings
+
+
+class Forked:
+    """Starts the job's attempts without the seconds of its imports: by a fork of the pytest process."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
+
+    def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
+        pid = os.fork()
+        if pid == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.environ.update(environment)
+            sys.argv = [supervised_job.__file__, *self._arguments]
+            try:
+                supervised_job.main()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        return Waited(pid)
+
+
+class Waited:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def forked_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
+    def body() -> None:
+        os.chdir(lab.directory)
+        with contextlib.closing(Supervisor(Forked(run_dir, *arguments), 100)) as supervisor:
+            os._exit(supervisor.run() & 0xFF)
+
+    return lab.fork(body, run_dir)
+
+
+def cold_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
+    return supervise(lab, sys.executable, supervised_job.__file__, run_dir, *arguments)
+
+
+@pytest.fixture(params=["forked", pytest.param("cold", marks=pytest.mark.slow)])
+def job(request: pytest.FixtureRequest) -> Callable[..., Child]:
+    return {"forked": forked_job, "cold": cold_job}[request.param]
+
+
+def weights(child: Child) -> str:
+    (found,) = re.findall("^weights .*$", child.log.read_text(), re.MULTILINE)
+    return str(found)
+
+
+def resumed(child: Child) -> list[tuple[str, str]]:
+    """Number of each attempt, and what it resumed."""
+    return re.findall(r"^attempt (\d): (None|RestoreReport\(step=\d+)", child.log.read_text(), re.MULTILINE)
+
+
+def test_a_training_that_fails_goes_on_at_its_step_and_ends_as_if_nothing_had_been(
+    lab: Lab, job: Callable[..., Child]
+) -> None:
+    plain = job(lab, "none", "12")
+    failing = job(lab, "failing", "12", "kill@5", "raise@9")
+    assert (plain.wait(90), failing.wait(90)) == (0, 0), failing.log.read_text()
+    assert resumed(failing) == [("0", "None"), ("1", "RestoreReport(step=5"), ("2", "RestoreReport(step=8")]
+    assert "SIGKILL at step 5; restart 1" in failing.log.read_text()
+    assert "exit status 1 at step 8; restart 2" in failing.log.read_text()
+    assert weights(failing) == weights(plain)
+
+
+def test_a_bug_that_strikes_again_at_its_step_is_not_tried_a_third_time(lab: Lab, job: Callable[..., Child]) -> None:
+    child = job(lab, "run", "12", "kill@3", *["raise@6"] * 9)
+    assert child.wait(90) == 1
+    assert [number for number, _ in resumed(child)] == ["0", "1", "2"]
+    assert "it has ended with exit status 1 at step 5 twice in a row" in child.log.read_text()
+    lab.stop(lab.directory / "run")
