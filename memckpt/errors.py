@@ -20,6 +20,7 @@
      |   '- AgentNotFoundError              none answers on this node
      |- PeerError (RuntimeError)            other nodes cannot be reached as configured
      |   '- PeerOverrunError                the send queue of a peer is full
+     |- DrillError (RuntimeError)           a drill could not be carried out
      '- UsageError (RuntimeError)           calls in an order that cannot work
 
 A message names what was expected, what was found, and the remedy. `exit_code` is the command line's exit status for
@@ -192,6 +193,12 @@ class PeerError(MemckptError, RuntimeError):
 
 class PeerOverrunError(PeerError):
     """The send queue of a peer is full."""
+
+
+class DrillError(MemckptError, RuntimeError):
+    """A drill could not be carried out: the script failed by itself, stood still, or is not protected."""
+
+    exit_code = 15
 
 
 class UsageError(MemckptError, RuntimeError):

@@ -10,6 +10,7 @@ import typer
 
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.doctor import doctor
+from memckpt.cli.drill import drill
 from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
@@ -102,7 +103,7 @@ def agent(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "A run": (run, status, events, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
-    "This machine, and a run to come": (doctor, plan, simulate),
+    "This machine, and a run to come": (drill, doctor, plan, simulate),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

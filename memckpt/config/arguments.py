@@ -12,7 +12,8 @@
 
 An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE
 is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers. MEMCKPT_SUPERVISOR and
-MEMCKPT_RESTART_COUNT are set by ``memckpt run``.
+MEMCKPT_RESTART_COUNT are set by ``memckpt run``,
+MEMCKPT_DRILL by ``memckpt drill``: it replaces the run directory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
+from memckpt.config.drill import DRILL, drill_orders
 from memckpt.config.settings import KIND, PREFIX, TRUTH, Setting, describe_settings, from_mapping
 from memckpt.errors import ConfigurationError
 
@@ -252,7 +254,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 
 def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, AUTO, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, DRILL, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment:
@@ -272,9 +274,15 @@ def with_environment(
 ) -> ProtectionArguments:
     """The arguments passed in Python, with each None replaced by the environment's value.
 
+    Under ``memckpt drill`` its run directory replaces the script's, and nothing is asked of a resume but to continue.
+
     Raises:
         ConfigurationError: there is no run directory, or a setting is invalid.
     """
+    orders = drill_orders()
+    if orders is not None:
+        settings = config_from_environment() if config is None else config
+        return ProtectionArguments(str(orders.run_dir), "auto", orders.configure(settings))
     directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
     if directory is None:
         raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")

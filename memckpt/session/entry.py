@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -14,9 +15,11 @@ from torch.optim import Optimizer
 
 from memckpt.config import AgentConfig, MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
+from memckpt.config.drill import drill_orders
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.supervised import tell_supervisor
+from memckpt.session.drilled import DrilledSession
 from memckpt.session.fabric import bare_model, bare_optimizer
 from memckpt.session.session import Session
 
@@ -59,7 +62,8 @@ def attach(
     arguments = with_environment(run_dir, resume, config)
     _check_metrics(arguments.config.agent)
     model, wrapper = bare_model(model)
-    session = Session(
+    orders = drill_orders()
+    session = (Session if orders is None else partial(DrilledSession, orders))(
         model,
         [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)],
         arguments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,8 @@ Parts = Callable[[Any], Mapping[tuple[Kind, str], Any]]
 
 
 _log = logging.getLogger("memckpt")
+_HYPERPARAMETERS = ("groups", "trainable", "state_order")
+_ABSENCES = ("gradients", "pending")
 #: First characters of the names of the session's own objects, whose owners say what is missing.
 OWN = "memckpt_"
 
@@ -129,9 +131,9 @@ class RankState:
         """
         for name in held["rng"]:
             comparison.value("generators", name, found["rng"].get(name), held["rng"][name])
-        for key in ("groups", "trainable", "state_order"):
+        for key in _HYPERPARAMETERS:
             comparison.value("hyperparameters", key, found[key], held[key])
-        for key in ("gradients", "pending"):
+        for key in _ABSENCES:
             comparison.value("absences", key, found.get(key), held.get(key))
         differing = []
         for name, value in held["provided"].items():
@@ -143,6 +145,18 @@ class RankState:
             if codec.encode(list(named.values())) != codec.encode(list(expected.values())):
                 differing.append(name)
         return differing
+
+    def parts(self, state: Mapping[str, Any]) -> Iterator[tuple[Kind, str, Any]]:
+        """Kind, name and value of each part of a decoded rank state that :meth:`compare` compares."""
+        for name, value in state["rng"].items():
+            yield "generators", name, value
+        for key in _HYPERPARAMETERS:
+            yield "hyperparameters", key, state[key]
+        for key in _ABSENCES:
+            yield "absences", key, state.get(key)
+        for name, value in state["provided"].items():
+            for (kind, label), part in self._named(name, value).items():
+                yield kind, label, part
 
     def _named(self, name: str, value: Any) -> Mapping[tuple[Kind, str], Any]:
         parts = self._parts.get(name)

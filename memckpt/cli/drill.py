@@ -1,0 +1,113 @@
+"""``memckpt drill``: a script of the user's is killed and resumed, and compared with itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from memckpt.cli.common import err, out
+from memckpt.errors import DrillError
+
+if TYPE_CHECKING:
+    from memckpt.drill.supervisor import Start
+
+Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
+Steps = Annotated[int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the instants of the kills. Default: random; it is shown.")]
+Patience = Annotated[float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")]
+Directory = Annotated[
+    Path | None,
+    typer.Option("--dir", help="New directory for run directories and outputs; it is kept. Default: a temporary one."),
+]
+Command = Annotated[list[str], typer.Argument(help="The training as you start it.", metavar="-- COMMAND...")]
+
+
+def drill(
+    command: Command,
+    kills: Kills = 5,
+    steps: Steps = 200,
+    seed: Seed = None,
+    patience: Patience = 300.0,
+    directory: Directory = None,
+) -> None:
+    """Train twice undisturbed, then with kills, and say whether these have left a trace.
+
+    The script is run as it is, three times and more, but for its run directory: every run has a new one, in --dir. What
+    else the script writes, it writes again. Each resume repeats its last step as a proof. Exit status: 0 if the killed
+    run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ, no further from them than
+    they are from each other; 1 if it is not; 15 if the drill could not be carried out.
+    """
+    from memckpt.cli.drill_text import print_result
+    from memckpt.drill.carry_out import FIRST, KILLED, SECOND, Plan
+    from memckpt.drill.carry_out import drill as carry_out
+
+    seed = random.SystemRandom().randrange(10_000) if seed is None else seed
+    place = _make(directory)
+    out.print(f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}", markup=False, soft_wrap=True)
+    names = {FIRST: "1. undisturbed", SECOND: "2. undisturbed", KILLED: "3. killed"}
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    keeps = True
+    try:
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
+
+            def show(name: str, record: int, made: int) -> None:
+                if name not in tasks:
+                    tasks[name] = progress.add_task(names[name], total=steps, note="")
+                progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
+
+            result = carry_out(place, _start(command), Plan(kills, steps, seed, patience), show)
+        print_result(result)
+        keeps = directory is not None or result.verdict.outcome == "different"
+    finally:
+        if keeps:
+            err.print(f"Kept: {place} (outputs of the script, run directories)", markup=False, soft_wrap=True)
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+    if result.verdict.outcome == "different":
+        raise typer.Exit(1)
+
+
+def _make(directory: Path | None) -> Path:
+    """The directory of the drill.
+
+    Raises:
+        DrillError: it exists, or cannot be made.
+    """
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="memckpt-drill-"))
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise DrillError(f"--dir: expected a directory that can be made, found {error}; name a new one") from error
+    return directory.resolve()
+
+
+def _start(command: list[str]) -> Start:
+    def start(variables: Mapping[str, str | None], log: Path) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if variables.get(name, "") is not None}
+        environment |= {name: value for name, value in variables.items() if value is not None}
+        with log.open("ab") as output:
+            try:
+                return subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise DrillError(f"expected a command that can be started behind --, found {error}") from error
+
+    return start

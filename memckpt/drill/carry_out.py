@@ -1,0 +1,85 @@
+"""The runs of a drill, one after the other, and their comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from memckpt.drill.draw import Instant, draw
+from memckpt.drill.supervisor import Blow, Limits, Run, Start
+from memckpt.drill.verdict import Verdict, judge
+from memckpt.errors import DrillError
+
+#: Names of the runs, which are those of their directories.
+FIRST, SECOND, KILLED = "undisturbed-1", "undisturbed-2", "killed"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is drilled.
+
+    Attributes:
+        kills: number of kills.
+        steps: steps of each run, at most.
+        seed: of the kills' instants.
+        silence_seconds: seconds without a new step after which a run is given up.
+    """
+
+    kills: int
+    steps: int
+    seed: int
+    silence_seconds: float = 300.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a drill has found.
+
+    Attributes:
+        verdict: of the comparison.
+        instants: drawn kills.
+        blows: kills that were made.
+        step_seconds: median duration of a step, by run.
+    """
+
+    verdict: Verdict
+    instants: list[Instant]
+    blows: list[Blow]
+    step_seconds: dict[str, float]
+
+
+def drill(directory: Path, start: Start, plan: Plan, on_progress: Callable[[str, int, int], None]) -> Result:
+    """Train twice undisturbed and once with kills, and compare.
+
+    Args:
+        directory: existing directory, in which each run gets one of its own.
+        start: starts the command.
+        plan: what is drilled.
+        on_progress: called with a run's name, its newest record, and its kills.
+
+    Raises:
+        DrillError: a run could not be carried out, or none of the kills could be made.
+        ConfigurationError: the training is too short for the kills.
+    """
+
+    def run(name: str, records: int) -> Run:
+        limits = Limits(records, plan.silence_seconds)
+        return Run(directory / name, start, limits, lambda record, kills: on_progress(name, record, kills))
+
+    first = run(FIRST, plan.steps)
+    first.train()
+    records = min(plan.steps, first.history.furthest)
+    instants = draw(plan.seed, plan.kills, records)
+    second = run(SECOND, records)
+    second.train()
+    killed = run(KILLED, records)
+    blows = killed.train(instants, first.step_seconds)
+    if not blows:
+        raise DrillError(
+            f"expected a training that can be killed, found one that ended before its first kill (step "
+            f"{instants[0].record} of {records}); drill more steps, or longer ones"
+        )
+    runs = {FIRST: first, SECOND: second, KILLED: killed}
+    verdict = judge(first.history, second.history, killed.history, records)
+    return Result(verdict, instants, blows, {name: each.step_seconds for name, each in runs.items()})

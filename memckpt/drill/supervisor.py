@@ -1,0 +1,299 @@
+"""One run of a drill: the script is started, watched, killed, started again, and ended behind its last step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from memckpt.config.arguments import RESUME, RUN_DIR
+from memckpt.config.drill import DRILL, DrillOrders
+from memckpt.drill.draw import Instant
+from memckpt.drill.history import RunHistory
+from memckpt.drill.lines import Taken
+from memckpt.errors import DrillError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
+from memckpt.processes.handles import ProcessHandle
+
+#: Seconds between two looks at the lines; a kill is as exact as that.
+_POLL_SECONDS = 0.002
+#: Seconds that processes get to end: those that were killed, and a launcher whose trainer was.
+_END_SECONDS = 60.0
+_TAIL_LINES = 25
+
+
+class Command(Protocol):
+    """A started command: a ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+
+
+#: Starts the command with these variables beside the environment's, without those that are None, and its output in the
+#: file. The command leads a process group of its own.
+Start = Callable[[Mapping[str, str | None], Path], Command]
+
+
+@dataclass
+class Blow:
+    """One kill, and the resume behind it.
+
+    Attributes:
+        rank: whose trainer was killed.
+        step, record: last committed step by then, and its record.
+        resumed: step behind which the next process went on; 0: it started over.
+        lost: committed steps that were trained again.
+        seconds: from the kill to the first step that is new.
+        tier: source of the state; ``"nothing"`` where training started over.
+        check, check_line: verdict of repeating the last step, and its line; ``"none"``: nothing was compared.
+    """
+
+    rank: int
+    step: int
+    record: int
+    resumed: int = 0
+    lost: int = 0
+    seconds: float = 0.0
+    tier: str = "nothing"
+    check: str = "none"
+    check_line: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run is over, or given up.
+
+    Attributes:
+        records: number of records after which it is ended.
+        silence_seconds: seconds without a new step after which it is given up.
+    """
+
+    records: int
+    silence_seconds: float = 300.0
+
+
+class Run:
+    """One run. Ends all processes that it started when :meth:`train` returns.
+
+    Args:
+        directory: a new directory for it.
+        start: starts the command.
+        limits: its length.
+        on_progress: called with the newest record, and the number of kills.
+
+    Attributes:
+        history: the run's lines.
+        log: file with the command's output.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        start: Start,
+        limits: Limits,
+        on_progress: Callable[[int, int], None] = lambda record, kills: None,
+    ) -> None:
+        directory.mkdir(parents=True)
+        self._orders = DrillOrders(directory)
+        self._start_command = start
+        self._limits = limits
+        self._on_progress = on_progress
+        self._command: Command | None = None
+        self._blows: list[Blow] = []
+        self.history = RunHistory(directory)
+        self.log = directory / "output.txt"
+
+    def train(self, instants: Sequence[Instant] = (), step_seconds: float = 0.0) -> list[Blow]:
+        """Train to the last record, or the script's own end, with a kill at each instant.
+
+        Args:
+            instants: when trainers are killed.
+            step_seconds: usual duration of a step.
+
+        Raises:
+            DrillError: the command failed by itself, never trained, or stood still.
+        """
+        try:
+            self._start()
+            for instant in instants:
+                if not self._kill(instant, step_seconds):
+                    break
+            self._until(lambda: self.history.last_record >= self._limits.records)
+            self.history.poll()
+            if not self.history.furthest:
+                raise DrillError(
+                    "expected a training that memckpt protects (MemCheckpoint, MemCheckpointPlugin, protect or "
+                    f"memckpt.attach, with session.commit() at each step), found a command that ended without a single "
+                    f"commit{self._tail()}"
+                )
+        finally:
+            self._end()
+        return self._blows
+
+    @property
+    def step_seconds(self) -> float:
+        """Median duration of a step, without the drill's own work; 0 if it is not known."""
+        durations = []
+        for history in self.history.ranks.values():
+            for attempt in history.attempts:
+                lines = attempt.taken
+                pairs = itertools.pairwise(lines)
+                durations += [after.time - before.time - before.seconds for before, after in pairs]
+        return max(0.0, statistics.median(durations)) if durations else 0.0
+
+    # Kills
+
+    def _kill(self, instant: Instant, step_seconds: float) -> bool:
+        """Kill a trainer at the instant, and wait for the first new step. False if training ended before."""
+        if not self._until(lambda: self.history.last_record >= instant.record):
+            return False
+        attempts = self.history.attempts
+        victim = len(self._blows) % len(self.history.ranks)
+        begun = self.history.ranks[victim].attempts[-1].begun
+        with self._process(begun.pid, begun.ticks) as trainer:
+            if trainer is None or trainer.wait(instant.fraction * step_seconds):
+                return False
+            killed_at = time.monotonic()
+            trainer.kill()
+            if not trainer.wait(_END_SECONDS):
+                raise DrillError(f"pid {begun.pid} does not end after SIGKILL: its state is {trainer.state()}")
+        self.history.poll()
+        last = max(self.history.ranks[victim].attempts[-1].points, key=lambda point: point.record)
+        blow = Blow(victim, last.step, self.history.furthest)
+        self._blows.append(blow)
+        self._begin_again(attempts)
+        if not self._until(lambda: self.history.attempts > attempts and self._new_steps(blow) != []):
+            return False
+        self._note_resume(blow, killed_at)
+        return True
+
+    def _new_steps(self, blow: Blow) -> list[Taken]:
+        """Steps of the newest attempt that no attempt has taken before."""
+        taken = self.history.ranks[blow.rank].attempts[-1].taken
+        return [line for line in taken if line.record > blow.record and not line.repeated]
+
+    def _begin_again(self, attempts: int) -> None:
+        """Start the command again once it has ended, unless its launcher begins another attempt by itself."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self._ended() is None and time.monotonic() < deadline:
+            self.history.poll()
+            if self.history.attempts > attempts:
+                return
+            self._wait()
+        self._end_processes()
+        self._start()
+
+    def _note_resume(self, blow: Blow, killed_at: float) -> None:
+        attempt = self.history.ranks[blow.rank].attempts[-1]
+        blow.resumed, record = attempt.resumed_behind
+        if record > blow.record:  # killed between the commit and its line
+            blow.step, blow.record = blow.resumed, record
+        blow.lost = max(0, blow.record - record)
+        if attempt.restored is not None:
+            blow.tier = attempt.restored.line.tier
+        blow.seconds = self._new_steps(blow)[0].time - killed_at
+        blow.check, blow.check_line = attempt.check if attempt.check[0] else ("none", "")
+
+    # Processes
+
+    def _start(self) -> None:
+        variables = {DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None}
+        self._command = self._start_command(variables, self.log)
+
+    def _ended(self) -> int | None:
+        """The command's exit status; None while it runs."""
+        assert self._command is not None
+        return self._command.poll()
+
+    def _until(self, met: Callable[[], bool]) -> bool:
+        """Wait until the condition is met: True; False if the command ended by itself, with status 0.
+
+        Raises:
+            DrillError: it failed, or stood still.
+        """
+        changed_at = time.monotonic()
+        while True:
+            ended = self._ended()  # first: what it wrote before its end is read below
+            if self.history.poll():
+                changed_at = time.monotonic()
+                self._on_progress(self.history.furthest, len(self._blows))
+            if met():
+                return True
+            if ended is not None:
+                if ended == 0:
+                    return False
+                raise DrillError(
+                    f"expected a training of {self._limits.records} steps, found one that ended with status {ended} "
+                    f"after step {self.history.furthest}; mend the script, or drill fewer steps{self._tail()}"
+                )
+            if time.monotonic() - changed_at > self._limits.silence_seconds:
+                raise DrillError(
+                    f"expected a step within {self._limits.silence_seconds:.0f} s (--patience), found none since step "
+                    f"{self.history.furthest}{self._tail()}"
+                )
+            self._wait()
+
+    def _wait(self) -> None:
+        """Let a moment pass: lines are looked at, as nobody tells when they come."""
+        select.select([], [], [], _POLL_SECONDS)
+
+    def _tail(self) -> str:
+        if not self.log.exists():
+            return ""
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join([f"; the last lines of its output ({self.log}):", *lines])
+
+    @contextlib.contextmanager
+    def _process(self, pid: int, ticks: int) -> Iterator[ProcessHandle | None]:
+        """A trainer; None if it has ended."""
+        try:
+            handle = ProcessHandle.of(pid, ticks)
+        except ProcessLookupError:
+            yield None
+            return
+        try:
+            yield handle
+        finally:
+            handle.close()
+
+    def _end_processes(self) -> None:
+        """Kill the command with its process group, and every trainer: launchers may give them groups of their own."""
+        self.history.poll()
+        with contextlib.ExitStack() as stack:
+            handles = []
+            for history in self.history.ranks.values():
+                for attempt in history.attempts[-1:]:
+                    begun = attempt.begun
+                    handles.append(stack.enter_context(self._process(begun.pid, begun.ticks)))
+            if self._command is not None:
+                # While a member lives, so does the group, and its number is not given to another one.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._command.pid, signal.SIGKILL)
+            for handle in handles:
+                if handle is not None:
+                    handle.kill()
+                    handle.wait(_END_SECONDS)
+        deadline = time.monotonic() + _END_SECONDS
+        while self._command is not None and self._ended() is None:
+            if time.monotonic() > deadline:
+                raise DrillError(f"pid {self._command.pid} does not end after SIGKILL")
+            self._wait()
+
+    def _end(self) -> None:
+        try:
+            self._end_processes()
+        finally:
+            for path in self._orders.run_dir.glob("agent-*.json"):
+                stop_agent(AgentAddress.of(self._orders.run_dir, path.stem.removeprefix("agent-")))
+            self.history.poll()
+            self.history.close()

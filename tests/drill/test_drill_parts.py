@@ -1,0 +1,157 @@
+"""Parts of a drill: lines, fingerprints, draws, comparison, and what a drill replaces of the script's settings."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memckpt.capture.copier import copier_for
+from memckpt.capture.live_state import LiveState
+from memckpt.cli.drill_text import undisturbed_line
+from memckpt.config import MemckptConfig, StorageConfig
+from memckpt.config.arguments import with_environment
+from memckpt.config.drill import DRILL
+from memckpt.drill.difference import sketch_distance
+from memckpt.drill.draw import Instant, draw
+from memckpt.drill.fingerprint import Fingerprints
+from memckpt.drill.history import Attempt, Point, RankHistory, RunHistory
+from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
+from memckpt.drill.verdict import judge
+from memckpt.errors import ConfigurationError
+
+KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))
+BEGUN = Begun(1, 2, 0, 1, 0.0, None, "node")
+
+
+def taken(step: int, loss: float, weight: float, *, generator: str = "", repeated: bool = False) -> Taken:
+    """A step whose parameter has one element, and whose sketch therefore is that element."""
+    digests = b"".join(f"{value!r:>16}"[-DIGEST_BYTES:].encode() for value in (weight, 0.0))
+    sketches = torch.tensor([weight] * SKETCHES + [0.0] * SKETCHES, dtype=torch.float64).numpy().tobytes()
+    values = {"generators": {"torch": generator}}
+    return Taken(step, step, float(step), 0.0, (loss.hex(),), digests, sketches, values, repeated, None, None)
+
+
+def a_run(tmp_path: Path, *attempts: list[Taken]) -> RunHistory:
+    run = RunHistory(tmp_path)
+    run.ranks[0] = RankHistory([Attempt(BEGUN, None, [Point(each, KEYS) for each in one]) for one in attempts])
+    return run
+
+
+def plain(slip: float = 0.0, steps: int = 4) -> list[Taken]:
+    return [taken(step, 1.0 / step + slip, step + slip) for step in range(1, steps + 1)]
+
+
+def test_lines_are_read_as_they_come_and_torn_ones_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    writer = Writer(path)
+    reader = Reader(path)
+    assert reader.poll() == []
+    writer.write(BEGUN)
+    writer.write(Tensors(KEYS))
+    assert reader.poll() == [BEGUN, Tensors(KEYS)]
+    writer.write(taken(1, 0.1, 2.0))
+    writer.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])  # killed while it wrote
+    assert reader.poll() == []
+    second = Writer(path)
+    second.write(taken(2, 0.2, 3.0))
+    assert reader.poll() == [taken(2, 0.2, 3.0)]
+    second.close()
+    reader.close()
+
+
+def test_fingerprints_tell_apart_and_how_far() -> None:
+    model = nn.Sequential(nn.Linear(40, 70), nn.BatchNorm1d(70), nn.Linear(70, 3))
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    model(torch.randn(4, 40)).sum().backward()
+    optimizer.step()
+    live = LiveState(model, [optimizer], {})
+    fingerprints = Fingerprints(live, copier_for(torch.device("cpu")))
+    generators = torch.get_rng_state()
+    keys, digests, sketches = fingerprints.take()
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert {kind for kind, _ in keys} == {"parameter", "frozen", "buffer", "state"}
+    assert ("state", "0.weight (exp_avg)") in keys
+    assert (len(digests), len(sketches)) == (len(keys) * DIGEST_BYTES, len(keys) * SKETCHES * 8)
+    assert fingerprints.take() == (keys, digests, sketches)
+
+    weight = model[0].weight
+    before = weight.detach().clone()
+    apart = 1e-4 * torch.randn_like(before) * before.norm() / before.numel() ** 0.5
+    with torch.no_grad():
+        weight += apart
+    index = keys.index(("parameter", "0.weight"))
+    _, changed, moved = fingerprints.take()
+    differing = [
+        key
+        for place, key in enumerate(keys)
+        if changed[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+        != digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+    ]
+    assert differing == [("parameter", "0.weight")]
+    part = slice(index * SKETCHES * 8, (index + 1) * SKETCHES * 8)
+    assert 0.1 < sketch_distance(moved[part], sketches[part]) / 1e-4 < 10
+
+
+def test_each_kill_has_its_part_of_the_run_and_the_seed_says_when() -> None:
+    instants = draw(7, 5, 200)
+    assert instants == draw(7, 5, 200) != draw(8, 5, 200)
+    assert [2 <= each.record < 198 and 0 <= each.fraction < 1 for each in instants] == [True] * 5
+    assert all(after.record - before.record >= 3 for before, after in itertools.pairwise(instants))
+    assert all(isinstance(each, Instant) for each in instants)
+    with pytest.raises(ConfigurationError, match="at most 3 in a training of 10 steps, found 4"):
+        draw(7, 4, 10)
+
+
+def test_the_first_difference_is_named_with_its_distance(tmp_path: Path) -> None:
+    wrong = [*plain()[:2], taken(3, 0.4, 3.3), taken(4, 0.5, 4.4)]
+    verdict = judge(a_run(tmp_path, plain()), a_run(tmp_path, plain()), a_run(tmp_path, plain()[:2], wrong[1:]), 4)
+    assert (verdict.outcome, verdict.repeats) == ("different", True)
+    loss, parameter = verdict.differences
+    assert (loss.label, loss.step, loss.count, loss.text) == ("loss", 3, 2, "0.4 in place of 0.333333333")
+    assert (parameter.label, parameter.step) == ("parameter weight", 3)
+    assert parameter.relative == pytest.approx(0.1)
+    same = judge(a_run(tmp_path, plain()), a_run(tmp_path, plain()), a_run(tmp_path, plain()[:2], plain()[1:]), 4)
+    assert (same.outcome, same.differences) == ("equal", [])
+    # What lies behind the last step is not compared.
+    assert judge(a_run(tmp_path, plain()), a_run(tmp_path, plain()), a_run(tmp_path, wrong), 2).outcome == "equal"
+
+
+def test_a_generator_that_nobody_seeds_is_left_out_where_results_agree(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, [taken(1, 0.1, 1.0, generator=name)]) for name in "abc"]
+    verdict = judge(*runs, 1)  # type: ignore[call-arg]
+    assert (verdict.outcome, verdict.repeats) == ("equal", True)
+    assert [each.label for each in verdict.unrepeatable] == ["generators torch"]
+
+
+def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(tmp_path: Path) -> None:
+    first, second = a_run(tmp_path, plain(steps=40)), a_run(tmp_path, plain(1e-4, steps=40))
+    within = judge(first, second, a_run(tmp_path, plain(-2e-4, steps=40)), 40)
+    assert (within.outcome, within.repeats) == ("within", False)
+    assert "does not repeat itself" in undisturbed_line(within).plain
+    assert "differ from step 1 on: loss: 1.0001 in place of 1;" in undisturbed_line(within).plain
+    wrong = [*plain(steps=40)[:19], *plain(-0.1, steps=40)[19:]]
+    outside = judge(first, second, a_run(tmp_path, wrong), 40)
+    assert outside.outcome == "different"
+    assert outside.band is not None
+    assert outside.band.outside == 20
+
+
+def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DRILL, str(tmp_path))
+    config = MemckptConfig(slots=5, storage=StorageConfig(url="s3://bucket/run", owner="me", every_steps=7))
+    found = with_environment("runs/mine", "never", config)
+    assert (found.run_dir, found.resume) == (str(tmp_path / "run"), "auto")
+    assert found.config.slots == 5
+    assert found.config.storage == StorageConfig(every_steps=7)
+    assert found.config.resume_check == "replay"
+    assert with_environment(None, None, MemckptConfig(storage=None)).config.storage is None
+    monkeypatch.setenv(DRILL, str(tmp_path / "gone"))
+    with pytest.raises(ConfigurationError, match="MEMCKPT_DRILL: expected the directory of a running"):
+        with_environment("runs/mine", None, None)

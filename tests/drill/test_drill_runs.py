@@ -1,0 +1,119 @@
+"""Drills of small scripts: whole ones pass, and one with a hole does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from memckpt.config.arguments import RUN_DIR
+from memckpt.drill.carry_out import Plan, Result, drill
+from memckpt.drill.supervisor import Start
+from memckpt.errors import DrillError
+from tests.drill import trainings
+from tests.support.trainings.engine_harness import Child, Lab
+
+
+class Forked:
+    """A forked script, as the supervisor sees a command."""
+
+    def __init__(self, child: Child) -> None:
+        self.child, self.pid = child, child.pid
+
+    def poll(self) -> int | None:
+        return None if self.child.alive() else self.child.wait()
+
+
+class Drills:
+    """Drills functions in processes forked from this one."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.own = lab.directory / "own"
+        self.starts = 0
+
+    def start(self, script: Callable[[str], None]) -> Start:
+        def start(variables: Mapping[str, str | None], log: Path) -> Forked:
+            self.starts += 1
+            run_dir = Path(variables[RUN_DIR] or "")
+            if not self.lab.agent_answers(run_dir):
+                self.lab.start_agent(run_dir)  # forked: the script would start a new interpreter for it
+            child = self.lab.fork(partial(_run, script, variables, str(self.own)), "script")
+            log.unlink(missing_ok=True)
+            log.symlink_to(child.log)
+            return Forked(child)
+
+        return start
+
+    def drill(self, script: Callable[[str], None], kills: int = 2, seed: int = 3) -> Result:
+        directory = self.lab.directory / "drill"
+        directory.mkdir()
+        plan = Plan(kills, trainings.STEPS - 5, seed, silence_seconds=60.0)
+        return drill(directory, self.start(script), plan, lambda *_: None)
+
+
+def _run(script: Callable[[str], None], variables: Mapping[str, str | None], own: str) -> None:
+    os.setsid()
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    script(own)
+
+
+@pytest.fixture
+def drills(lab: Lab) -> Drills:
+    return Drills(lab)
+
+
+def test_a_whole_script_passes_and_its_own_run_directory_is_not_touched(drills: Drills) -> None:
+    result = drills.drill(trainings.loop)
+    verdict = result.verdict
+    assert (verdict.outcome, verdict.repeats, verdict.differences) == ("equal", True, [])
+    assert verdict.last_step == trainings.STEPS - 5
+    assert verdict.compared["parameter"] == 6
+    assert verdict.compared["buffer"] == 3
+    assert len(result.blows) == 2
+    assert drills.starts == 2 + 3
+    for blow, instant in zip(result.blows, result.instants, strict=True):
+        assert blow.record >= instant.record
+        assert (blow.check, blow.tier) == ("equal", "local memory"), blow
+        assert blow.resumed == blow.step - blow.lost
+    assert not drills.own.exists()
+
+
+def test_a_plain_attribute_that_changes_is_found(drills: Drills) -> None:
+    result = drills.drill(partial(trainings.loop, cools=True), kills=1)
+    verdict, (blow,) = result.verdict, result.blows
+    assert (verdict.outcome, verdict.repeats) == ("different", True)
+    first = verdict.differences[0]
+    assert first.kind == "loss"
+    assert first.step == blow.resumed  # which is repeated
+    assert first.relative is not None
+    assert first.relative > 1e-3
+    assert {each.kind for each in verdict.differences} >= {"loss", "parameter", "state", "buffer"}
+    assert blow.check == "different"
+
+
+def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(drills: Drills) -> None:
+    verdict = drills.drill(partial(trainings.loop, seeded=False), kills=1).verdict
+    assert (verdict.outcome, verdict.repeats) == ("within", False)
+    assert verdict.band is not None
+    assert verdict.band.outside is None
+    assert verdict.band.loss > 0 < verdict.band.killed_parameters
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (trainings.fails, r"status 3 after step 0;(.|\n)*RuntimeError: no data in"),
+        (trainings.unprotected, "ended without a single commit"),
+    ],
+)
+def test_a_script_that_cannot_be_drilled_is_told(drills: Drills, script: Callable[[str], None], message: str) -> None:
+    with pytest.raises(DrillError, match=message):
+        drills.drill(script)
+    assert drills.starts == 1
