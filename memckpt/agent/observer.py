@@ -143,9 +143,9 @@ class Observer:
             self.steps_lost += event.steps_lost or 0
 
     @property
-    def unprotected(self) -> bool:
-        """Whether trainers go on and memory does not hold what they do."""
-        return self._memory.degraded
+    def unprotected(self) -> str:
+        """Why memory does not hold what trainers do; empty if it does."""
+        return self._memory.reason
 
     # The agent
 

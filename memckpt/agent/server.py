@@ -394,4 +394,5 @@ class Agent:
             self._peers.status,
             self._observer.journal.problem,
             self._metrics.state,
+            self._observer.unprotected,
         )

@@ -79,6 +79,7 @@ def describe(
     peers: PeersStatus | None,
     journal: str,
     metrics: str,
+    unprotected: str,
 ) -> Status:
     """Describe an agent; of several sets of shards the least that is true of all.
 
@@ -91,6 +92,7 @@ def describe(
         peers: status of replication; None without peers.
         journal: why the journal cannot be written; empty if it can.
         metrics: where metrics are shown, or why not; empty if none are asked for.
+        unprotected: why memory does not hold what trainers do; empty if it does.
     """
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
@@ -124,6 +126,7 @@ def describe(
         recent_stalls=tuple(figures.stalls),
         journal=journal,
         metrics=metrics,
+        unprotected=unprotected,
     )
 
 

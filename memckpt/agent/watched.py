@@ -33,9 +33,9 @@ class Tier:
         self._since = 0.0
 
     @property
-    def degraded(self) -> bool:
-        """Whether it was whole once, and is not any more."""
-        return bool(self._reason)
+    def reason(self) -> str:
+        """Why it is degraded; empty if it is not."""
+        return self._reason or ""
 
     def restart(self) -> None:
         """Begin anew: what is not whole yet is not degraded either."""

@@ -11,6 +11,8 @@ from memckpt.protocol.status import Status
 
 def alarms_of(agent: Status) -> Iterator[str]:
     """Problems that a live agent reports itself, one sentence each."""
+    if agent.unprotected:
+        yield f"training goes on without protection in memory: {agent.unprotected}"
     if agent.storage is not None and agent.storage.alarm:
         yield f"the last checkpoint could not be written: {agent.storage.alarm}"
     if agent.storage is not None and agent.storage.untidy:

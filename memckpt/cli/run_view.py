@@ -113,7 +113,7 @@ class Looker:
     """
 
     def __init__(self, address: AgentAddress, url: str | None, memory_only: bool = False) -> None:
-        self._address = address
+        self.address = address
         self._url = url
         self._memory_only = memory_only
         self._seen: tuple[object, Stored] | None = None
@@ -124,14 +124,14 @@ class Looker:
         """The current status. An agent that does not answer is reported in the view, not raised."""
         agent, problem = None, ""
         try:
-            agent = ask_status(self._address)
+            agent = ask_status(self.address)
         except AgentGoneError as error:
             problem = str(error)
-        return View(self._address, agent, problem, None if self._memory_only else self._look_into_storage(agent))
+        return View(self.address, agent, problem, None if self._memory_only else self._look_into_storage(agent))
 
     def _look_into_storage(self, agent: Status | None) -> Stored:
         tier = agent.storage if agent is not None else None
-        url = self._url or (tier.url if tier is not None else place_of(self._address.run_dir, None))
+        url = self._url or (tier.url if tier is not None else place_of(self.address.run_dir, None))
         version = (url, tier.step, tier.saving) if tier is not None else (url,)
         if self._seen is not None and self._seen[0] == version:
             return self._seen[1]
@@ -139,8 +139,8 @@ class Looker:
         try:
             store = open_store(url)
             catalog, missing = read_within(store, _STORAGE_SECONDS)
-            if kept := kept_run(self._address.run_dir):
-                refuse_other(url, catalog.owner, kept, self._address.run_dir)
+            if kept := kept_run(self.address.run_dir):
+                refuse_other(url, catalog.owner, kept, self.address.run_dir)
         except MemckptError as error:
             # Shown, not raised: memory is reported regardless, and a watch survives a mount that is away for a minute.
             self.storage_error = error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import select
-from contextlib import nullcontext
+from collections import deque
+from contextlib import closing, suppress
 from typing import Annotated
 
 import typer
@@ -13,11 +14,17 @@ from memckpt.cli.alarms import problems_of
 from memckpt.cli.common import AsJson, Node, Run, Url, count, no_agent, out, print_json, seconds_text
 from memckpt.cli.run_view import Looker, View
 from memckpt.cli.status_table import render
+from memckpt.cli.watch_page import page
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
+from memckpt.journal.events import Entry
+from memckpt.journal.reading import Follower
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 
-Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
+#: Entries of the journal that a watch remembers; most of them are samples, which it does not show.
+_ENTRIES = 1_000
+
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show a page, and refresh it until Ctrl-C.")]
 MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent only, and do not read storage: for probes.")]
 Check = Annotated[bool, typer.Option("--check", help="Report problems by the exit status: for monitoring.")]
 MaxBehind = Annotated[
@@ -109,18 +116,25 @@ def _show(view: View, as_json: bool) -> None:
 
 
 def _watch(looker: Looker, interval: float, as_json: bool) -> None:
-    in_place = out.is_terminal and not as_json
-    try:
-        with Live(console=out, auto_refresh=False) if in_place else nullcontext() as live:
+    """A page that changes in place on a terminal; elsewhere one table, or line, for each look."""
+    if as_json or not out.is_terminal:
+        with suppress(KeyboardInterrupt):  # the normal end of a watch
             while True:
-                view = looker.look()
-                if live is not None:
-                    live.update(render(view), refresh=True)
-                else:
-                    _show(view, as_json)
+                _show(looker.look(), as_json)
                 select.select([], [], [], interval)
-    except KeyboardInterrupt:
-        return  # the normal end of a watch
+        return
+    entries: deque[Entry] = deque(maxlen=_ENTRIES)
+    with (
+        closing(Follower(looker.address.run_dir)) as journal,
+        Live(console=out, auto_refresh=False, vertical_overflow="crop") as live,
+        suppress(KeyboardInterrupt),
+    ):
+        while True:
+            view = looker.look()
+            with suppress(OSError):  # the page does without events while the run directory cannot be read
+                entries.extend(journal.poll())
+            live.update(page(view, tuple(entries), out), refresh=True)
+            select.select([], [], [], interval)
 
 
 def stop(run: Run, node: Node = None, as_json: AsJson = False) -> None:

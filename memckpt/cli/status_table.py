@@ -41,6 +41,8 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
         held = f"{count(agent.records_held, 'record')}, {nbytes_text(agent.held_bytes)}"
         table.add_row("held", f"{held}, generation {agent.generation}")
         table.add_row("redo", _redo_text(agent, view.lag_records))
+    if agent.unprotected:
+        table.add_row("unprotected", f"[red]{escape(agent.unprotected)}[/]")
     if agent.check:
         table.add_row("check", escape(agent.check))
     committed = dict(agent.committed)

@@ -143,6 +143,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         recent_stalls: what the newest 64 commits of this node's ranks have waited, in milliseconds, oldest first.
         journal: why the run's journal cannot be written; empty if it can.
         metrics: where the agent's metrics are, or why they are not; empty if none are asked for.
+        unprotected: why memory does not hold the steps that trainers take now; empty if it does.
     """
 
     pid: int
@@ -171,6 +172,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     recent_stalls: tuple[float, ...] = ()
     journal: str = ""
     metrics: str = ""
+    unprotected: str = ""
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

@@ -110,8 +110,10 @@ def test_tiers_that_are_degraded_and_whole_again_are_one_event_each(run: Run) ->
     run.after(3, storage=storage(""))
     run.observer.told((0,), Gap("two do not fit"))
     run.observer.told((0,), Alarm("redo failed"))
+    assert run.observer.unprotected == "two do not fit"
     run.now += 2
     run.observer.told((0,), Protected(2, 11))
+    assert run.observer.unprotected == ""
     run.observer.told((0,), Credit(11))
     tiers = [one for one in run.events() if isinstance(one, (Degraded, Whole))]
     assert tiers == [

@@ -56,7 +56,7 @@ class Snapshot:
         """Called in the agent's event loop."""
         storage, peers = status.storage, status.peers
         alarms = {
-            "memory": observer.unprotected,
+            "memory": bool(status.unprotected),
             "storage": storage is not None and bool(storage.alarm),
             "untidy": storage is not None and bool(storage.untidy),
             "peers": peers is not None and not peers.protected,
