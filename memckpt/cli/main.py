@@ -15,6 +15,7 @@ from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
 from memckpt.cli.plan import plan
+from memckpt.cli.report.command import report
 from memckpt.cli.run import run
 from memckpt.cli.simulate import simulate
 from memckpt.cli.status import status, stop
@@ -101,7 +102,7 @@ def agent(
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "A run": (run, status, events, stop, agent),
+    "A run": (run, status, events, report, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
     "This machine, and a run to come": (drill, doctor, plan, simulate),
 }

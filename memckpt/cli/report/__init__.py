@@ -1,0 +1,1 @@
+"""``memckpt report``: the story of a run as one page of HTML."""
