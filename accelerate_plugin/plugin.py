@@ -282,7 +282,12 @@ class MemCheckpointPlugin:
         return {f"memckpt/{name}": value for name, value in session.metrics().items()}
 
     def _log_metrics(self, session: memckpt.Session) -> None:
-        if self._log_every is None or self._commits % self._log_every or not self.accelerator.trackers:
+        if (
+            not session.logs_metrics
+            or self._log_every is None
+            or self._commits % self._log_every
+            or not self.accelerator.trackers
+        ):
             return
         self.accelerator.log(self.metrics(), step=self._step)
 

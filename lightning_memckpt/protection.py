@@ -273,7 +273,12 @@ class Protection:
         """Log to the loggers directly: self.log() would change callback_metrics, which training may depend on."""
         trainer = self._trainer
         step = self._internals.logger_axis_step
-        if not trainer.loggers or not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
+        if (
+            not session.logs_metrics
+            or not trainer.loggers
+            or not trainer.log_every_n_steps
+            or (step + 1) % trainer.log_every_n_steps
+        ):
             return
         metrics = {f"memckpt/{name}": value for name, value in session.metrics().items()}
         for logger in trainer.loggers:

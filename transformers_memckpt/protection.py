@@ -333,8 +333,8 @@ class Protection:
             self._messages.warn(f"not carried over a restart: the state of callback {name}: {paths}")
 
     def metrics(self) -> dict[str, float]:
-        """The session's metrics, by loggers' names; empty before it begins."""
-        if self._session is None:
+        """The session's metrics, by loggers' names; empty before it begins, and where they are not to be logged."""
+        if self._session is None or not self._session.logs_metrics:
             return {}
         return {f"memckpt/{name}": value for name, value in self._session.metrics().items()}
 

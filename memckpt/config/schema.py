@@ -274,6 +274,7 @@ class MemckptConfig:
         compression: how DistributedDataParallel averages gradients: in compressed form by TopK, RandomK, Quantized8,
             PowerSGD or HalfPrecision, whose results are the records; None: as they are.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
+        log_metrics: whether figures of the protection go to the framework's loggers (TensorBoard, CSV, W&B, trackers).
     """
 
     redo: RedoChoice = "auto"
@@ -287,6 +288,7 @@ class MemckptConfig:
     resume_check: ResumeCheckChoice = "witness"
     compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
     accept_changes: bool = False
+    log_metrics: bool = True
 
     def __post_init__(self) -> None:
         known = ("auto", "eager", "lazy", "capture")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.stall_clock import StallClock
@@ -15,8 +17,10 @@ from memckpt.session.peers import Peers
 from memckpt.session.protection import Protection
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import describe_protection
+from memckpt.session.restoration import Restoration
 from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
 from memckpt.session.resume_proof import ResumeProof
+from memckpt.session.staging import Staging
 
 
 class Information:
@@ -31,6 +35,8 @@ class Information:
     _protection: Protection
     _ranks: Ranks
     _recorder: Recorder
+    _restoration: Restoration
+    _staging: Staging
     _stalled_before: float
     _switch: GenerationSwitch
     _tap: GradientTap
@@ -71,8 +77,16 @@ class Information:
         """Largest difference between replica and live state that the audit has found, in ulp."""
         return self._protection.drift.largest_ulp
 
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether adapters give :meth:`metrics` to the framework's loggers."""
+        return self._training.config.log_metrics
+
     def metrics(self) -> dict[str, float]:
-        """Milliseconds of stall since the last call, records not yet applied, drift in ulp, newest record, verdict."""
+        """Figures for loggers, always the same ones: `docs/observability.md` describes them.
+
+        They are what this process knows, without asking anybody. `stall_ms` is that since the last call.
+        """
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         lag = 0.0
         if self._link.up and self._switch.request.mode == "eager":
@@ -83,6 +97,30 @@ class Information:
             "drift_ulp": self.drift_ulp,
             "step": float(self._recorder.record - 1),
             "resume_check": VERDICT_VALUES[self.check.verdict],
+            **self._tiers(),
+            **self._attempt(),
+        }
+
+    def _tiers(self) -> dict[str, float]:
+        protection, writer = self._protection, self._staging.writer
+        lag = 0.0
+        if self._peers.active and self._link.up:
+            lag = float(max(0, self._recorder.record - 1 - self._link.client.watermark))
+        return {
+            "stored_step": float(protection.stored_step or 0),
+            "stored_age_s": time.monotonic() - protection.stored_at,
+            "stored_bytes": float(protection.stored_bytes),
+            "peers_lag_records": lag,
+            "held_bytes": float(writer.layout.total_bytes) if writer is not None else 0.0,
+            "alarms": float(protection.alarms),
+        }
+
+    def _attempt(self) -> dict[str, float]:
+        report = self._restoration.report
+        return {
+            "attempt": float(self._link.attempt),
+            "recovery_s": report.seconds if report is not None else 0.0,
+            "steps_lost": float(report.steps_lost or 0) if report is not None else 0.0,
         }
 
     @property

@@ -67,6 +67,11 @@ class AgentLink:
         return self._client
 
     @property
+    def attempt(self) -> int:
+        """Number of this attempt; 0 before it is known."""
+        return self._timeline.number if self._timeline is not None else 0
+
+    @property
     def agent_pid(self) -> int | None:
         return self._client.agent_pid if self._client is not None else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
@@ -39,6 +40,9 @@ class Protection:
     Attributes:
         unprotected_since: last record before a gap; None while records are protected.
         stored_step: newest step that this attempt's agent has written to storage; None before the first.
+        stored_at: when that was, by the monotonic clock; before the first: when this attempt began.
+        stored_bytes: bytes of the checkpoints that this attempt's agent has written.
+        storing_failed: whether the last checkpoint could not be written.
         drift: findings of the audit.
     """
 
@@ -62,6 +66,11 @@ class Protection:
         self._broken_records = 0
         self.unprotected_since: int | None = None
         self.stored_step: int | None = None
+        self.stored_at = time.monotonic()
+        self.stored_bytes = 0
+        self.storing_failed = False
+        #: Whether the agent has said that it does not hold what comes, until the state is written anew.
+        self._gap = False
         self.drift = DriftReports(exact=training.device.type == "cpu")
 
     # Records
@@ -139,19 +148,35 @@ class Protection:
                 case Begin():
                     self._switch.obey(notice)
                 case Alarm():
+                    self._gap = True
                     _log.error("memckpt: %s", notice.reason)
                     self._switch.lose_replica(notice.reason)
                 case Drift():
                     if self.drift.wants_rewrite(notice):
                         self._recorder.fail(f"drift in {notice.tensor}")
                 case Gap():
+                    self._gap = True
                     _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
                 case Saved() | Logged():
-                    self.stored_step = max(notice.step, self.stored_step or 0)
+                    self._stored(notice)
                 case SaveFailed():
+                    self.storing_failed = True
                     _log.warning("memckpt: step %d did not get to storage: %s", notice.step, notice.reason)
                 case Protected():
+                    self._gap = False
                     _log.debug("memckpt: generation %d is complete", notice.generation)
+
+    def _stored(self, notice: Saved | Logged) -> None:
+        self.stored_step = max(notice.step, self.stored_step or 0)
+        self.stored_at = time.monotonic()
+        if isinstance(notice, Saved):
+            self.stored_bytes += notice.nbytes
+            self.storing_failed = False
+
+    @property
+    def alarms(self) -> int:
+        """Number of alarms that are on: memory does not hold what comes; the last checkpoint could not be written."""
+        return int(self._gap or self.unprotected_since is not None) + int(self.storing_failed)
 
     def _lose(self, record: int, reason: str) -> None:
         if self.unprotected_since is None:

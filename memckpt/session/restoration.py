@@ -39,6 +39,9 @@ class Restoration:
         link: connection to the agent, whose replica advances after a repeated step.
         staging: adopts the writer of the resumed generation.
         proof: gets the states and gradients to compare with.
+
+    Attributes:
+        report: of the restore; None before it, and where training starts over.
     """
 
     def __init__(self, training: LocalTraining, link: AgentLink, staging: Staging, proof: ResumeProof) -> None:
@@ -48,6 +51,7 @@ class Restoration:
         self._link = link
         self._staging = staging
         self._proof = proof
+        self.report: RestoreReport | None = None
 
     def restore_tensors(self, chosen: Chosen, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport:
         """Restore parameters, buffers, optimizer state, groups, and the presence of gradients.
@@ -63,6 +67,7 @@ class Restoration:
             report = self._restore_from_memory(chosen, tap, go_on)
         else:
             report = self._restore_from_storage(chosen, tap)
+        self.report = report
         self._pending.regroup()
         if "gradients" in chosen.state:
             # Zeros stand for gradients that there were; pending ones are marked.

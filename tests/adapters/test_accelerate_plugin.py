@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,9 +45,10 @@ def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
     return model, optimizer, DataLoader(data, 4), torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def plugin(lab: Lab, **arguments: Any) -> MemCheckpointPlugin:
+def plugin(lab: Lab, settings: dict[str, Any] | None = None, **arguments: Any) -> MemCheckpointPlugin:
     accelerator = Accelerator(cpu=True, **arguments.pop("accelerator", {}))
-    return MemCheckpointPlugin(accelerator, lab.run_dir, config=config(resume_check="witness"), **arguments)
+    configured = config(resume_check="witness", **(settings or {}))
+    return MemCheckpointPlugin(accelerator, lab.run_dir, config=configured, **arguments)
 
 
 def step(ckpt: MemCheckpointPlugin, model: Any, optimizer: Any, batch: Any) -> None:
@@ -305,22 +307,24 @@ class Rows(GeneralTracker):
         self.rows.append((step, values))
 
 
-@pytest.mark.parametrize("every", [2, None])
-def test_trackers_get_the_metrics(lab: Lab, every: int | None) -> None:
+@pytest.mark.parametrize(("every", "logs"), [(2, True), (None, True), (2, False)])
+def test_trackers_get_the_metrics(lab: Lab, every: int | None, logs: bool) -> None:
     def body() -> None:
         rows = Rows()
-        ckpt = plugin(lab, log_every=every, accelerator={"log_with": [rows]})
+        ckpt = plugin(lab, {"log_metrics": logs}, log_every=every, accelerator={"log_with": [rows]})
         ckpt.accelerator.init_trackers("project")
         model, optimizer, loader, _ = ckpt.prepare(*objects())
         for _ in ckpt.epochs(2):
             for batch in loader:
                 step(ckpt, model, optimizer, batch)
                 ckpt.commit()
-        assert [number for number, _ in rows.rows] == ([2, 4, 6] if every else [])
+        assert [number for number, _ in rows.rows] == ([2, 4, 6] if every and logs else [])
         for number, values in rows.rows:
-            names = ("stall_ms", "lag_steps", "drift_ulp", "step", "resume_check")
-            assert set(values) == {f"memckpt/{name}" for name in names}
+            page = (ROOT / "docs/observability.md").read_text().partition("## In your loggers")[2]
+            assert set(values) == set(re.findall(r"^\| `(memckpt/\w+)` \|", page, re.MULTILINE)), "each is described"
             assert values["memckpt/step"] == number
+            assert values["memckpt/held_bytes"] > 0
+            assert (values["memckpt/attempt"], values["memckpt/alarms"]) == (1.0, 0.0)
         ckpt.close()
 
     in_child(lab, body)

@@ -377,6 +377,14 @@ def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> N
     assert not any("memckpt" in name for name in (*fitted.callback_metrics, *fitted.logged_metrics))
 
 
+def test_metrics_that_nobody_wants_are_not_logged(tmp_path: Path, sessions: Sessions) -> None:
+    callback = MemCheckpoint(tmp_path / "run", config=memckpt.MemckptConfig(log_metrics=False))
+    trainer(tmp_path, callback, logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2).fit(Small(), loader())
+    table = next((tmp_path / "csv").rglob("metrics.csv")).read_text()
+    assert "loss" in table
+    assert "memckpt" not in table
+
+
 def test_checkpoint_files_hold_nothing_of_ours(tmp_path: Path, sessions: Sessions) -> None:
     files = ModelCheckpoint(tmp_path / "files", every_n_train_steps=4)
     trainer(tmp_path, MemCheckpoint(tmp_path / "run"), files, enable_checkpointing=True).fit(Small(), loader())

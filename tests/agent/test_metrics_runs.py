@@ -24,6 +24,8 @@ def test_a_training_that_is_killed_and_resumed(lab: Lab) -> None:
     def scrape(control: Control) -> None:
         (targets,) = json.loads((lab.run_dir / "metrics-node.json").read_text())
         (lab.directory / f"scraped-{control.step}").write_text(get(f"http://{targets['targets'][0]}/metrics"))
+        assert control.session is not None
+        control.journal.note("logged", **control.session.metrics())
 
     died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
     until((lab.run_dir / "metrics-node.json").exists)
@@ -37,6 +39,10 @@ def test_a_training_that_is_killed_and_resumed(lab: Lab) -> None:
     assert found["memckpt_recoveries_total"] == 1
     assert found["memckpt_stall_seconds_count"] >= 8
     assert found["memckpt_trainers"] == 1
+    (logged,) = again.of("logged")
+    assert (logged["step"], logged["attempt"], logged["steps_lost"], logged["alarms"]) == (12, 2, 0, 0)
+    assert logged["recovery_s"] > 0
+    assert 0 < logged["held_bytes"] <= found["memckpt_held_bytes"]
     assert list(lab.run_dir.glob("metrics-*")) == [], "the agent has left, as training has finished"
 
 

@@ -27,6 +27,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "capture_every_steps": ("25", 25),
     "resume_check": ("require", "require"),
     "accept_changes": ("true", True),
+    "log_metrics": ("false", False),
     "agent.threads": ("2", 2),
     "agent.linger_seconds": ("60", 60.0),
     "agent.memory_budget_bytes": ("1000000", 1_000_000),

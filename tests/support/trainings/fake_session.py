@@ -80,6 +80,7 @@ class FakeSession:
         replicated: Sequence[str] = (),
     ) -> None:
         self.replicated = tuple(replicated)
+        self.logs_metrics = config is None or config.log_metrics
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._extra_modules = extra_modules if extra_modules is not None else {}
