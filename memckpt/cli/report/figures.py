@@ -71,7 +71,7 @@ def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
         "Training over time: each attempt from its first step to its end, the restarts between them, the failures, and "
         "the times in which memory, peers or storage did not do what they were configured for.",
         lambda axes, theme: _timeline(axes, theme, story),
-        2.6,
+        1.2 + 0.35 * len(_rows(story)),
     )
     yield _picture(
         "time",
@@ -212,12 +212,16 @@ def _legend(axes: Any) -> None:
         axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
 
 
+def _rows(story: Story) -> list[str]:
+    """Rows of the timeline: training, tiers that were degraded, and agents if one died."""
+    tiers = sorted({span.tier for span in story.degraded}, key=["memory", "peers", "storage"].index)
+    return ["training", *tiers, *(["agent"] if story.agents else [])]
+
+
 def _timeline(axes: Any, theme: Theme, story: Story) -> None:
     from matplotlib.dates import date2num
 
-    rows = ["training"]
-    rows += sorted({span.tier for span in story.degraded}, key=["memory", "peers", "storage"].index)
-    rows += ["agent"] if story.agents else []
+    rows = _rows(story)
     place = {row: number for number, row in enumerate(rows)}
 
     def bar(row: str, start: float, end: float, color: str, label: str) -> None:

@@ -100,17 +100,18 @@ def measure(story: Story) -> Goodput:
 
 
 def _step_seconds(story: Story) -> float | None:
-    """The median time of a step between two samples; of a short run that of whole attempts."""
-    found = []
+    """The mean time of a step between samples, as stalls are means; of a short run that of whole attempts."""
+    seconds, steps = 0.0, 0
     for (at, attempt, sample), (later, same, after) in itertools.pairwise(story.samples):
         if attempt == same and sample.step is not None and after.step is not None and after.step > sample.step:
-            found.append((later - at) / (after.step - sample.step))
-    if not found:
+            seconds, steps = seconds + later - at, steps + after.step - sample.step
+    if not steps:
         for one in story.attempts:
             end = one.ended_at if one.ended_at is not None else story.until
             if one.first_step is not None and one.first_step_at is not None and (one.last_step or 0) > one.first_step:
-                found.append((end - one.first_step_at) / ((one.last_step or 0) - one.first_step))
-    return statistics.median(found) if found else None
+                seconds += end - one.first_step_at
+                steps += (one.last_step or 0) - one.first_step
+    return seconds / steps if steps else None
 
 
 def _stall_seconds(story: Story) -> float | None:
