@@ -10,20 +10,37 @@ from typing import Annotated
 import typer
 
 Restarts = Annotated[int, typer.Option(min=0, help="Most restarts.", metavar="N")]
+Warm = Annotated[
+    str, typer.Option(help="Modules of your own that are imported ahead of restarts, too.", metavar="MODULE,...")
+]
+Cold = Annotated[bool, typer.Option("--cold", help="Import nothing ahead.")]
 Command = Annotated[list[str], typer.Argument(help="The training's command, behind `--`.", metavar="COMMAND...")]
 
 
-def run(command: Command, restarts: Restarts = 100) -> None:
+def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold = False) -> None:
     """Run a training on this node, and start it again when it fails: memckpt run -- python train.py.
 
     Signals are passed on, and the exit status is that of the last attempt. No restart follows SIGTERM, SIGINT, SIGHUP
-    or SIGQUIT to this command, nor an error that ends two attempts in a row at the same step.
+    or SIGQUIT to this command, nor an error that ends two attempts in a row at the same step. Restarts of a Python
+    script need no imports: a process has imported ahead what the first start has imported from installed packages.
     """
-    from memckpt.supervision.attempts import ColdStarter
+    from memckpt.processes.supervised import Notes
+    from memckpt.supervision.attempts import ColdStarter, Starter
+    from memckpt.supervision.command import python_command
     from memckpt.supervision.signals import end_like
     from memckpt.supervision.supervisor import Supervisor
+    from memckpt.supervision.warm import WarmStarter
 
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    with contextlib.closing(Supervisor(ColdStarter(command), restarts)) as supervisor:
+    logging.getLogger("memckpt.run").setLevel(logging.INFO)
+    starter: Starter = ColdStarter(command)
+    notes = Notes()
+    if not cold:
+        python = python_command(command)
+        if isinstance(python, str):
+            logging.getLogger("memckpt.run").info("memckpt run: restarts will be cold: %s", python)
+        else:
+            starter = WarmStarter(python, starter, notes, [name for name in warm.split(",") if name])
+    with contextlib.closing(Supervisor(starter, restarts, notes)) as supervisor:
         code = supervisor.run()
     raise typer.Exit(end_like(code))

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -46,23 +47,39 @@ class Notes:
             return None
         return AgentAddress.of(found.run_dir, found.node)
 
+    def of_attempt(self, name: str, pid: int) -> bytes | None:
+        """The note of this name that a process has left; None if it has not."""
+        try:
+            return self.place(name, pid).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def place(self, name: str, pid: int) -> Path:
+        """Where a process leaves its note of this name."""
+        return self.directory / f"{name}-{pid}.json"
+
     def close(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def tell_supervisor(address: AgentAddress) -> None:
     """Tell a supervisor, if there is one, which agent protects this training."""
-    _leave_note("run.json", msgspec.json.encode(_Run(str(address.run_dir), address.node)))
+    leave_note("run.json", lambda: msgspec.json.encode(_Run(str(address.run_dir), address.node)))
 
 
-def _leave_note(name: str, content: bytes) -> None:
-    """Write a file for the supervisor, whole or not at all; several ranks may write the same."""
+def own_note(name: str) -> str:
+    """File name of a note that only this process leaves."""
+    return f"{name}-{os.getpid()}.json"
+
+
+def leave_note(name: str, content: Callable[[], bytes]) -> None:
+    """Write a file for the supervisor if there is one, whole or not at all; several ranks may write the same."""
     place = os.environ.get(SUPERVISOR)
     if place is None:
         return
     own = Path(place) / f"{name}.{os.getpid()}"
     try:
-        own.write_bytes(content)
+        own.write_bytes(content())
         own.replace(Path(place) / name)
     except OSError as error:  # the supervisor is gone, or its disk is full: training goes on without it
         _log.debug("memckpt: no note for the supervisor: %s", error)

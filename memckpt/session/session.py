@@ -45,6 +45,7 @@ from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.sharing import find_own_buffers, find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
+from memckpt.supervision.recording import note_imports
 
 
 class Session(Information):
@@ -305,6 +306,8 @@ class Session(Information):
             self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
             self._switch.end_self_test(record)
+            if self._last is None:
+                note_imports()
             self._last = RestorePoint(record, record if step is None else step, rank_state)
             self._rank_state.unrepeatable = ""
             self._loop.end_commit()

@@ -36,6 +36,11 @@ class Starter(Protocol):
             mask: its signal mask.
         """
 
+    def look(self, attempt: Attempt) -> float | None:
+        """Prepare the next start while this attempt runs; seconds until the next call, None if none is needed."""
+
+    def close(self) -> None: ...
+
 
 class Cold:
     """An attempt that is a new program, started as a shell starts it.
@@ -80,3 +85,9 @@ class ColdStarter:
 
     def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
         return Cold(self._command, environment, mask)
+
+    def look(self, attempt: Attempt) -> float | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is owned."""

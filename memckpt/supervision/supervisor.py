@@ -20,17 +20,18 @@ _STATUS_SECONDS = 2.0
 
 
 class Supervisor:
-    """Runs a training, and runs it again when it fails. Owns its notes; :meth:`close` it.
+    """Runs a training, and runs it again when it fails. Owns starter and notes; :meth:`close` it.
 
     Args:
         starter: starts attempts.
         restarts: most restarts.
+        notes: what attempts tell.
     """
 
-    def __init__(self, starter: Starter, restarts: int) -> None:
+    def __init__(self, starter: Starter, restarts: int, notes: Notes) -> None:
         self._starter = starter
         self._policy = Policy(restarts)
-        self._notes = Notes()
+        self._notes = notes
         self._inbox = Inbox()
         #: Whether somebody has asked for the end.
         self._stopped = False
@@ -61,7 +62,7 @@ class Supervisor:
     def _wait(self, attempt: Attempt) -> int:
         """Pass signals on until the attempt has ended."""
         while (code := attempt.poll()) is None:
-            received = self._inbox.take(None)
+            received = self._inbox.take(self._starter.look(attempt))
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._stopped = self._stopped or received.si_signo in ENDING
                 if not has_it_already(received):
@@ -92,5 +93,6 @@ class Supervisor:
         return None if status is None else status.step
 
     def close(self) -> None:
+        self._starter.close()
         self._inbox.close()
         self._notes.close()

@@ -22,8 +22,10 @@ import typer
 
 from memckpt.cli.run import run
 from memckpt.errors import ConfigurationError
+from memckpt.processes.supervised import Notes
 from memckpt.supervision.attempts import Attempt, ColdStarter, Mask
 from memckpt.supervision.supervisor import Supervisor
+from memckpt.supervision.warm import Warm
 from tests.support.trainings import supervised_job
 from tests.support.trainings.engine_harness import Child, Lab
 
@@ -115,7 +117,7 @@ def test_a_terminal_s_ctrl_c_reaches_the_training_once(lab: Lab) -> None:
         os.setsid()
         fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
         os.chdir(lab.directory)
-        code = Supervisor(ColdStarter(command), 100).run()
+        code = Supervisor(ColdStarter(command), 100, Notes()).run()
         os._exit(code & 0xFF)
 
     child = lab.fork(body, "run")
@@ -182,22 +184,18 @@ class Forked:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        return Waited(pid)
+        return Warm(pid)
 
+    def look(self, attempt: Attempt) -> float | None:
+        return None
 
-class Waited:
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def poll(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if pid else None
+    def close(self) -> None: ...
 
 
 def forked_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
     def body() -> None:
         os.chdir(lab.directory)
-        with contextlib.closing(Supervisor(Forked(run_dir, *arguments), 100)) as supervisor:
+        with contextlib.closing(Supervisor(Forked(run_dir, *arguments), 100, Notes())) as supervisor:
             os._exit(supervisor.run() & 0xFF)
 
     return lab.fork(body, run_dir)

@@ -6,6 +6,7 @@ Each DEATH belongs to one attempt, in order: `kill` is a SIGKILL behind that ste
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 
@@ -13,12 +14,14 @@ import torch
 
 import memckpt
 from memckpt import AgentConfig, MemckptConfig
+from memckpt.supervision import recording
 
 
 def main() -> None:
     run_dir, steps, deaths = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     attempt = int(os.environ.get("MEMCKPT_RESTART_COUNT", "0"))
     death, _, when = deaths[attempt].partition("@") if attempt < len(deaths) else ("", "", "0")
+    print("forked", recording.forked, flush=True)
     torch.manual_seed(1 if attempt == 0 else 1000 + attempt)  # state that is not restored shows
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -37,6 +40,8 @@ def main() -> None:
         if session is not None:
             session.commit()
         if step == int(when) and death == "kill":
+            while "JOB_WAITS" in os.environ and not os.path.exists(os.environ["JOB_WAITS"]):
+                select.select([], [], [], 0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     if session is not None:
         session.close()

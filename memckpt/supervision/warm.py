@@ -1,0 +1,221 @@
+"""Warm starts: attempts that are forked from a process that has imported what the script imports."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from memckpt.processes.supervised import Notes
+from memckpt.supervision.attempts import Attempt, Mask, Starter
+from memckpt.supervision.command import PythonCommand
+from memckpt.supervision.warm_messages import (
+    Fork,
+    Forked,
+    FromWarm,
+    Here,
+    Import,
+    Ready,
+    Refused,
+    receive_answer,
+    send,
+)
+
+_log = logging.getLogger("memckpt.run")
+_SITE = Path(__file__).parent / "warm_site"
+#: Seconds between two looks at a warm process that is being made.
+_LOOK_SECONDS = 0.5
+#: Longest wait for a fork, in seconds.
+_FORK_SECONDS = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Warm:
+    """An attempt that was forked from a warm process, and is a child of this one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+
+class WarmProcess:
+    """A Python that waits for orders before it comes to its script. Owned by its starter; :meth:`close` it.
+
+    Args:
+        command: a Python program; with ``-c pass`` as its script this only tries whether it gets there.
+        environment: variables of an attempt.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self._link, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        before = environment.get("PYTHONPATH")
+        path = str(_SITE) if not before else f"{_SITE}{os.pathsep}{before}"
+        added = {"PYTHONPATH": path, "MEMCKPT_WARM": f"{far.fileno()}:{'-' if before is None else f'+{before}'}"}
+        far.set_inheritable(True)
+        # It keeps this process's signal mask: signals to all processes of a terminal are not meant for it.
+        self._process = subprocess.Popen(command, env={**environment, **added}, close_fds=False)
+        far.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, message: Import | Fork) -> bool:
+        """Ask for something; False if the process is gone."""
+        try:
+            send(self._link, message)
+        except OSError:
+            return False
+        return True
+
+    def answer(self, seconds: float) -> FromWarm | None:
+        """What it says.
+
+        Raises:
+            BlockingIOError, TimeoutError: nothing within so many seconds.
+        """
+        self._link.settimeout(seconds)
+        return receive_answer(self._link)
+
+    def close(self) -> None:
+        """End it: it waits for orders, or is in the middle of imports."""
+        self._link.close()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+class WarmStarter:
+    """Starts attempts cold until one has told what it imports, and forks them from then on.
+
+    Args:
+        command: a Python program.
+        cold: the same, started anew.
+        notes: notes of attempts.
+        also: modules of the user's own that are imported ahead, too.
+    """
+
+    def __init__(self, command: PythonCommand, cold: Starter, notes: Notes, also: Sequence[str]) -> None:
+        self._command = command
+        self._cold = cold
+        self._notes = notes
+        self._also = also
+        self._process: WarmProcess | None = None
+        #: What is done about the warm process as time passes; None: nothing any more.
+        self._step: Callable[[Attempt], None] | None = self._await_note
+        self._ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the warm process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
+        if self._ready:
+            pid = self._fork(environment, mask)
+            if pid is not None:
+                return Warm(pid)
+        self._environment = environment
+        return self._cold.start(environment, mask)
+
+    def look(self, attempt: Attempt) -> float | None:
+        """Bring the warm process nearer to its end; seconds until the next look, None if none is needed."""
+        if self._step is not None:
+            self._step(attempt)
+        return None if self._step is None else _LOOK_SECONDS
+
+    # The steps
+
+    def _await_note(self, attempt: Attempt) -> None:
+        """The attempt has not told yet what it has imported."""
+        if self._notes.of_attempt("imports", attempt.pid) is not None:
+            self._recorded = self._notes.place("imports", attempt.pid)
+            self._process = WarmProcess([*self._command.interpreter, "-c", "pass"], self._environment)
+            self._step = self._await_trial
+
+    def _await_trial(self, attempt: Attempt) -> None:
+        """A Python with no script says whether it gets to where a warm process waits."""
+        answer = self._answered()
+        if isinstance(answer, Here):
+            self._end_process()
+            self._process = WarmProcess(self._command.words, self._environment)
+            if self._process.order(Import(str(self._recorded), list(self._also))):
+                self._step = self._await_imports
+            else:
+                self._give_up("the warm process has died")
+        elif answer is not None:
+            self._give_up("this Python does not run memckpt's sitecustomize")
+
+    def _await_imports(self, attempt: Attempt) -> None:
+        answer = self._answered()
+        if isinstance(answer, Ready):
+            self._ready, self._step = True, None
+            _log.info(
+                "memckpt run: %d modules are imported ahead of the next start, in %.1f s",
+                answer.modules,
+                answer.seconds,
+            )
+        elif isinstance(answer, Refused):
+            self._give_up(answer.reason)
+        elif answer is not None and not isinstance(answer, Here):
+            self._give_up("the warm process has died as it imported")
+
+    def _answered(self) -> FromWarm | str | None:
+        """What the process says; an empty text if it is gone, None if it says nothing yet."""
+        assert self._process is not None
+        try:
+            return self._process.answer(0) or ""
+        except BlockingIOError:
+            return None
+
+    def _give_up(self, reason: str) -> None:
+        _log.warning("memckpt run: restarts will be cold: %s", reason)
+        self._end_process()
+        self._step = None
+
+    # Forks
+
+    def _fork(self, environment: Mapping[str, str], mask: Mask) -> int | None:
+        """Process id of an attempt; None if there is none, and the next one has to be cold."""
+        process = self._process
+        assert process is not None
+        before = process.environment
+        names = before.keys() | environment.keys()
+        variables = {name: environment.get(name) for name in names if before.get(name) != environment.get(name)}
+        _adopt_orphans(True)
+        try:
+            asked = process.order(Fork(variables, [int(number) for number in mask]))
+            answer = process.answer(_FORK_SECONDS) if asked else None
+        except TimeoutError:
+            answer = None
+        finally:
+            _adopt_orphans(False)
+        if isinstance(answer, Forked):
+            return answer.pid
+        reason = answer.reason if isinstance(answer, Refused) else "the warm process is gone"
+        _log.warning("memckpt run: this start is cold: %s", reason)
+        self._end_process()
+        self._ready, self._step = False, self._await_note
+        return None
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def close(self) -> None:
+        self._end_process()
+
+
+def _adopt_orphans(on: bool) -> None:
+    """Whether processes below this one become its children when their own parents end."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

@@ -1,0 +1,225 @@
+"""The warm process: imports what a training's script imports, and becomes the training in forks of itself.
+
+It runs inside of Python's own start, from `sitecustomize` (see :mod:`memckpt.supervision.warm_site`). What has been set
+up by then is what every start sets up; :func:`serve` returns in a fork, and Python goes on to the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import site
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from memckpt.supervision import recording
+from memckpt.supervision.recording import Module, Recorded
+from memckpt.supervision.warm_messages import Fork, Forked, Here, Import, Ready, Refused, receive_order, send
+from memckpt.supervision.watched_imports import Traces
+
+_COMM = Path("/proc/self/comm")
+#: How much lower than training it imports, as a niceness: less, and it would not get ready beside busy cores.
+_BACKGROUND = 5
+#: Packages that are imported ahead wherever they lie.
+_OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt", "memckpt_hydra"})
+
+
+def serve(number: int) -> None:
+    """Do what a supervisor asks for. Returns in attempts only.
+
+    Args:
+        number: descriptor of the link to the supervisor.
+    """
+    link = socket.socket(fileno=number)
+    link.set_inheritable(False)
+    send(link, Here())
+    comm = _COMM.read_text()
+    _COMM.write_text("memckpt-warm")
+    files: dict[str, tuple[int, int]] = {}
+    while True:
+        order = receive_order(link)
+        if isinstance(order, Import):
+            answer, files = _import(order)
+            send(link, answer)
+        elif isinstance(order, Fork):
+            stale = _changed(files)
+            if stale:
+                send(link, Refused(f"{stale} has changed since it was imported"))
+            elif _fork(link, order):
+                _COMM.write_text(comm.rstrip("\n"))
+                return
+        else:
+            os._exit(0)  # the supervisor is gone
+
+
+def _fork(link: socket.socket, order: Fork) -> bool:
+    """Start an attempt that is no child of this process; True in the attempt.
+
+    The process between them ends at once, so that the supervisor adopts the attempt. That begins when it has.
+    """
+    said, saying = os.pipe2(os.O_CLOEXEC)
+    waits, goes = os.pipe2(os.O_CLOEXEC)
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid:
+            os.write(saying, str(pid).encode())
+            os._exit(0)
+        for fd in (said, saying, goes):
+            os.close(fd)
+        if not os.read(waits, 1):
+            os._exit(75)  # the warm process has died meanwhile
+        os.close(waits)
+        link.close()
+        _become(order)
+        return True
+    os.close(saying)
+    os.close(waits)
+    pid = int(os.read(said, 32))
+    os.waitpid(between, 0)
+    send(link, Forked(pid))
+    os.write(goes, b"g")
+    os.close(said)
+    os.close(goes)
+    return False
+
+
+def _become(order: Fork) -> None:
+    """What a start has of its own, in an attempt."""
+    for name, value in order.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()  # a seed of its own, as after any start; Python's generator sees to that by itself
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    signal.pthread_sigmask(signal.SIG_SETMASK, order.mask)
+
+
+def _import(order: Import) -> tuple[Ready | Refused, dict[str, tuple[int, int]]]:
+    """Import ahead; and the state of the files by then."""
+    began = time.monotonic()
+    recorded = msgspec.json.decode(Path(order.recorded).read_bytes(), type=Recorded)
+    before = list(sys.path)
+    environment = dict(os.environ)
+    traces = Traces()
+    sys.path[:] = recorded.path
+    try:
+        with _in_background(), traces.watching():
+            imported = import_modules(recorded.modules, order.also)
+    finally:
+        sys.path[:] = before
+    problems = traces.problems() + _environment_problems(recorded, environment, traces) + _misplaced(recorded.modules)
+    if problems:
+        return Refused("; ".join(problems[:3])), {}
+    recording.forked = True
+    gc.collect()
+    gc.freeze()  # what a collection in a fork would write to, and so copy
+    return Ready(imported, round(time.monotonic() - began, 3)), _files()
+
+
+def import_modules(modules: Sequence[Module], also: Sequence[str]) -> int:
+    """Import those of installed packages, and those of the user's that are asked for; how many there are now."""
+    known = {module.name for module in modules}
+    wanted = [module.name for module in modules if _is_wanted(module, also)]
+    for name in [*wanted, *(name for name in also if name not in known)]:
+        if name not in sys.modules:
+            # It may have been made in another way at the time, or belong to what the script has set up.
+            with contextlib.suppress(ImportError, AttributeError):
+                importlib.import_module(name)
+    return sum(name in sys.modules for name in wanted)
+
+
+def _is_wanted(module: Module, also: Sequence[str]) -> bool:
+    if any(module.name == name or module.name.startswith(f"{name}.") for name in also):
+        return True
+    return module.name.partition(".")[0] in _OURS or module.origin.startswith(_installed())
+
+
+def _installed() -> tuple[str, ...]:
+    """Directories of the standard library and of installed packages. What lies elsewhere is the user's."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    found = {sysconfig.get_path(name) for name in names} | set(site.getsitepackages()) | {site.getusersitepackages()}
+    return tuple(f"{os.path.realpath(each)}/" for each in found) + tuple(f"{each}/" for each in found)
+
+
+def _environment_problems(recorded: Recorded, before: dict[str, str], traces: Traces) -> list[str]:
+    """Variables that the script sets and imports read: set behind the imports, they would not be seen."""
+    found = []
+    for name, value in recorded.changed.items():
+        reader = traces.reader_of(name)
+        if reader is not None and os.environ.get(name) != value:
+            found.append(
+                f"the training sets the environment variable {name}, which {reader} reads as it is imported: set it "
+                "before `memckpt run`"
+            )
+    return found
+
+
+def _misplaced(modules: Sequence[Module]) -> list[str]:
+    """Modules that have come from another file than in the training."""
+    found = []
+    for module in modules:
+        spec = getattr(sys.modules.get(module.name), "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        if origin is not None and origin != module.origin:
+            found.append(f"{module.name} is {origin} here and {module.origin} in the training")
+    return found
+
+
+def _files() -> dict[str, tuple[int, int]]:
+    """Time of change, in nanoseconds, and size of each imported module's file."""
+    paths = {getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values())}
+    found = {}
+    for path in paths:
+        if isinstance(path, str) and os.path.isabs(path):
+            with contextlib.suppress(OSError):
+                state = os.stat(path)
+                found[path] = (state.st_mtime_ns, state.st_size)
+    return found
+
+
+def _changed(files: dict[str, tuple[int, int]]) -> str | None:
+    """A file that is not what it was; None if all are."""
+    for path, before in files.items():
+        try:
+            state = os.stat(path)
+        except OSError:
+            return path
+        if (state.st_mtime_ns, state.st_size) != before:
+            return path
+    return None
+
+
+@contextlib.contextmanager
+def _in_background() -> Iterator[None]:
+    """Leave the cores to training meanwhile, where that can be undone."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, own + _BACKGROUND)
+            os.setpriority(os.PRIO_PROCESS, 0, own)
+            os._exit(0)
+        os._exit(1)
+    if os.waitpid(pid, 0)[1]:
+        yield
+        return
+    os.setpriority(os.PRIO_PROCESS, 0, own + _BACKGROUND)
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, own)
