@@ -10,8 +10,9 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -20,14 +21,19 @@ from memckpt.errors import DrillError
 
 if TYPE_CHECKING:
     from memckpt.drill.supervisor import Start
+    from memckpt.drill.verdict import Verdict
 
 Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
 Steps = Annotated[int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the instants of the kills. Default: random; it is shown.")]
+Kinds = Annotated[str, typer.Option(help="Who is killed, in turn: trainer, agent, both at once.", metavar="KIND,...")]
 Patience = Annotated[float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")]
 Directory = Annotated[
     Path | None,
     typer.Option("--dir", help="New directory for run directories and outputs; it is kept. Default: a temporary one."),
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write what was found to a file, too, as JSON.", metavar="FILE")
 ]
 Command = Annotated[list[str], typer.Argument(help="The training as you start it.", metavar="-- COMMAND...")]
 
@@ -37,8 +43,10 @@ def drill(
     kills: Kills = 5,
     steps: Steps = 200,
     seed: Seed = None,
+    kinds: Kinds = "trainer,agent,both",
     patience: Patience = 300.0,
     directory: Directory = None,
+    json: Json = None,
 ) -> None:
     """Train twice undisturbed, then with kills, and say whether these have left a trace.
 
@@ -47,10 +55,12 @@ def drill(
     run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ, no further from them than
     they are from each other; 1 if it is not; 15 if the drill could not be carried out.
     """
-    from memckpt.cli.drill_text import print_result
+    from memckpt.cli.drill_text import as_json, print_result, print_undisturbed
     from memckpt.drill.carry_out import FIRST, KILLED, SECOND, Plan
     from memckpt.drill.carry_out import drill as carry_out
+    from memckpt.drill.draw import parse_kinds
 
+    chosen = parse_kinds(kinds)
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
     place = _make(directory)
     out.print(f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}", markup=False, soft_wrap=True)
@@ -58,6 +68,7 @@ def drill(
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     keeps = True
+    undisturbed: list[Verdict] = []
     try:
         with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
 
@@ -66,10 +77,17 @@ def drill(
                     tasks[name] = progress.add_task(names[name], total=steps, note="")
                 progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
 
-            result = carry_out(place, _start(command), Plan(kills, steps, seed, patience), show)
+            result = carry_out(
+                place, _start(command), Plan(kills, steps, seed, patience, chosen), show, undisturbed.append
+            )
+        if json is not None:
+            _write(json, as_json(result, command, seed))
+        print_undisturbed(undisturbed.pop())
         print_result(result)
         keeps = directory is not None or result.verdict.outcome == "different"
     finally:
+        for verdict in undisturbed:  # the killed run failed: these two may say why
+            print_undisturbed(verdict)
         if keeps:
             err.print(f"Kept: {place} (outputs of the script, run directories)", markup=False, soft_wrap=True)
         else:
@@ -91,6 +109,13 @@ def _make(directory: Path | None) -> Path:
     except OSError as error:
         raise DrillError(f"--dir: expected a directory that can be made, found {error}; name a new one") from error
     return directory.resolve()
+
+
+def _write(path: Path, value: Any) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    except OSError as error:
+        raise DrillError(f"--json: expected a file that can be written, found {error}; name another one") from error
 
 
 def _start(command: list[str]) -> Start:

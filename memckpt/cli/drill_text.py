@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from memckpt.cli.common import count, out, seconds_text
-from memckpt.drill.carry_out import FIRST, Result
-from memckpt.drill.difference import RESULTS, Difference
+from memckpt.drill.carry_out import FIRST, SECOND, Result
+from memckpt.drill.difference import PLAIN, RESULTS, Difference
 from memckpt.drill.supervisor import Blow
 from memckpt.drill.verdict import BAND_FACTOR, Band, Verdict
 
@@ -23,22 +25,113 @@ _COUNTED = ("loss", "parameter", "buffer", "frozen", "state")
 def print_result(result: Result) -> None:
     """Print what a drill has found, the verdict last."""
     verdict = result.verdict
+    out.print(blow_table(result.blows))
+    for number, blow in enumerate(result.blows, start=1):
+        if blow.kind == "agent":
+            when = "not again until the end"
+            if blow.unprotected is not None:
+                when = f"again {count(blow.unprotected, 'step')} later, in {seconds_text(blow.seconds)}"
+            out.print(f"Kill {number}: training went on without the agent, and was protected {when}.", soft_wrap=True)
+        if blow.check not in ("equal", ""):
+            out.print(Text(f"Kill {number}: {blow.check_line or 'nothing was compared'}"), soft_wrap=True)
+    deadly = [blow for blow in result.blows if blow.kind != "agent"]
+    if deadly:
+        lost, seconds = sum(blow.lost for blow in deadly), sum(blow.seconds for blow in deadly) / len(deadly)
+        out.print(
+            f"Lost: {count(lost, 'step')}, and {seconds_text(seconds)} for each kill of a trainer, from its signal to "
+            "the first new step.",
+            soft_wrap=True,
+        )
+    out.print(overhead_line(result), soft_wrap=True)
+    if verdict.holes:
+        out.print(holes_text(verdict), soft_wrap=True)
+    out.print(verdict_text(result), soft_wrap=True)
+
+
+def print_undisturbed(verdict: Verdict) -> None:
+    """Print what the two undisturbed runs say."""
     out.print(undisturbed_line(verdict), soft_wrap=True)
     for line in left_out_lines(verdict):
         out.print(Text(line), soft_wrap=True)
-    out.print(blow_table(result.blows))
-    for number, blow in enumerate(result.blows, start=1):
-        if blow.check != "equal":
-            out.print(Text(f"Repeat {number}: {blow.check_line or 'nothing was compared'}"), soft_wrap=True)
-    step = seconds_text(result.step_seconds[FIRST]) if result.step_seconds[FIRST] >= 0.1 else None
-    step = step or f"{result.step_seconds[FIRST] * 1e3:.1f} ms"
-    lost, seconds = sum(blow.lost for blow in result.blows), sum(blow.seconds for blow in result.blows)
-    out.print(
-        f"Lost: {count(lost, 'step')}, and {seconds_text(seconds / len(result.blows))} for each kill, from its signal "
-        f"to the first new step. A step takes {step}.",
-        soft_wrap=True,
+    if (data := data_line(verdict)) is not None:
+        out.print(data, soft_wrap=True)
+
+
+def overhead_line(result: Result) -> str:
+    """What protection takes of a step, and how much two undisturbed runs differ in that."""
+    steps, stalls = (
+        [each[name] * 1e3 for name in (FIRST, SECOND)] for each in (result.step_seconds, result.stall_seconds)
     )
-    out.print(verdict_text(result), soft_wrap=True)
+    shares = [100 * stall / step if step else 0.0 for stall, step in zip(stalls, steps, strict=True)]
+    return (
+        f"A step takes {sum(steps) / 2:.1f} ms ({_spread(steps):.1f}), of which protection holds the trainer up for "
+        f"{sum(stalls) / 2:.2f} ms ({_spread(stalls):.2f}), {sum(shares) / 2:.1f}% ({_spread(shares):.1f}); in "
+        "brackets: by how much two undisturbed runs differ"
+    )
+
+
+def _spread(pair: Sequence[float]) -> float:
+    return max(pair) - min(pair)
+
+
+def data_line(verdict: Verdict) -> Text | None:
+    """Where data that do not repeat themselves come from."""
+    changed = next((each for each in verdict.unrepeatable if each.kind == "input"), None)
+    if changed is None or verdict.repeats:
+        return None
+    unseeded = any(each.kind == "generators" and each.name == "torch" for each in verdict.unrepeatable)
+    origin = ", ".join(verdict.loaders) or "the script itself, without a DataLoader"
+    why = "torch's generator, which shuffles, differs, too: seed it"
+    if not unseeded:
+        why = (
+            "torch's generator, which shuffles, does repeat itself: so it is the dataset, or a worker of its loader, "
+            "that draws from a generator that is not seeded"
+        )
+    return Text.assemble(
+        ("Data: ", "bold yellow"),
+        f"what the model is given differs from step {changed.step} on (input {changed.name}), so the data do not "
+        f"repeat themselves. They come from {origin}; {why}",
+    )
+
+
+def holes_text(verdict: Verdict) -> Text:
+    """The plain values that a resume has not put back."""
+    named = [
+        f"{each.label}{f': {each.text}' if each.text else ''}, behind step {each.step}"
+        for each in sorted(verdict.holes, key=lambda one: (one.record, one.name.startswith("_")))
+    ]
+    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    effect = "" if verdict.outcome == "different" else " In these steps that had no effect on what was trained."
+    return Text.assemble(
+        ("Not restored: ", "bold red" if not effect else "bold yellow"),
+        f"{'; '.join(named[:_NAMED])}{more}. It changes in training and is in no state that a resume puts back: make "
+        'it a buffer, put it into a state_dict(), or session.register("name", object, attributes=[...]).',
+        effect,
+    )
+
+
+def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]:
+    """What a drill has found, of plain types; numbers that are not finite become null."""
+    verdict = result.verdict
+    found = {
+        "command": list(command),
+        "seed": seed,
+        "outcome": verdict.outcome,
+        "repeats_itself": verdict.repeats,
+        "steps": verdict.last_step,
+        "compared": verdict.compared,
+        "kills": [asdict(blow) for blow in result.blows],
+        "steps_lost": sum(blow.lost for blow in result.blows),
+        "seconds_lost": sum(blow.seconds for blow in result.blows if blow.kind != "agent"),
+        "step_seconds": result.step_seconds,
+        "stall_seconds": result.stall_seconds,
+        "differences": [asdict(each) for each in verdict.differences],
+        "not_restored": [asdict(each) for each in verdict.holes],
+        "unrepeatable": [asdict(each) for each in verdict.unrepeatable],
+        "loaders": list(verdict.loaders),
+        "band": None if verdict.band is None else asdict(verdict.band),
+    }
+    return found
 
 
 def undisturbed_line(verdict: Verdict) -> Text:
@@ -64,23 +157,28 @@ def undisturbed_line(verdict: Verdict) -> Text:
 
 def left_out_lines(verdict: Verdict) -> list[str]:
     """What is not compared, although results are equal."""
-    if not verdict.repeats or not verdict.unrepeatable:
+    found = [each for each in verdict.unrepeatable if each.kind not in PLAIN]
+    if not verdict.repeats or not found:
         return []
-    names = ", ".join(dict.fromkeys(each.label for each in verdict.unrepeatable))
+    names = ", ".join(dict.fromkeys(each.label for each in found))
     return [f"Not compared, as two undisturbed runs differ in it (their results are equal): {names}"]
 
 
 def blow_table(blows: Sequence[Blow]) -> Table:
     """Each kill, and the resume behind it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("#", "killed\nbehind step", "resumed\nbehind", "steps\nlost", "the\nrepeat", "until new\nstep"):
+    table.add_column("#", justify="right")
+    table.add_column("killed", no_wrap=True)
+    for heading in ("behind\nstep", "resumed\nbehind", "steps\nlost", "the\nrepeat", "until new\nstep"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("from", no_wrap=True)
     ranks = any(blow.rank for blow in blows)
     for number, blow in enumerate(blows, start=1):
         where = f"{blow.step}, rank {blow.rank}" if ranks else str(blow.step)
         cells = (where, str(blow.resumed), str(blow.lost), blow.check, f"{blow.seconds:.1f} s", blow.tier)
-        table.add_row(str(number), *cells)
+        if blow.kind == "agent":
+            cells = (where, "-", "-", "-", "-", "-")
+        table.add_row(str(number), blow.kind, *cells)
     return table
 
 

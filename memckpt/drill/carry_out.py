@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memckpt.drill.draw import Instant, draw
+from memckpt.drill.draw import Instant, Kind, draw
 from memckpt.drill.supervisor import Blow, Limits, Run, Start
 from memckpt.drill.verdict import Verdict, judge
 from memckpt.errors import DrillError
@@ -23,6 +23,7 @@ class Plan:
         kills: number of kills.
         steps: steps of each run, at most.
         seed: of the kills' instants.
+        kinds: who is killed.
         silence_seconds: seconds without a new step after which a run is given up.
     """
 
@@ -30,6 +31,7 @@ class Plan:
     steps: int
     seed: int
     silence_seconds: float = 300.0
+    kinds: tuple[Kind, ...] = ("trainer",)
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,23 @@ class Result:
         instants: drawn kills.
         blows: kills that were made.
         step_seconds: median duration of a step, by run.
+        stall_seconds: median time of a step in which protection kept the process from training, by run.
     """
 
     verdict: Verdict
     instants: list[Instant]
     blows: list[Blow]
     step_seconds: dict[str, float]
+    stall_seconds: dict[str, float]
 
 
-def drill(directory: Path, start: Start, plan: Plan, on_progress: Callable[[str, int, int], None]) -> Result:
+def drill(
+    directory: Path,
+    start: Start,
+    plan: Plan,
+    on_progress: Callable[[str, int, int], None],
+    on_undisturbed: Callable[[Verdict], None] = lambda verdict: None,
+) -> Result:
     """Train twice undisturbed and once with kills, and compare.
 
     Args:
@@ -57,6 +67,7 @@ def drill(directory: Path, start: Start, plan: Plan, on_progress: Callable[[str,
         start: starts the command.
         plan: what is drilled.
         on_progress: called with a run's name, its newest record, and its kills.
+        on_undisturbed: called with what the two undisturbed runs say alone.
 
     Raises:
         DrillError: a run could not be carried out, or none of the kills could be made.
@@ -70,9 +81,10 @@ def drill(directory: Path, start: Start, plan: Plan, on_progress: Callable[[str,
     first = run(FIRST, plan.steps)
     first.train()
     records = min(plan.steps, first.history.furthest)
-    instants = draw(plan.seed, plan.kills, records)
+    instants = draw(plan.seed, plan.kills, records, plan.kinds)
     second = run(SECOND, records)
     second.train()
+    on_undisturbed(judge(first.history, second.history, second.history, records))
     killed = run(KILLED, records)
     blows = killed.train(instants, first.step_seconds)
     if not blows:
@@ -82,4 +94,5 @@ def drill(directory: Path, start: Start, plan: Plan, on_progress: Callable[[str,
         )
     runs = {FIRST: first, SECOND: second, KILLED: killed}
     verdict = judge(first.history, second.history, killed.history, records)
-    return Result(verdict, instants, blows, {name: each.step_seconds for name, each in runs.items()})
+    steps = {name: each.step_seconds for name, each in runs.items()}
+    return Result(verdict, instants, blows, steps, {name: each.stall_seconds for name, each in runs.items()})

@@ -13,9 +13,12 @@ from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Key, Restored, Taken
 
 #: Kinds of values that are what training computes. Others are what it goes by.
 RESULTS = ("loss", "parameter", "state", "buffer", "frozen")
+#: Kinds of values that are in no state.
+PLAIN = ("attribute", "variable")
 #: Causes before effects, within one step.
 _ORDER = (
     "data position",
+    "input",
     "loss",
     "buffer",
     "frozen",
@@ -26,6 +29,7 @@ _ORDER = (
     "generators",
     "registered",
     "logged values",
+    *PLAIN,
 )
 #: Bytes of a tensor's sketch.
 _SKETCH_BYTES = 8 * SKETCHES
@@ -133,8 +137,13 @@ def _values_differing(
     for kind in dict.fromkeys([*theirs, *ours]):
         found, expected = ours.get(kind, {}), theirs.get(kind, {})
         for name in dict.fromkeys([*expected, *found]):
-            if found.get(name) != expected.get(name):
-                yield kind, name, None, ""
+            ours_text, theirs_text = found.get(name), expected.get(name)
+            if ours_text == theirs_text or (kind in PLAIN and None in (ours_text, theirs_text)):
+                continue  # a variable that is not there yet is none that is wrong
+            text = ""
+            if kind in PLAIN and ours_text and theirs_text and ours_text[0] == theirs_text[0] == "=":
+                text = f"{ours_text[1:]} in place of {theirs_text[1:]}"
+            yield kind, name, None, text
 
 
 def _losses_apart(found: tuple[str, ...], expected: tuple[str, ...]) -> tuple[float | None, str]:

@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from memckpt.errors import ConfigurationError
 
+#: Who is killed: a trainer, its node's agent, or both at once.
+Kind = Literal["trainer", "agent", "both"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 #: Steps before the first kill, and behind the last one.
 _FIRST, _LAST = 2, 2
 
 
 @dataclass(frozen=True)
 class Instant:
-    """When a kill is due.
+    """When a kill is due, and of whom.
 
     Attributes:
+        kind: who is killed.
         record: the record that is committed by then, at least.
         fraction: how much of a step's time passes behind its commit, from 0 to 1.
     """
 
+    kind: Kind
     record: int
     fraction: float
 
 
-def draw(seed: int, kills: int, records: int) -> list[Instant]:
+def parse_kinds(text: str) -> tuple[Kind, ...]:
+    """The kinds in ``"trainer,both"``.
+
+    Raises:
+        ConfigurationError: a name is none of them.
+    """
+    found = [each.strip() for each in text.split(",")]
+    if not set(found) <= set(KINDS):
+        raise ConfigurationError(f"--kinds: expected names among {', '.join(KINDS)}, with commas, found {text!r}")
+    return tuple(kind for kind in KINDS if kind in found)
+
+
+def draw(seed: int, kills: int, records: int, kinds: Sequence[Kind] = ("trainer",)) -> list[Instant]:
     """`kills` instants in ascending order, one in each of as many equal parts of the run.
 
     Args:
         seed: of the draw.
         kills: number of kills.
         records: length of the run.
+        kinds: whom to kill; each in turn, in an order that is drawn.
 
     Raises:
         ConfigurationError: the run is too short for so many.
@@ -43,4 +63,6 @@ def draw(seed: int, kills: int, records: int) -> list[Instant]:
         )
     drawn = random.Random(seed)
     places = [_FIRST + (index + drawn.random() * 0.9) * room / kills for index in range(kills)]
-    return [Instant(int(place), place - int(place)) for place in places]
+    order = drawn.sample(list(kinds), len(kinds))
+    turns = [order[index % len(order)] for index in range(kills)]
+    return [Instant(kind, int(place), place - int(place)) for kind, place in zip(turns, places, strict=True)]

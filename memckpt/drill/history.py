@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from memckpt.drill.lines import AnyLine, Begun, Key, Reader, Restored, Taken, Tensors
+from memckpt.drill.lines import AnyLine, Begun, Key, Loaders, Reader, Restored, Taken, Tensors
 
 LineT = TypeVar("LineT", Taken, Restored, covariant=True)
 
@@ -80,15 +80,19 @@ class RankHistory:
 
     Attributes:
         attempts: in order.
+        loaders: datasets of its DataLoaders, and their workers.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
+    loaders: tuple[str, ...] = ()
     _keys: tuple[Key, ...] = ()
 
     def add(self, line: AnyLine) -> None:
         """Add the next line of the rank's file."""
         if isinstance(line, Begun):
             self.attempts.append(Attempt(line))
+        elif isinstance(line, Loaders):
+            self.loaders = line.names
         elif isinstance(line, Tensors):
             self._keys = line.keys
         elif isinstance(line, Restored):

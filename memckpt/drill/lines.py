@@ -38,6 +38,12 @@ class Begun(Line, frozen=True, tag="begun"):
     node: str
 
 
+class Loaders(Line, frozen=True, tag="loaders"):
+    """The DataLoaders that there are, by their datasets' classes and their workers."""
+
+    names: tuple[str, ...]
+
+
 class Tensors(Line, frozen=True, tag="tensors"):
     """Names of the tensors whose digests follow, in their order."""
 
@@ -74,7 +80,8 @@ class Taken(Line, frozen=True, tag="taken"):
         losses: what backward began with since the last line, exact, as ``float.hex()`` writes it.
         digests: of each tensor, 16 bytes each.
         sketches: of each tensor, 4 float64 each: random signed sums of its elements.
-        values: digests of other parts of the state.
+        values: digests of other parts of the state, and of what is in no state, by kind and name.
+        stalled: seconds that protection has kept the process from training so far, the drill's own work left out.
         repeated: whether the step was taken once more, as a proof; the state is the held one.
         agent: process id of the agent that the session is connected to; None if it is to none.
         check: verdict of the resume check, and its line, where they are new.
@@ -88,12 +95,13 @@ class Taken(Line, frozen=True, tag="taken"):
     digests: bytes
     sketches: bytes
     values: dict[str, dict[str, str]]
+    stalled: float
     repeated: bool
     agent: int | None
     check: tuple[str, str] | None
 
 
-AnyLine = Union[Begun, Tensors, Restored, Taken]  # noqa: UP007
+AnyLine = Union[Begun, Loaders, Tensors, Restored, Taken]  # noqa: UP007
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyLine)
 

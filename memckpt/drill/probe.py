@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
 from memckpt.config.drill import DrillOrders
+from memckpt.drill.attributes import Attributes
 from memckpt.drill.fingerprint import Fingerprints
-from memckpt.drill.lines import Begun, Key, Restored, Taken, Tensors, Writer
+from memckpt.drill.inputs import InputTap, loaders
+from memckpt.drill.lines import Begun, Key, Loaders, Restored, Taken, Tensors, Writer
 from memckpt.processes.handles import start_ticks
 from memckpt.state import codec
 
@@ -46,11 +50,23 @@ class Probe:
     Args:
         orders: where.
         fingerprints: of the tensors.
+        model: the model.
         rank, world_size, node: place of the session in the job.
     """
 
-    def __init__(self, orders: DrillOrders, fingerprints: Fingerprints, rank: int, world_size: int, node: str) -> None:
+    def __init__(
+        self,
+        orders: DrillOrders,
+        fingerprints: Fingerprints,
+        model: nn.Module,
+        rank: int,
+        world_size: int,
+        node: str,
+    ) -> None:
         self._fingerprints = fingerprints
+        self._attributes = Attributes(dict(model.named_modules()))
+        self._inputs = InputTap(model)
+        self._loaders: tuple[str, ...] | None = None
         self._place = (rank, world_size, node)
         self._writer = Writer(orders.lines_of(rank))
         self._losses = LossTap()
@@ -74,6 +90,8 @@ class Probe:
         record: int,
         values: Iterable[tuple[str, str, Any]],
         *,
+        caller: FrameType | None,
+        stalled: float,
         repeated: bool,
         agent: int | None,
         check: tuple[str, str],
@@ -83,6 +101,8 @@ class Probe:
         Args:
             step, record: its numbers.
             values: kind, name and value of each part of the state that is no tensor by name.
+            caller: innermost frame whose variables may be the user's.
+            stalled: seconds that protection has kept the process from training so far.
             repeated: whether it was repeated as a proof.
             agent: process id of the agent.
             check: verdict of the resume check, and its line.
@@ -93,10 +113,18 @@ class Probe:
         named: dict[str, dict[str, str]] = {}
         for kind, name, value in values:
             named.setdefault(kind, {})[name] = xxhash.xxh3_128_hexdigest(codec.encode(value))
+        named["input"] = self._inputs.take()
+        for kind, name, text in self._attributes.values(caller):
+            named.setdefault(kind, {})[name] = text
+        if self._loaders is None:
+            self._loaders = loaders()
+            self._writer.write(Loaders(self._loaders))
         news = check if check != self._check and check[0] not in ("", "pending", "off") else None
         self._check = check
         seconds = time.monotonic() - now
-        self._writer.write(Taken(step, record, now, seconds, losses, digests, sketches, named, repeated, agent, news))
+        self._writer.write(
+            Taken(step, record, now, seconds, losses, digests, sketches, named, stalled, repeated, agent, news)
+        )
 
     def _take(self) -> tuple[bytes, bytes]:
         keys, digests, sketches = self._fingerprints.take()
@@ -107,4 +135,5 @@ class Probe:
 
     def close(self) -> None:
         self._losses.close()
+        self._inputs.close()
         self._writer.close()

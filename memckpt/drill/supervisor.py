@@ -16,13 +16,13 @@ from typing import Protocol
 
 from memckpt.config.arguments import RESUME, RUN_DIR
 from memckpt.config.drill import DRILL, DrillOrders
-from memckpt.drill.draw import Instant
+from memckpt.drill.draw import Instant, Kind
 from memckpt.drill.history import RunHistory
 from memckpt.drill.lines import Taken
 from memckpt.errors import DrillError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
-from memckpt.processes.handles import ProcessHandle
+from memckpt.processes.handles import ProcessHandle, start_ticks
 
 #: Seconds between two looks at the lines; a kill is as exact as that.
 _POLL_SECONDS = 0.002
@@ -49,20 +49,24 @@ class Blow:
     """One kill, and the resume behind it.
 
     Attributes:
-        rank: whose trainer was killed.
+        kind: who was killed.
+        rank: whose trainer was killed, or whose node's agent.
         step, record: last committed step by then, and its record.
         resumed: step behind which the next process went on; 0: it started over.
         lost: committed steps that were trained again.
-        seconds: from the kill to the first step that is new.
+        unprotected: steps until a new agent held the state, where only the agent was killed; None: until the end.
+        seconds: from the kill to the first step that is new, or that the new agent holds.
         tier: source of the state; ``"nothing"`` where training started over.
         check, check_line: verdict of repeating the last step, and its line; ``"none"``: nothing was compared.
     """
 
+    kind: Kind
     rank: int
     step: int
     record: int
     resumed: int = 0
     lost: int = 0
+    unprotected: int | None = 0
     seconds: float = 0.0
     tier: str = "nothing"
     check: str = "none"
@@ -151,10 +155,21 @@ class Run:
                 durations += [after.time - before.time - before.seconds for before, after in pairs]
         return max(0.0, statistics.median(durations)) if durations else 0.0
 
+    @property
+    def stall_seconds(self) -> float:
+        """Median time of a step in which protection kept the process from training; 0 if it is not known."""
+        stalls = [
+            after.stalled - before.stalled
+            for history in self.history.ranks.values()
+            for attempt in history.attempts
+            for before, after in itertools.pairwise(attempt.taken)
+        ]
+        return max(0.0, statistics.median(stalls)) if stalls else 0.0
+
     # Kills
 
     def _kill(self, instant: Instant, step_seconds: float) -> bool:
-        """Kill a trainer at the instant, and wait for the first new step. False if training ended before."""
+        """Kill at the instant, and wait for what follows. False if training ended before."""
         if not self._until(lambda: self.history.last_record >= instant.record):
             return False
         attempts = self.history.attempts
@@ -163,19 +178,54 @@ class Run:
         with self._process(begun.pid, begun.ticks) as trainer:
             if trainer is None or trainer.wait(instant.fraction * step_seconds):
                 return False
+            self.history.poll()
             killed_at = time.monotonic()
-            trainer.kill()
-            if not trainer.wait(_END_SECONDS):
-                raise DrillError(f"pid {begun.pid} does not end after SIGKILL: its state is {trainer.state()}")
+            agent = self._kill_agent(victim) if instant.kind != "trainer" else None
+            if instant.kind != "trainer" and agent is None:
+                return False
+            if instant.kind != "agent":
+                trainer.kill()
+                if not trainer.wait(_END_SECONDS):
+                    raise DrillError(f"pid {begun.pid} does not end after SIGKILL: its state is {trainer.state()}")
         self.history.poll()
         last = max(self.history.ranks[victim].attempts[-1].points, key=lambda point: point.record)
-        blow = Blow(victim, last.step, self.history.furthest)
+        blow = Blow(instant.kind, victim, last.step, self.history.furthest)
         self._blows.append(blow)
+        if instant.kind == "agent":
+            return self._wait_for_agent(blow, agent, killed_at)
         self._begin_again(attempts)
         if not self._until(lambda: self.history.attempts > attempts and self._new_steps(blow) != []):
             return False
         self._note_resume(blow, killed_at)
         return True
+
+    def _kill_agent(self, rank: int) -> int | None:
+        """Kill the agent of a rank's node; returns its process id, None if there is none."""
+        attempt = self.history.ranks[rank].attempts[-1]
+        pid = attempt.taken[-1].agent if attempt.taken else attempt.begun.agent
+        if pid is None:
+            return None
+        with self._process(pid, start_ticks(pid)) as agent:
+            if agent is None:
+                return None
+            agent.kill()
+            return pid if agent.wait(_END_SECONDS) else None
+
+    def _wait_for_agent(self, blow: Blow, killed: int | None, killed_at: float) -> bool:
+        """Wait until another agent holds the training's state; training itself goes on."""
+        attempt = self.history.ranks[blow.rank].attempts[-1]
+
+        def held() -> list[Taken]:
+            return [line for line in attempt.taken if line.time > killed_at and line.agent not in (None, killed)]
+
+        blow.resumed, blow.tier, blow.check = blow.step, "", ""
+        over = not self._until(lambda: held() != [] or self.history.last_record >= self._limits.records)
+        if found := held():
+            blow.unprotected = max(0, found[0].record - blow.record - 1)
+            blow.seconds = found[0].time - killed_at
+        else:
+            blow.unprotected = None
+        return not over
 
     def _new_steps(self, blow: Blow) -> list[Taken]:
         """Steps of the newest attempt that no attempt has taken before."""

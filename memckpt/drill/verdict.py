@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from memckpt.drill.difference import RESULTS, Difference, by_record, compare, sketch_distance
+from memckpt.drill.difference import PLAIN, RESULTS, Difference, by_record, compare, sketch_distance
 from memckpt.drill.history import Point, RunHistory
 from memckpt.drill.lines import SKETCHES, Taken
 
@@ -47,6 +47,8 @@ class Verdict:
         last_step, last_record: up to which steps were compared.
         unrepeatable: differences between the two undisturbed runs.
         differences: differences of the killed run from an undisturbed one, where these two agree.
+        holes: plain attributes and variables that change in training, and that a resume has not put back.
+        loaders: datasets of the DataLoaders, and their workers.
         compared: number of values compared at each step, by kind.
         band: where training does not repeat itself; None where it does.
     """
@@ -56,6 +58,8 @@ class Verdict:
     last_record: int
     unrepeatable: list[Difference]
     differences: list[Difference]
+    holes: list[Difference]
+    loaders: tuple[str, ...]
     compared: dict[str, int]
     band: Band | None
 
@@ -75,7 +79,9 @@ def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record
     """
     unrepeatable = compare(second, first, last_record)
     ignored = {each.key for each in unrepeatable}
-    differences = compare(killed, first, last_record, ignored)
+    found = compare(killed, first, last_record, ignored)
+    differences = [each for each in found if each.kind not in PLAIN]
+    holes = [each for each in found if each.kind in PLAIN and _changes(first, each)]
     band = None
     if any(each.kind in RESULTS for each in unrepeatable):
         band = _band(first, second, killed, last_record)
@@ -85,7 +91,15 @@ def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record
     elif differences:
         outcome = "different"
     point = max(by_record(first.ranks[0]).values(), key=lambda each: min(each.record, last_record))
-    return Verdict(outcome, point.step, last_record, unrepeatable, differences, _counts(point), band)
+    loaders, counts = first.ranks[0].loaders, _counts(point)
+    return Verdict(outcome, point.step, last_record, unrepeatable, differences, holes, loaders, counts, band)
+
+
+def _changes(run: RunHistory, value: Difference) -> bool:
+    """Whether a value changes in the course of a run: what does not was set at the start, by the script."""
+    points = by_record(run.ranks.get(value.rank)).values()
+    found = (point.line.values.get(value.kind, {}).get(value.name) for point in points)
+    return len({each for each in found if each is not None}) > 1
 
 
 def _counts(point: Point[Taken]) -> dict[str, int]:
@@ -137,7 +151,9 @@ def _apart(found: Point[Taken], expected: Point[Taken]) -> tuple[float, float]:
     loss = 0.0 if len(ours) == len(theirs) else math.inf
     for one, other in zip(ours, theirs, strict=False):
         mine, yours = float.fromhex(one), float.fromhex(other)
-        if mine != yours:
+        if not (math.isfinite(mine) and math.isfinite(yours)):
+            loss = loss if one == other else math.inf
+        elif mine != yours:
             loss = max(loss, abs(mine - yours) / max(abs(mine), abs(yours)))
     if found.keys != expected.keys:
         return loss, math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -40,7 +41,8 @@ class DrilledSession(Session):
             replicated=replicated,
         )
         ranks = self._ranks
-        self._probe = Probe(orders, Fingerprints(self._live, self._copier), ranks.rank, ranks.world_size, ranks.node)
+        fingerprints = Fingerprints(self._live, self._copier)
+        self._probe = Probe(orders, fingerprints, self._live.model, ranks.rank, ranks.world_size, ranks.node)
         self._probe.begin(self.agent_pid)
 
     def restore_tensors(self) -> RestoreReport | None:
@@ -61,6 +63,8 @@ class DrilledSession(Session):
                 point.step,
                 point.record,
                 self._rank_state.parts(codec.decode(point.rank_state)),
+                caller=sys._getframe(1),
+                stalled=self.stall.total,
                 repeated=repeated,
                 agent=self.agent_pid,
                 check=(self.check.verdict, self.check.line),

@@ -16,7 +16,7 @@ from memckpt.config import MemckptConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.drill import DRILL
 from memckpt.drill.difference import sketch_distance
-from memckpt.drill.draw import Instant, draw
+from memckpt.drill.draw import KINDS, draw, parse_kinds
 from memckpt.drill.fingerprint import Fingerprints
 from memckpt.drill.history import Attempt, Point, RankHistory, RunHistory
 from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
@@ -32,7 +32,7 @@ def taken(step: int, loss: float, weight: float, *, generator: str = "", repeate
     digests = b"".join(f"{value!r:>16}"[-DIGEST_BYTES:].encode() for value in (weight, 0.0))
     sketches = torch.tensor([weight] * SKETCHES + [0.0] * SKETCHES, dtype=torch.float64).numpy().tobytes()
     values = {"generators": {"torch": generator}}
-    return Taken(step, step, float(step), 0.0, (loss.hex(),), digests, sketches, values, repeated, None, None)
+    return Taken(step, step, float(step), 0.0, (loss.hex(),), digests, sketches, values, 0.0, repeated, None, None)
 
 
 def a_run(tmp_path: Path, *attempts: list[Taken]) -> RunHistory:
@@ -104,7 +104,12 @@ def test_each_kill_has_its_part_of_the_run_and_the_seed_says_when() -> None:
     assert instants == draw(7, 5, 200) != draw(8, 5, 200)
     assert [2 <= each.record < 198 and 0 <= each.fraction < 1 for each in instants] == [True] * 5
     assert all(after.record - before.record >= 3 for before, after in itertools.pairwise(instants))
-    assert all(isinstance(each, Instant) for each in instants)
+    assert {each.kind for each in instants} == {"trainer"}
+    kinds = [each.kind for each in draw(7, 5, 200, KINDS)]
+    assert set(kinds[:3]) == set(KINDS)
+    assert parse_kinds("both, trainer") == ("trainer", "both")
+    with pytest.raises(ConfigurationError, match="--kinds: expected names among trainer, agent, both"):
+        parse_kinds("node")
     with pytest.raises(ConfigurationError, match="at most 3 in a training of 10 steps, found 4"):
         draw(7, 4, 10)
 

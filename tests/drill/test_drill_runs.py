@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from memckpt.cli.drill_text import data_line, holes_text
 from memckpt.config.arguments import RUN_DIR
 from memckpt.drill.carry_out import Plan, Result, drill
+from memckpt.drill.draw import Kind
 from memckpt.drill.supervisor import Start
 from memckpt.errors import DrillError
 from tests.drill import trainings
@@ -48,10 +50,12 @@ class Drills:
 
         return start
 
-    def drill(self, script: Callable[[str], None], kills: int = 2, seed: int = 3) -> Result:
+    def drill(
+        self, script: Callable[[str], None], kills: int = 2, seed: int = 3, kinds: tuple[Kind, ...] = ("trainer",)
+    ) -> Result:
         directory = self.lab.directory / "drill"
         directory.mkdir()
-        plan = Plan(kills, trainings.STEPS - 5, seed, silence_seconds=60.0)
+        plan = Plan(kills, trainings.STEPS - 5, seed, silence_seconds=60.0, kinds=kinds)
         return drill(directory, self.start(script), plan, lambda *_: None)
 
 
@@ -96,6 +100,30 @@ def test_a_plain_attribute_that_changes_is_found(drills: Drills) -> None:
     assert first.relative > 1e-3
     assert {each.kind for each in verdict.differences} >= {"loss", "parameter", "state", "buffer"}
     assert blow.check == "different"
+    holes = {each.label: each for each in verdict.holes}
+    assert set(holes) == {"attribute scale of Scaled", "variable seen of loop()"}
+    assert holes["attribute scale of Scaled"].step == blow.resumed
+    assert holes["attribute scale of Scaled"].text.startswith("0.99 in place of ")
+    assert "Not restored: attribute scale of Scaled: 0.99 in place of" in holes_text(verdict).plain
+
+
+def test_data_that_are_not_seeded_are_named_by_their_loader(drills: Drills) -> None:
+    verdict = drills.drill(trainings.unseeded_workers, kills=1).verdict
+    assert (verdict.outcome, verdict.repeats) == ("within", False)
+    line = data_line(verdict)
+    assert line is not None
+    assert "differs from step 1 on" in line.plain
+    assert "They come from Noisy (1 worker); torch's generator, which shuffles, does repeat itself" in line.plain
+    assert "it is the dataset, or a worker" in line.plain
+
+
+def test_the_agent_and_both_are_killed_and_training_goes_on(drills: Drills) -> None:
+    result = drills.drill(trainings.loop, kinds=("agent", "both"))
+    assert (result.verdict.outcome, result.verdict.repeats) == ("equal", True)
+    agent, both = sorted(result.blows, key=lambda blow: blow.kind)
+    assert (agent.kind, agent.lost, agent.tier) == ("agent", 0, "")
+    assert agent.unprotected is not None
+    assert (both.kind, both.resumed, both.lost, both.tier) == ("both", 0, both.step, "nothing")
 
 
 def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(drills: Drills) -> None:

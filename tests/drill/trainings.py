@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import memckpt
 from memckpt import AgentConfig, MemckptConfig
@@ -32,7 +34,7 @@ def loop(run_dir: str, *, cools: bool = False, seeded: bool = True) -> None:
     model = Scaled()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     session = memckpt.attach(model, optimizer, run_dir=run_dir, resume="never", config=CONFIG)
-    report = session.restore()
+    report, seen = session.restore(), 0
     for _ in range(report.step if report else 0, STEPS):
         batch = torch.randn(32, 8)
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
@@ -41,7 +43,35 @@ def loop(run_dir: str, *, cools: bool = False, seeded: bool = True) -> None:
         optimizer.zero_grad()
         if cools:
             model.scale *= 0.99
+            seen += 1
         session.commit()
+    session.close()
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples with noise from a generator that nobody seeds, in whichever process loads them."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), index / 200) + torch.from_numpy(np.random.default_rng().normal(size=8)).float()
+
+
+def unseeded_workers(run_dir: str) -> None:
+    """A loop whose loader's workers draw from the system's entropy."""
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    session = memckpt.attach(model, optimizer, run_dir=run_dir, config=CONFIG)
+    loader = session.loader(DataLoader(Noisy(), 10, shuffle=True, num_workers=1, multiprocessing_context="fork"))
+    session.restore()
+    for _ in session.epochs(2):
+        for batch in loader:
+            (model(batch) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.commit()
     session.close()
 
 
