@@ -53,7 +53,7 @@ def spec_of(trainee: Trainee, mode: str) -> StateSpec:
     """The StateSpec that a session would make."""
     config = redo_config(mode)
     kind: RedoMode = "eager" if mode == "eager" else "lazy"
-    request = SpecRequest(kind, config.anchor_period(kind), config.slots, local_ranks=(0,), world_size=1)
+    request = SpecRequest(kind, config.anchor_period(kind), config.records_in_flight, local_ranks=(0,), world_size=1)
     return LiveState(trainee.model, [trainee.optimizer], {}).spec(request)
 
 

@@ -70,7 +70,9 @@ class Design:
         config = redo_config(MODES[side])
         period = config.anchor_period("eager" if side == "eager" else "lazy")
         record = 4 + 12 / period
-        held = 12 + config.slots * record if side == "eager" else (period + config.slots) * record
+        held = (
+            12 + config.records_in_flight * record if side == "eager" else (period + config.records_in_flight) * record
+        )
         return cls(period, record, held)
 
 

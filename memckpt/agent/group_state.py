@@ -35,6 +35,7 @@ from memckpt.protocol.trainer import (
     Protected,
     Resume,
     SlotsMade,
+    Unprepare,
 )
 from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
 from memckpt.state.spec import StateSpec, first_difference
@@ -75,6 +76,7 @@ class GroupState:
             host.checkpoint_failed,
             lambda record: siblings.announce(ranks, record),
             siblings.hurry,
+            host.note,
         )
         self.generations = HeldGenerations(ranks, self.saver.forget)
 
@@ -142,6 +144,10 @@ class GroupState:
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
         return generation
+
+    def unprepare(self, message: Unprepare) -> None:
+        """Ranks of other nodes have no room for what was to be written."""
+        self._pending.give_up(message.generation)
 
     def _bring_together(self, record: int, differing: Difference) -> None:
         """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.

@@ -12,6 +12,7 @@ from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.status import Figures
 from memckpt.errors import AgentError
+from memckpt.journal.events import Decision
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.generation import Generation
 from memckpt.protocol.messages import TrainerToAgent
@@ -28,11 +29,13 @@ from memckpt.protocol.trainer import (
     NeedGeneration,
     NeedSlots,
     Note,
+    Observed,
     OthersStay,
     Preempted,
     Prepare,
     Prepared,
     Resume,
+    Unprepare,
     Void,
 )
 from memckpt.state.search_path import extend_search_path
@@ -74,6 +77,10 @@ class TrainerMessages:
                 generation = group.prepare(trainer.rank, message)
                 prepared = Prepared(generation.number, generation.spec, whole=generation.whole)
                 self._send_regions(connection, prepared, generation)
+            case Unprepare():
+                group.unprepare(message)
+            case Observed():
+                group.saver.observe(message)
             case NeedSlots():
                 group.want_slots(trainer.rank, message)
                 self._groups.make_slots(attempt, now=trainer.unit if message.now else ())
@@ -88,6 +95,8 @@ class TrainerMessages:
                 _log.log(level, "resume check: %s", message.line)
             case Note():
                 self._host.note(message.event)
+                if isinstance(message.event, Decision):
+                    self._figures.note_decision(message.event)
             case SaveRecord():
                 self._save_record(connection, message)
             case Configure():

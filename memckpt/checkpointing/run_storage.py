@@ -200,6 +200,7 @@ class RunStorage:
             _log.info("storage mode %s: %s", mode, reason)
             self.log.pause()
         self.mode, self._mode_reason = mode, reason
+        self.schedule.logged = mode == "log"
 
     @property
     def _bytes_per_second(self) -> float | None:

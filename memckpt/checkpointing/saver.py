@@ -22,12 +22,14 @@ from memckpt.checkpointing.schedule import Schedule, alone
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
+from memckpt.journal.events import Decision
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
 from memckpt.protocol.status import StorageStatus
 from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.protocol.trainer import Observed
 from memckpt.protocol.writer import Announce, Announced, Appended, LookForAnnounced, LookForRoom, Room
 from memckpt.state.records import Timeline
 
@@ -53,6 +55,7 @@ class Saver:
         start_writer: starts a process that writes.
         failed: called when a checkpoint could not be written, and nothing that is held is still to be written.
         announce: tells whoever saves other shards on this node that a checkpoint is taken after a record.
+        decided: gets each change of the interval that measurements have made.
         hurried: tells them how many records ahead an order has to be.
     """
 
@@ -65,9 +68,10 @@ class Saver:
         failed: Callable[[], None],
         announce: Callable[[int], None] = lambda record: None,
         hurried: Callable[[int], None] = lambda lead: None,
+        decided: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._tell_siblings = announce
-        self._schedule = Schedule(self._announce, self._look)
+        self._schedule = Schedule(self._announce, self._look, decided)
         self._storage = RunStorage(
             node, self._schedule, lambda: start_writer("records", self._records_said, self._records_ended), tell
         )
@@ -141,6 +145,10 @@ class Saver:
     def alarm(self) -> str:
         """Why the last checkpoint could not be written; empty if it could."""
         return self._storage.alarm
+
+    def observe(self, observed: Observed) -> None:
+        """Follow what the job has measured: the interval of checkpoints depends on it."""
+        self._schedule.observe(observed)
 
     def preempt(self) -> bool:
         """Save at once, within the grace period: somebody got SIGTERM. False where nothing is to be written."""

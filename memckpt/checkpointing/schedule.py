@@ -7,6 +7,7 @@ agents of other nodes look in the storage, where the record is announced long be
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -14,10 +15,16 @@ from collections.abc import Callable
 
 from memckpt.checkpointing.storage_mode import Pace
 from memckpt.config import StorageConfig
+from memckpt.journal.events import Decision
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
+from memckpt.planning.tuning import Follower, checkpoint_interval
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.storing import Saved
+from memckpt.protocol.trainer import Observed
+
+_log = logging.getLogger("memckpt.agent")
+_DEFAULTS = StorageConfig()
 
 #: Records before a snapshot at which its memory is taken and its order given, where steps decide.
 _ORDER_RECORDS = 16
@@ -39,11 +46,21 @@ class Schedule:
         announce: tells savers on the same node that a checkpoint is taken after a record; with True, also notes it
             where other nodes' agents look.
         look: asks for what has been noted there; the answer goes to :meth:`announced`.
+        decided: gets each change of the interval that measurements have made.
+
+    Attributes:
+        logged: whether records between checkpoints are logged, so that a failure costs their redo only.
     """
 
-    def __init__(self, announce: Callable[[int, bool], None], look: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        announce: Callable[[int, bool], None],
+        look: Callable[[], None],
+        decided: Callable[[Decision], None] = lambda decision: None,
+    ) -> None:
         self._announce_record = announce
         self._look = look
+        self._decided = decided
         self._config: StorageConfig | None = None
         self.pace = Pace()
         #: Whether no checkpoint of this run has begun yet: until one is there, losing the machine loses everything.
@@ -55,6 +72,10 @@ class Schedule:
         self._backoff = Backoff(lambda: time.monotonic(), at_once=1)
         self._not_before = float("-inf")
         self._copy_seconds = self._cost_seconds = 0.0
+        self.logged = False
+        #: What the job has measured; None: nothing yet, or it does not tune.
+        self._observed: Observed | None = None
+        self._tuned = Follower()
         self._preempted_until = float("-inf")
         #: Whether records are chosen by what the first rank's node announces.
         self._by_announcement = False
@@ -71,6 +92,7 @@ class Schedule:
         self._not_before = float("-inf")
         self._backoff.reset()
         self._announced = None
+        self._observed, self._tuned = None, Follower()
 
     def preempt(self, grace_seconds: float) -> None:
         """Want a checkpoint at once, and have it written in this time: the machine may then be gone."""
@@ -96,8 +118,45 @@ class Schedule:
 
     def interval_seconds(self) -> float:
         """Least time from one checkpoint to the next, of which its cost is then the configured share."""
+        least = self._least_seconds()
+        return least if self._tuned.value is None else max(least, self._tuned.value)
+
+    def _least_seconds(self) -> float:
         assert self._config is not None
         return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
+
+    def observe(self, observed: Observed) -> None:
+        """Follow what the job measures, unless the user has set an interval or its limits."""
+        config = self._config
+        if config is None or config.every_steps is not None:
+            return
+        if (config.min_seconds, config.overhead) == (_DEFAULTS.min_seconds, _DEFAULTS.overhead):
+            self._observed = observed
+            self._follow()
+
+    def _follow(self) -> None:
+        """Look at the best interval, after a checkpoint and at news of the job."""
+        observed, cost = self._observed, self._cost_seconds
+        if observed is None or not cost:
+            return
+        rate, share, before = observed.failures_per_second, self._repeated_share(observed), self.interval_seconds()
+        moved = self._tuned.follow(checkpoint_interval(cost, rate, share, self._least_seconds()))
+        now = self.interval_seconds()
+        if moved and abs(now - before) >= 1:
+            redone = "redo takes" if self.logged else "is trained again, which takes"
+            reason = (
+                f"a checkpoint costs {cost:.2g} s of training, a failure comes every {1 / rate:,.0f} s, and what it "
+                f"loses {redone} {share:.0%} of its time"
+            )
+            _log.info("interval of checkpoints: %.0f s -> %.0f s: %s", before, now, reason)
+            self._decided(Decision("storage interval", round(before), round(now), reason))
+
+    def _repeated_share(self, observed: Observed) -> float:
+        """Seconds that a lost second of training costs: all of it, or its redo where records are logged."""
+        seconds = self.pace.seconds
+        if not self.logged or not seconds:
+            return 1.0
+        return min(1.0, max(0.01, observed.redo_seconds / seconds))
 
     def interval_steps(self) -> float | None:
         """Records between two checkpoints, about; None before that can be told."""
@@ -192,6 +251,7 @@ class Schedule:
         self._not_before = float("-inf")
         self._backoff.reset()
         self._cost_seconds = self._copy_seconds + saved.cpu_seconds / len(os.sched_getaffinity(0))
+        self._follow()
 
     def loses_at_most(self, last: Saved | None, lead: int) -> int | None:
         """Steps from one checkpoint until the next is written; None before that can be told.

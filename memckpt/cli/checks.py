@@ -132,7 +132,7 @@ def bytes_per_parameter(mode: RedoMode) -> float:
     """Bytes per parameter of base and log with the default settings, and of the copy that is written to storage."""
     if mode == "capture":
         return (CAPTURES + 1) * STATE_BYTES
-    period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().slots
+    period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().records_in_flight
     record = 4 + STATE_BYTES / period
     held = STATE_BYTES + slots * record if mode == "eager" else (period + slots) * record
     return held + STATE_BYTES

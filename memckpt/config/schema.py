@@ -21,6 +21,7 @@ ResumeChoice = Literal["auto", "require", "never"]
 AckPolicy = Literal["wait", "proceed"]
 CadencePolicy = Literal["auto", "every_step"]
 Security = Literal["curve", "plain"]
+TuningChoice = Literal["auto", "off"]
 ResumeCheckChoice = Literal["witness", "replay", "require", "off"]
 DomainLevel = Literal["auto", "node", "rack", "zone"]
 
@@ -28,6 +29,8 @@ DomainLevel = Literal["auto", "node", "rack", "zone"]
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
 #: A captured record has the whole state, so its period is always 1.
 DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "capture": 1}
+#: D, the number of records in flight.
+DEFAULT_SLOTS = 3
 #: With peers a window of T + D records is held in other nodes' memory in every mode.
 _PEERS_ANCHOR_PERIOD = 8
 
@@ -263,7 +266,7 @@ class MemckptConfig:
         tap: ``"auto"`` copies gradients as backward produces them, compares them with those that the optimizer used,
             and changes to ``"step"`` if they differ; ``"step"`` copies them after the optimizer's step.
         anchor_period_steps: T, in steps; None: the default of the redo mode.
-        slots: D, records in flight: one being filled, one waiting, one being applied.
+        slots: D, records in flight: one being filled, one waiting, one being applied; None: 3, and what tuning finds.
         capture_every_steps: N, interval of captures in steps; a crash loses fewer than N steps.
         agent: settings of the agent.
         peers: records in other nodes' memory, an ErasureConfig or a MirrorConfig; None: none.
@@ -273,6 +276,11 @@ class MemckptConfig:
             whole state bit for bit; ``"require"`` also ends training if they differ; ``"off"`` checks nothing.
         compression: how DistributedDataParallel averages gradients: in compressed form by TopK, RandomK, Quantized8,
             PowerSGD or HalfPrecision, whose results are the records; None: as they are.
+        tuning: ``"auto"`` follows what the running job measures: `redo`, T, D and the interval of checkpoints, as far
+            as they are left to it; ``"off"`` leaves all as it was at the start.
+        overhead_budget: share of a step's time that protection may cost, which tuning keeps to where it can.
+        mtbf_seconds: mean time between failures that you expect of the job, in seconds; None: one day, until failures
+            of the run show another.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
         log_metrics: whether figures of the protection go to the framework's loggers (TensorBoard, CSV, W&B, trackers).
     """
@@ -280,13 +288,16 @@ class MemckptConfig:
     redo: RedoChoice = "auto"
     tap: TapChoice = "auto"
     anchor_period_steps: int | None = None
-    slots: int = 3
+    slots: int | None = None
     capture_every_steps: int = 10
     agent: AgentConfig = field(default_factory=AgentConfig)
     peers: ErasureConfig | MirrorConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
     resume_check: ResumeCheckChoice = "witness"
     compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
+    tuning: TuningChoice = "auto"
+    overhead_budget: float = 0.03
+    mtbf_seconds: float | None = None
     accept_changes: bool = False
     log_metrics: bool = True
 
@@ -296,7 +307,8 @@ class MemckptConfig:
         _require(self.tap in ("auto", "step"), "tap", "'auto' or 'step'", self.tap)
         period = self.anchor_period_steps
         _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
-        _require(2 <= self.slots <= 64, "slots", "2 to 64", self.slots)
+        slots = self.slots
+        _require(slots is None or 2 <= slots <= 64, "slots", "None or 2 to 64", slots)
         every = self.capture_every_steps
         _require(1 <= every <= 1_000_000, "capture_every_steps", "1 to 1000000", every)
         _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
@@ -310,6 +322,10 @@ class MemckptConfig:
         # The step's tap leaves DDP's averages to DDP, which does not compress.
         _require(compression is None or self.tap == "auto", "tap", "'auto' with compression", self.tap)
         _require(compression is None or self.redo != "capture", "compression", "None with redo='capture'", compression)
+        _require(self.tuning in ("auto", "off"), "tuning", "'auto' or 'off'", self.tuning)
+        budget, mtbf = self.overhead_budget, self.mtbf_seconds
+        _require(0 < budget <= 1, "overhead_budget", "more than 0, at most 1", budget)
+        _require(mtbf is None or 0 < mtbf <= 3.2e9, "mtbf_seconds", "None, or more than 0 and at most 3.2e9", mtbf)
         checks = ("witness", "replay", "require", "off")
         expected = "'witness', 'replay', 'require' or 'off'"
         _require(self.resume_check in checks, "resume_check", expected, self.resume_check)
@@ -323,6 +339,11 @@ class MemckptConfig:
     def reads_late(self) -> bool:
         """Whether whole records are read for as long as they are in a slot: by peers, or by an explicit log."""
         return self.peers is not None or (self.storage is not None and self.storage.mode == "log")
+
+    @property
+    def records_in_flight(self) -> int:
+        """D at the start of a run."""
+        return DEFAULT_SLOTS if self.slots is None else self.slots
 
     def anchor_period(self, mode: RedoMode) -> int:
         """T for the chosen redo mode."""

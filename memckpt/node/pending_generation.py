@@ -89,7 +89,7 @@ class PendingGeneration:
         try:
             self.generation = self._make(message, held_bytes + beside, held_bytes)
         except MemckptError as error:
-            if not held_bytes or not _fits_alone(message, held_bytes, beside):
+            if message.optional or not held_bytes or not _fits_alone(message, held_bytes, beside):
                 raise  # to let go of the old one would be of no use
             # Two generations do not fit: protection lapses until the new one is complete, and that is said.
             _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
@@ -121,6 +121,11 @@ class PendingGeneration:
         generation, self.generation = self.generation, None
         if generation is not None:
             generation.close()
+
+    def give_up(self, number: int) -> None:
+        """A rank has no room for the generation of this number: none of them writes it."""
+        if self.generation is not None and self.generation.number == number:
+            self.drop()
 
     def forget(self) -> None:
         """A new attempt begins: what the ranks of the one before have asked for is of no account."""

@@ -218,7 +218,7 @@ def _setting(
         gradient_bytes=job.gradient_bytes,
         state_bytes=job.state_bytes,
         period=config.anchor_period(mode),
-        slots=config.slots,
+        slots=config.records_in_flight,
     )
     private = peers is not None and job.replicas > peers.tolerated
     sending = _Sending() if peers is None else _sending(job, peers, held, private, every)

@@ -69,6 +69,7 @@ from memckpt.protocol.trainer import (
     NeedGeneration,
     NeedSlots,
     Note,
+    Observed,
     OthersStay,
     Preempted,
     Prepare,
@@ -77,6 +78,7 @@ from memckpt.protocol.trainer import (
     Refused,
     Resume,
     SlotsMade,
+    Unprepare,
     Void,
 )
 from memckpt.protocol.writer import (
@@ -96,11 +98,13 @@ from memckpt.protocol.writer import (
 TrainerToAgent = Union[  # noqa: UP007
     Hello,
     Prepare,
+    Unprepare,
     NeedSlots,
     Resume,
     Advance,
     Checked,
     Note,
+    Observed,
     SaveRecord,
     Configure,
     GenerationCommit,

@@ -141,6 +141,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         check: what the attempt's resume check has found, in one line; empty before it has.
         slots: D, records in flight.
         recent_stalls: what the newest 64 commits of this node's ranks have waited, in milliseconds, oldest first.
+        decision: the last decision of the tuner, in words; empty if there was none.
         journal: why the run's journal cannot be written; empty if it can.
         metrics: where the agent's metrics are, or why they are not; empty if none are asked for.
         unprotected: why memory does not hold the steps that trainers take now; empty if it does.
@@ -173,6 +174,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     journal: str = ""
     metrics: str = ""
     unprotected: str = ""
+    decision: str = ""
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

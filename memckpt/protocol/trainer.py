@@ -16,7 +16,7 @@ from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +73,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
     `discard` says that what is held is not wanted and may go first. `reason`: why the spec's mode, for the status.
     `whole`: reserve all of it at once; otherwise only what its start takes is, until all local ranks ask for the rest
-    (NeedSlots).
+    (NeedSlots). `optional`: what is held stays in any case; where both do not fit, the answer is a refusal.
     """
 
     spec: StateSpec
@@ -84,6 +84,25 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     record: int
     reason: str = ""
     whole: bool = False
+    optional: bool = False
+
+
+class Unprepare(msgspec.Struct, frozen=True, tag="unprepare"):
+    """A generation that was prepared is not going to be written: another rank has no room for it."""
+
+    generation: int
+
+
+class Observed(msgspec.Struct, frozen=True, tag="observed"):
+    """What the running job has measured, for the interval of checkpoints.
+
+    Attributes:
+        failures_per_second: rate of its failures.
+        redo_seconds: redo of one record at a restore, in seconds.
+    """
+
+    failures_per_second: float
+    redo_seconds: float
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):

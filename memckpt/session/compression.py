@@ -24,6 +24,7 @@ from memckpt.compression.hook import reducer_for
 from memckpt.compression.reduction import Reducer
 from memckpt.config import CompressionConfig, LossyConfig, MemckptConfig
 from memckpt.errors import UnsupportedError
+from memckpt.planning.restoring import record_redo_seconds
 from memckpt.session.rank_state import RankState
 from memckpt.session.report import RestoreReport
 from memckpt.state.encoding_spec import encoded_bytes
@@ -33,12 +34,8 @@ from memckpt.state.tensors import is_dtensor
 
 _log = logging.getLogger("memckpt")
 
-#: How long redo of a window of compressed records may take at a restore, by the rates below.
+#: How long redo of a window of compressed records may take at a restore.
 REDO_SECONDS = 5.0
-#: Elements that redo advances by a record in a second, on the low side: one core with Adam; an accelerator.
-_REDONE_ON_HOST, _REDONE_ON_DEVICE = 1e8, 2e10
-#: Seconds that a piece of a parameter takes for each record whatever its size: decoding, the optimizer's Python.
-_PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 _SHORTEST, _LONGEST = 8, 512
 #: Why a step cannot be repeated where residuals are dropped.
 DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
@@ -108,11 +105,10 @@ def period_for(numel: int, encoded: int, params: int, on_host: bool) -> int:
         params: number of parameters.
         on_host: whether they are in host memory.
     """
-    rate, each = (_REDONE_ON_HOST, _PIECE_ON_HOST) if on_host else (_REDONE_ON_DEVICE, _PIECE_ON_DEVICE)
     period = _SHORTEST
     while period < min(_LONGEST, 12 * numel / encoded):
         longer = 2 * period
-        if longer / 2 * (numel / rate + (longer + params) * each) > REDO_SECONDS:
+        if longer / 2 * record_redo_seconds(numel, longer + params, on_host) > REDO_SECONDS:
             break
         period = longer
     return period

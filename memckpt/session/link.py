@@ -39,6 +39,7 @@ class AgentLink:
     Attributes:
         owner: id of the run, which its checkpoints carry; empty before it is known.
         claimed: whether the store says that it is this run's.
+        waited_for_redo: seconds that training has waited for the agent's redo.
         waits: whether training waits for acknowledgements of peers.
     """
 
@@ -49,6 +50,7 @@ class AgentLink:
         self._storage = config.storage
         self.owner = ""
         self.claimed = False
+        self.waited_for_redo = 0.0
         self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
         self._timeline: Timeline | None = None
         self._client: AgentClient | None = None
@@ -131,6 +133,7 @@ class AgentLink:
         discard: bool = False,
         reason: str = "",
         whole: bool = False,
+        optional: bool = False,
     ) -> PreparedRegions:
         """Allocate a generation.
 
@@ -140,6 +143,7 @@ class AgentLink:
             discard: whether held generations are dropped.
             reason: why the state has its redo mode, in words.
             whole: whether all slots are allocated, and not only the start of the generation.
+            optional: whether what is held stays where both do not fit; then this is refused.
 
         Raises:
             MemoryBudgetError: it does not fit.
@@ -147,7 +151,7 @@ class AgentLink:
         assert self._timeline is not None
         timeline = self._timeline
         threads, budget = self._config.threads, self._config.memory_budget_bytes
-        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason, whole))
+        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason, whole, optional))
 
     def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
         """Have the agent produce the state after a record; with `repeat` the state before it as well."""
@@ -230,7 +234,9 @@ class AgentLink:
             standing = 1 + spec.trails if spec.mode == "eager" else 0
             self.client.wait_for_watermark(record - spec.slots + standing)
         if spec.mode == "eager":
+            waited = time.perf_counter()
             self.client.wait_applied(record - spec.slots)
+            self.waited_for_redo += time.perf_counter() - waited
         return time.perf_counter() - started
 
     def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:

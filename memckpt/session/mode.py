@@ -10,6 +10,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import STEPS, SelfTest
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import MemckptConfig, MirrorConfig, RedoMode
+from memckpt.planning.tuning import LayoutSettings
 from memckpt.session.policy import choose_redo
 from memckpt.session.ranks import Ranks
 from memckpt.session.room import lazy_shortage
@@ -29,6 +30,7 @@ class ModeChoice:
         reason: why this mode, in words.
         every: number of steps between two captures; 1 in other modes.
         not_redoable: why the self-test has failed, in words; empty if it has not.
+        tuned: settings that the tuner has found; None before.
     """
 
     def __init__(self, config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> None:
@@ -39,6 +41,7 @@ class ModeChoice:
         self._test: SelfTest | None = None
         self._asked = False
         self.not_redoable = ""
+        self.tuned: LayoutSettings | None = None
         self.every = 1
         #: Why some node has no memory for lazy redo, the same on all ranks.
         self._shortage = next(filter(None, ranks.gather(lazy_shortage(config, live, ranks, device))), "")
@@ -69,24 +72,49 @@ class ModeChoice:
         """Whether steps are redone from gradients, now or after the self-test."""
         return self._redone[0] != "capture"
 
-    def request(self, asynchronous: bool) -> SpecRequest:
-        """Settings of a generation in this mode.
+    @property
+    def settings(self) -> LayoutSettings:
+        """Mode, T and D of the next generation: as tuned, else as configured."""
+        tuned = self.tuned
+        if tuned is not None and tuned.mode == self.mode:
+            return tuned
+        slots = self._config.records_in_flight if tuned is None else tuned.slots
+        return LayoutSettings(self.mode, self._config.anchor_period(self.mode), slots)
+
+    @property
+    def settings_when_redone(self) -> LayoutSettings:
+        """Mode, T and D where steps are redone: those that follow a self-test."""
+        mode = self._redone[0]
+        return LayoutSettings(mode, self._config.anchor_period(mode), self._config.records_in_flight)
+
+    def tune(self, settings: LayoutSettings, reason: str) -> None:
+        """Use what the tuner has found, from the next generation on."""
+        self.tuned = settings
+        if settings.mode != self._redone[0]:
+            self._redone = settings.mode, reason
+            if self.mode != "capture":
+                self.mode, self.reason = self._redone
+
+    def request(self, asynchronous: bool, settings: LayoutSettings | None = None) -> SpecRequest:
+        """Settings of a generation.
 
         Args:
             asynchronous: whether commits are sent later than they are made, as on an accelerator.
+            settings: its mode, T and D; None: the current ones.
         """
         config, ranks = self._config, self._ranks
+        chosen = self.settings if settings is None else settings
         # A replica of this node, or those of a lazy node on others.
-        replicas = self.mode == "eager" or (self.mode == "lazy" and isinstance(config.peers, MirrorConfig))
+        replicas = chosen.mode == "eager" or (chosen.mode == "lazy" and isinstance(config.peers, MirrorConfig))
         trails = config.replays and replicas
         # The replica is one record further behind, and with several ranks one of them may be filling the next slot.
         # Ranks may differ by one commit, and a commit from an accelerator is sent one record later.
-        more = (ranks.world_size > 1 or config.slots < 3) + asynchronous if trails else 0
+        more = (ranks.world_size > 1 or chosen.slots < 3) + asynchronous if trails else 0
         return SpecRequest(
-            mode=self.mode,
-            period=config.anchor_period(self.mode),
+            mode=chosen.mode,
+            period=chosen.period,
             every=self.every,
-            slots=config.slots + (more if self.mode == "eager" else 0),
+            slots=chosen.slots + (more if chosen.mode == "eager" else 0),
             trails=trails,
             local_ranks=ranks.unit,
             world_size=ranks.world_size,

@@ -34,7 +34,7 @@ def _window_bytes(config: MemckptConfig, live: LiveState) -> int:
     period = config.anchor_period("lazy")
     params = {p for o in live.optimizers for group in o.param_groups for p in group["params"]}
     nbytes = sum(p.numel() * p.element_size() for p in params)
-    return int(nbytes * (1 + 3 / period) * (period + config.slots))
+    return int(nbytes * (1 + 3 / period) * (period + config.records_in_flight))
 
 
 def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:

@@ -11,7 +11,7 @@ from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
 from memckpt.session.drift import DriftReports
-from memckpt.session.generation_switch import GenerationSwitch
+from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.peers import Peers
@@ -21,6 +21,8 @@ from memckpt.session.staging import RestorePoint, Staging
 _log = logging.getLogger("memckpt")
 #: Number of consecutive records with an exception in our hooks after which protection pauses.
 _MOST_BROKEN = 3
+#: Records of a generation after which all ranks have got past its begin.
+SETTLED_RECORDS = 8
 
 
 class Protection:
@@ -38,6 +40,7 @@ class Protection:
         reconnection: schedule of reconnections.
 
     Attributes:
+        link: connection to the agent.
         unprotected_since: last record before a gap; None while records are protected.
         stored_step: newest step that this attempt's agent has written to storage; None before the first.
         stored_at: when that was, by the monotonic clock; before the first: when this attempt began.
@@ -57,7 +60,7 @@ class Protection:
     ) -> None:
         self._training = training
         self._recorder = training.recorder
-        self._link = link
+        self.link = link
         self._staging = staging
         self._switch = switch
         self._peers = peers
@@ -73,6 +76,14 @@ class Protection:
         self._gap = False
         self.drift = DriftReports(exact=training.device.type == "cpu")
 
+    @property
+    def complete(self) -> bool:
+        """Whether records are protected: by a settled generation, and by all peers that should have them."""
+        if self.unprotected_since is not None or not self.link.up or self._switch.state is not SwitchState.OPEN:
+            return False
+        settled = self._recorder.record - self._switch.began >= SETTLED_RECORDS
+        return settled and (not self._peers.active or self.link.client.whole)
+
     # Records
 
     def end_record(self, point: RestorePoint) -> None:
@@ -80,7 +91,7 @@ class Protection:
         try:
             self._switch.look_for_changes()
             self.listen()
-            if not self._link.up:
+            if not self.link.up:
                 self._try_again(point)
             else:
                 self._end_record(point)
@@ -132,7 +143,7 @@ class Protection:
             _log.warning("memckpt: protected again from step %d on; %d %s not", point.step, gap, what)
             self.unprotected_since = None
             if self._training.ranks.rank == self._training.ranks.local_ranks[0]:
-                self._link.note(GapEnded(point.step, gap))
+                self.link.note(GapEnded(point.step, gap))
 
     def leave_record(self, record: int) -> None:
         """Begin the next record, with nothing staged, unless it has begun already."""
@@ -143,7 +154,7 @@ class Protection:
 
     def listen(self) -> None:
         """Handle the agent's notices, without waiting. Raises AgentGoneError if it is gone."""
-        for notice in self._link.notices():
+        for notice in self.link.notices():
             match notice:
                 case Begin():
                     self._switch.obey(notice)
@@ -183,7 +194,7 @@ class Protection:
             self.unprotected_since = record
             _log.warning("memckpt: training goes on without protection since step %d: %s", record, reason)
         self._staging.close()
-        self._link.abandon()
+        self.link.abandon()
 
     def _stumble(self, record: int, error: Exception) -> None:
         """Pause protection after an unexpected exception."""
@@ -199,7 +210,7 @@ class Protection:
         if not self._reconnection.due():
             return
         try:
-            self._link.reconnect(self._training.live.spec(self._switch.request), self._recorder.record)
+            self.link.reconnect(self._training.live.spec(self._switch.request), self._recorder.record)
             self._peers.rejoin()
             self._peers.mark_phases(self._recorder)
             self._switch.rejoin(point.record)

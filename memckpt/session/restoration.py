@@ -42,6 +42,7 @@ class Restoration:
 
     Attributes:
         report: of the restore; None before it, and where training starts over.
+        redone: number of records that the restore has redone.
     """
 
     def __init__(self, training: LocalTraining, link: AgentLink, staging: Staging, proof: ResumeProof) -> None:
@@ -52,6 +53,7 @@ class Restoration:
         self._staging = staging
         self._proof = proof
         self.report: RestoreReport | None = None
+        self.redone = 0
 
     def restore_tensors(self, chosen: Chosen, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport:
         """Restore parameters, buffers, optimizer state, groups, and the presence of gradients.
@@ -126,6 +128,7 @@ class Restoration:
         metas = message.metas
         if message.before is not None:
             record, metas = record - 1, message.before.metas
+        self.redone = len(metas)
         with rng.preserved():
             restorer_of(regions, writer, self._live).restore(
                 record, self._ranks.rank, metas, message.missing, message.plain

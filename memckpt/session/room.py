@@ -23,7 +23,7 @@ def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: 
     request = SpecRequest(
         mode="lazy",
         period=config.anchor_period("lazy"),
-        slots=config.slots,
+        slots=config.records_in_flight,
         local_ranks=ranks.unit,
         world_size=ranks.world_size,
         replicas=ranks.replicas if len(ranks.groups) > 1 else (),

@@ -21,7 +21,7 @@ from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
-from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
+from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.session.changes import Changes
 from memckpt.session.compression import CompressedAverages
@@ -42,10 +42,17 @@ from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume import Resumption
 from memckpt.session.resume_proof import ResumeProof
-from memckpt.session.sharing import find_own_buffers, find_replicas, refuse_uneven, refuse_unordered
+from memckpt.session.sharing import (
+    find_own_buffers,
+    find_replicas,
+    refuse_few_slots,
+    refuse_uneven,
+    refuse_unordered,
+)
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
 from memckpt.supervision.recording import note_imports
+from memckpt.session.tuning import Tuning
 
 
 class Session(Information):
@@ -73,10 +80,7 @@ class Session(Information):
         config = compression.with_period(config)
         self._live = live = LiveState(model, optimizers, compression.with_own(extra_modules))
         find_replicas(live, ranks, data_parallel, replicated)
-        if ranks.world_size > 1 and config.slots < 3:
-            raise UnsupportedError(
-                f"slots: expected 3 or more with several ranks (their commits differ by one), found {config.slots}"
-            )
+        refuse_few_slots(config.records_in_flight, ranks)
         device, self._clock = device_of(live.tensors()), StallClock()
         self._copier = copier_for(device)
         self._recorder = Recorder(live, self._copier, self._clock)
@@ -108,6 +112,7 @@ class Session(Information):
         # Where training waits for peers, other nodes wait for this one until it is overdue.
         self._reconnection = Reconnection(address, pauses=not link.waits)
         self._protection = Protection(training, link, staging, self._switch, peers, self._reconnection)
+        self._tuning = Tuning(training, self._mode, self._switch, self._protection, staging, self._rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
         try:
             self._start(arguments.resume)
@@ -134,6 +139,7 @@ class Session(Information):
         if self._ranks.rank == 0:
             tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated)
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
+        self._tuning.adopt(self.held.rank_state if self.held is not None else None)
         self._switch.use_mode()
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)
@@ -216,6 +222,7 @@ class Session(Information):
             return None
         self._compression.expect_carried()
         report = self._restoration.restore_tensors(chosen, self._tap.current, self._protection.resume)
+        self._tuning.redid(self._restoration.redone, report.seconds)
         report = self._compression.restored(report, chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._proof.begin(chosen)
@@ -308,6 +315,7 @@ class Session(Information):
             self._switch.end_self_test(record)
             if self._last is None:
                 note_imports()
+            self._tuning.end_record(record)
             self._last = RestorePoint(record, record if step is None else step, rank_state)
             self._rank_state.unrepeatable = ""
             self._loop.end_commit()

@@ -47,6 +47,18 @@ def refuse_unordered(
             refuse_local_sgd(*hook)
 
 
+def refuse_few_slots(slots: int, ranks: Ranks) -> None:
+    """Refuse too few records in flight for several ranks.
+
+    Raises:
+        UnsupportedError: there are fewer than three.
+    """
+    if ranks.world_size > 1 and slots < 3:
+        raise UnsupportedError(
+            f"slots: expected 3 or more with several ranks (their commits differ by one), found {slots}"
+        )
+
+
 def refuse_uneven(data_parallel: DistributedDataParallel | None) -> None:
     """Refuse uneven inputs, which only a batch shows.
 

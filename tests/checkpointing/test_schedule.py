@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from memckpt.checkpointing import schedule as schedule_module
 from memckpt.checkpointing.schedule import Schedule
 from memckpt.config import StorageConfig
+from memckpt.journal.events import Decision
 from memckpt.node.generation import Generation
 from memckpt.protocol.storing import Saved
+from memckpt.protocol.trainer import Observed
 from memckpt.state.spec import StateSpec
 from tests.support.cluster.storage_node import Clock, Steps, spec_of
 
@@ -373,3 +375,46 @@ def test_no_more_is_lost_than_was_said_while_steps_and_storage_are_as_fast_as_be
                 said += 1
                 assert run.newest - life.last.record <= at_most
     assert said or life.last is None
+
+
+# Tuned
+
+
+def test_the_interval_follows_failures_and_costs_within_its_budget(clock: Clock) -> None:
+    decisions: list[Decision] = []
+    run = Run(clock)
+    run.schedule._decided = decisions.append
+    run.train(20)
+    run.wrote(cpu_seconds=4.0)
+    assert run.schedule.interval_seconds() == pytest.approx(200.0), "by the budget alone"
+    seldom, often = Observed(1 / 40_000, 0.02), Observed(1 / 1_000, 0.02)
+    run.schedule.observe(seldom)
+    assert run.schedule.interval_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 40_000))
+    for _ in range(2):
+        run.schedule.observe(often)
+    assert run.schedule.interval_seconds() == pytest.approx(200.0), "never more often than the budget allows"
+    assert [(one.name, one.old, one.new) for one in decisions] == [
+        ("storage interval", 200, 400),
+        ("storage interval", 400, 200),
+    ]
+    run.schedule.restart()
+    assert run.schedule._tuned.value is None
+
+
+def test_with_a_log_a_failure_costs_redo_only(clock: Clock) -> None:
+    run = Run(clock)
+    run.train(20)
+    run.wrote(cpu_seconds=4.0)
+    run.schedule.logged = True
+    run.schedule.observe(Observed(1 / 10_000, 0.1))
+    assert run.schedule.interval_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 10_000 / 0.1))
+
+
+@pytest.mark.parametrize("config", [{"min_seconds": 5.0}, {"overhead": 0.5}, {"every_steps": 10}])
+def test_limits_of_the_user_s_are_left_alone(clock: Clock, config: dict[str, float]) -> None:
+    run = Run(clock, **config)
+    run.train(20)
+    run.wrote(cpu_seconds=4.0)
+    before = run.schedule.interval_steps()
+    run.schedule.observe(Observed(1 / 40_000, 0.02))
+    assert run.schedule.interval_steps() == before

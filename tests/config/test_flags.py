@@ -28,6 +28,9 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "resume_check": ("require", "require"),
     "accept_changes": ("true", True),
     "log_metrics": ("false", False),
+    "tuning": ("off", "off"),
+    "overhead_budget": ("0.05", 0.05),
+    "mtbf_seconds": ("3600", 3600.0),
     "agent.threads": ("2", 2),
     "agent.linger_seconds": ("60", 60.0),
     "agent.memory_budget_bytes": ("1000000", 1_000_000),
@@ -222,7 +225,7 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
     ("arguments", "message"),
     [
         (["--memckpt-redo", "often"], "--memckpt-redo: expected 'auto', 'eager', 'lazy' or 'capture', found 'often'"),
-        (["--memckpt-slots", "many"], "argument --memckpt-slots: expected a whole number, found 'many'"),
+        (["--memckpt-slots", "many"], "argument --memckpt-slots: expected a whole number or 'none', found 'many'"),
         (["--memckpt-storage-every-steps", "x"], "every-steps: expected a whole number or 'none', found 'x'"),
         (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on, off or none, found 'maybe'"),
         (["--resume", "latest"], "expected 'auto', 'require', 'never' or a step number of 0 or more, found 'latest'"),
@@ -234,7 +237,7 @@ def test_a_wrong_value_is_an_error_that_names_the_option(arguments: list[str], m
 
 
 def test_a_value_out_of_range_is_the_dataclass_s_error() -> None:
-    with pytest.raises(ConfigurationError, match="--memckpt-slots: expected 2 to 64, found 1"):
+    with pytest.raises(ConfigurationError, match="--memckpt-slots: expected None or 2 to 64, found 1"):
         parse("--run-dir", "x", "--memckpt-slots", "1")
 
 
@@ -271,8 +274,8 @@ def test_how_to_resume(text: object, value: object) -> None:
     [
         ({"slotz": 1}, "slotz: expected one of redo, tap, anchor_period_steps, slots, capture_every_steps, agent,"),
         ({"agent": {"thread": 1}}, "agent.thread: expected one of threads, linger_seconds"),
-        ({"slots": "3"}, "slots: expected int, found '3'"),
-        ({"slots": True}, "slots: expected int, found True"),
+        ({"slots": "3"}, "slots: expected None or int, found '3'"),
+        ({"slots": True}, "slots: expected None or int, found True"),
         ({"agent": None}, "agent: expected a mapping, found None"),
         ({"peers": "erasure"}, "peers: expected a mapping, found 'erasure'"),
         ({"peers": {"data": 4}}, "peers.kind: expected 'erasure' or 'mirror', found none"),

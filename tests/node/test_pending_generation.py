@@ -122,6 +122,22 @@ def test_where_two_generations_do_not_fit_the_old_one_goes_and_that_is_said(rank
     assert ranks.building.generation is None
 
 
+def test_an_optional_generation_that_does_not_fit_is_refused_and_the_old_one_stays(ranks: Ranks) -> None:
+    room = 2 * PLAIN_BYTES
+    with pytest.raises(MemoryBudgetError):
+        ranks.building.allocate(0, msgspec.structs.replace(request(5, budget=room), optional=True), room)
+    assert ranks.gone == []
+    assert ranks.building.generation is None
+
+
+def test_a_generation_that_is_given_up_frees_its_memory(ranks: Ranks) -> None:
+    ranks.prepare(0, 5)
+    ranks.building.give_up(7)
+    assert ranks.building.generation is not None, "another one's number"
+    ranks.building.give_up(1)
+    assert ranks.building.generation is None
+
+
 PLAIN_BYTES = 5 * 2 * 4096  # a ring of five records, each a header and a page
 
 

@@ -1,0 +1,237 @@
+"""Tuning of a running job: what is measured, and how all ranks begin with other settings after one record.
+
+Looks are collective, at the end of the same record on every rank, twenty records and half a minute apart or more. Rank
+0 decides by the rules in :mod:`memckpt.planning.tuning`. A change that needs another layout is first given its memory
+on every node, beside what is held: where one has no room, nothing changes anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memckpt.errors import AgentGoneError, MemckptError
+from memckpt.journal.events import Decision, Value
+from memckpt.planning.restoring import record_redo_seconds
+from memckpt.planning.tuning import Change, FailureRate, Free, LayoutSettings, LayoutTuner, Measured
+from memckpt.protocol.trainer import Observed, Unprepare
+from memckpt.session.generation_switch import GenerationSwitch
+from memckpt.session.local_training import LocalTraining
+from memckpt.session.mode import ModeChoice
+from memckpt.session.protection import Protection
+from memckpt.session.rank_state import OWN, RankState
+from memckpt.session.staging import Staging
+
+_log = logging.getLogger("memckpt")
+_NAME = OWN + "tuning"
+#: Records before the first look, which are slower than others, and least records and seconds between two looks.
+FIRST_RECORDS, LEAST_RECORDS, LOOK_SECONDS = 16, 20, 30.0
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one rank has measured: seconds for each step, and whether its protection is complete."""
+
+    step: float
+    stall: float
+    anchors: float
+    wait: float
+    ready: bool
+
+
+class Tuning:
+    """The tuner's part in a session. All methods are no-ops with ``tuning="off"``.
+
+    Args:
+        training: training that is measured.
+        mode: choice of the redo mode, which takes the settings.
+        switch: begins generations with them.
+        protection: says whether it is complete; nothing changes while it is not.
+        staging: gets the regions of a generation with other settings.
+        rank_state: carries the settings and the failures of the run.
+    """
+
+    def __init__(
+        self,
+        training: LocalTraining,
+        mode: ModeChoice,
+        switch: GenerationSwitch,
+        protection: Protection,
+        staging: Staging,
+        rank_state: RankState,
+    ) -> None:
+        config = training.config
+        self._training, self._ranks, self._clock = training, training.ranks, training.clock
+        self._mode, self._switch, self._protection, self._staging = mode, switch, protection, staging
+        self._link = protection.link
+        self._on = config.tuning == "auto"
+        self._rate = FailureRate(config.mtbf_seconds)
+        self._free = Free(
+            mode=config.redo == "auto",
+            period=config.anchor_period_steps is None,
+            slots=config.slots is None,
+            lazy_period=config.anchor_period("lazy"),
+        )
+        self._layout = LayoutTuner(self._free, config.overhead_budget)
+        tensors = training.live.tensors().values()
+        self._redo_seconds = record_redo_seconds(
+            sum(one.numel() for one in tensors), len(tensors), training.device.type == "cpu"
+        )
+        #: Record of the next look; None before the first record of the attempt.
+        self._next: int | None = None
+        self._settled = False
+        self._counted_at = time.monotonic()
+        self._begin_window(0)
+        if self._on:
+            rank_state.provide(_NAME, self._capture, parts=lambda value: {})
+
+    # Across attempts
+
+    def _capture(self) -> dict[str, Any]:
+        settings = self._mode.tuned
+        found = None if settings is None else [settings.mode, settings.period, settings.slots]
+        seconds = self._rate.seconds + time.monotonic() - self._counted_at
+        return {"settings": found, "failures": self._rate.failures, "seconds": seconds, "redo": self._redo_seconds}
+
+    def adopt(self, provided: Mapping[str, Any] | None) -> None:
+        """Go on with what the run has found before, as far as the user leaves it to the tuner; collective.
+
+        Args:
+            provided: what the resumed rank state holds; None where nothing is resumed.
+        """
+        if not self._on:
+            return
+        held = self._ranks.gather(None if provided is None else provided.get(_NAME))[0]
+        if held is None:
+            return
+        self._rate.failures, self._rate.seconds = held["failures"], held["seconds"]
+        self._rate.failed()
+        self._redo_seconds = held["redo"]
+        if held["settings"] is None:
+            return
+        mode, period, slots = held["settings"]
+        now = self._mode.settings_when_redone
+        later = self._free.mode and (now.mode, mode) == ("eager", "lazy")
+        same = later or mode == now.mode
+        settings = LayoutSettings(
+            mode if later else now.mode,
+            period if same and self._free.period else (self._free.lazy_period if later else now.period),
+            slots if self._free.slots else now.slots,
+        )
+        if settings != now:
+            self._mode.tune(settings, "as tuned before")
+
+    def redid(self, records: int, seconds: float) -> None:
+        """Take the duration of a restore that has redone this number of records."""
+        if records:
+            self._redo_seconds = seconds / records
+
+    # While training runs
+
+    def end_record(self, record: int) -> None:
+        """Look, if it is time, at the end of a record; collective then."""
+        if not self._on:
+            return
+        if self._next is None:
+            self._begin_window(record)
+            self._next = record + FIRST_RECORDS
+        if record >= self._next:
+            self._look(record)
+
+    def _begin_window(self, record: int) -> None:
+        clock = self._clock
+        self._window = record, time.perf_counter(), clock.total, clock.slot_wait + clock.snapshot, clock.anchors
+        self._waited_before = self._link.waited_for_redo
+
+    def _measure(self, record: int) -> _Look:
+        clock = self._clock
+        since, began, total, besides, anchors = self._window
+        count = record - since
+        waits = clock.slot_wait + clock.snapshot
+        return _Look(
+            step=(time.perf_counter() - began) / count,
+            stall=(clock.total - total - (waits - besides)) / count,
+            anchors=(clock.anchors - anchors) / count,
+            wait=(self._link.waited_for_redo - self._waited_before) / count,
+            ready=self._protection.complete,
+        )
+
+    def _look(self, record: int) -> None:
+        looks = self._ranks.gather(self._measure(record))
+        first = self._ranks.rank == 0
+        now = time.monotonic()
+        self._rate.passed(now - self._counted_at)
+        self._counted_at = now
+        self._begin_window(record)
+        self._next = record + max(LEAST_RECORDS, math.ceil(LOOK_SECONDS / looks[0].step))
+        settled, self._settled = self._settled, True
+        measured = Measured(
+            step_seconds=max(one.step for one in looks),
+            stall_seconds=max(0.0, *(one.stall for one in looks)),
+            anchor_seconds=max(one.anchors for one in looks),
+            wait_seconds=max(one.wait for one in looks),
+            redo_seconds=self._redo_seconds,
+            failures_per_second=self._rate.per_second,
+        )
+        change = None
+        # The first steps are not like the others.
+        if first and settled and all(one.ready for one in looks):
+            change = self._layout.decide(self._mode.settings, measured)
+        change, rate, redo = self._ranks.gather((change, self._rate.per_second, self._redo_seconds))[0]
+        if self._ranks.rank == self._ranks.unit[0] and self._link.up:
+            self._tell(Observed(rate, redo))
+        if change is not None:
+            self._carry_out(record + 1, change)
+
+    def _carry_out(self, record: int, change: Change) -> None:
+        """Begin a generation with other settings after `record`, on all ranks or on none."""
+        before = self._mode.settings
+        problems = self._ranks.gather(self._prepare(record, change))
+        problem = next(filter(None, problems), "")
+        if problem:
+            self._unprepare()
+            self._layout.no_room()
+            if self._ranks.rank == 0:
+                _log.info("memckpt: settings stay %s, %s does not fit: %s", before, change.settings, problem)
+            return
+        self._mode.tune(change.settings, change.reason)
+        self._switch.tune(record)
+        if self._ranks.rank == 0:
+            old, new = _values(change.name, before), _values(change.name, change.settings)
+            _log.info("memckpt: %s: %s -> %s from step %d on: %s", change.name, old, new, record, change.reason)
+            self._link.note(Decision(change.name, old, new, change.reason))
+
+    def _prepare(self, record: int, change: Change) -> str:
+        """Reserve the memory of a generation. Returns why that is not possible, in words; empty if it is."""
+        training = self._training
+        spec = training.live.spec(self._mode.request(training.copier.asynchronous, change.settings))
+        try:
+            self._link.finish_sending()
+            regions = self._link.prepare(spec, record, reason=change.reason, whole=True, optional=True)
+        except MemckptError as error:  # a lost agent is found at the next commit
+            return str(error) or type(error).__name__
+        self._staging.prepared = regions
+        return ""
+
+    def _unprepare(self) -> None:
+        regions, self._staging.prepared = self._staging.prepared, None
+        if regions is not None:
+            number = regions.message.generation
+            regions.close()
+            self._tell(Unprepare(number))
+
+    def _tell(self, message: Observed | Unprepare) -> None:
+        with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
+            self._link.finish_sending()
+            self._link.send(message)
+
+
+def _values(name: str, settings: LayoutSettings) -> Value:
+    if name == "redo":
+        return settings.mode
+    return settings.slots if name == "slots" else settings.period

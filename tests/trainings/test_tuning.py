@@ -1,0 +1,174 @@
+"""Settings that change while training runs: killed around the change, and gone on with, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, partialmethod
+from typing import Any
+
+import pytest
+
+from memckpt.config import AgentConfig
+from memckpt.node.replica import Replica
+from memckpt.planning.tuning import Change, LayoutSettings, LayoutTuner, Measured
+from memckpt.session import mode, protection, tuning
+from memckpt.state.records import RecordMeta
+from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
+from tests.support.trainings.engine_cases import PLAIN
+from tests.support.trainings.engine_child import Control, config
+from tests.support.trainings.engine_harness import Ended, Lab
+from tests.support.trainings.engine_training import Case, Training
+from tests.trainings.test_ddp import survives as ddp_survives
+
+FREE = config("auto", period=None)
+Decide = Callable[[LayoutTuner, LayoutSettings, Measured], Change | None]
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks every other record from the fourth on: the first change begins behind record 6."""
+    for name, value in {"FIRST_RECORDS": 2, "LEAST_RECORDS": 2, "LOOK_SECONDS": 0.0}.items():
+        monkeypatch.setattr(tuning, name, value)
+    monkeypatch.setattr(protection, "SETTLED_RECORDS", 2)
+
+
+def decide_by(monkeypatch: pytest.MonkeyPatch, decide: Decide) -> None:
+    monkeypatch.setattr(LayoutTuner, "decide", decide)
+
+
+def eager_at_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the automatic choice be eager redo, which it is not for a model as small."""
+    monkeypatch.setattr(mode, "choose_redo", lambda *arguments: ("eager", "a core is free"))
+    lab.start_agent()
+
+
+def becomes_lazy(tuner: LayoutTuner, now: LayoutSettings, measured: Measured) -> Change | None:
+    return Change("redo", LayoutSettings("lazy", 5, 4), "it waits") if now.mode == "eager" else None
+
+
+def longer_period(tuner: LayoutTuner, now: LayoutSettings, measured: Measured) -> Change | None:
+    if not tuner._free.period or now.period == 6:
+        return None
+    return Change("anchor_period_steps", replace(now, period=6), "fewer copies")
+
+
+def tuned(ended: Ended) -> list[str]:
+    return [line for line in ended.log.splitlines() if " -> " in line and "from step" in line]
+
+
+# Deaths around a change
+
+
+def test_redo_that_becomes_lazy_while_training_runs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager_at_first(lab, monkeypatch)
+    decide_by(monkeypatch, becomes_lazy)
+    kills = [("after commit", 3), ("backward", 13), ("after commit", 14), ("before batch", 20)]
+    first, second, *later = lab.survives(PLAIN, FREE, kills)
+    assert "eager" in first.of("attached")[0]["text"]
+    assert not tuned(first), "it was killed before"
+    assert len(tuned(second)) == 1
+    assert not any(map(tuned, later)), "once"
+    for ended in later:
+        assert "lazy redo (as tuned before), tap: " in ended.of("attached")[0]["text"]
+        assert "T=5, D=4" in ended.of("attached")[0]["text"]
+        assert ended.log.count("is complete") <= 1, "the generation of the dead attempt goes on"
+
+
+@pytest.mark.parametrize("step", [5, 6, 7])
+def test_a_death_at_each_step_of_a_change_of_the_period(lab: Lab, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    decide_by(monkeypatch, longer_period)
+    first, second = lab.survives(PLAIN, FREE, [("after commit", step)])
+    assert len(tuned(first) + tuned(second)) >= 1
+    assert "T=6" in second.of("attached")[0]["text"] or tuned(second)
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+def test_all_ranks_change_after_the_same_record(lab: Lab, monkeypatch: pytest.MonkeyPatch, nodes: bool) -> None:
+    decide_by(monkeypatch, longer_period)
+    job = Job(fresh_directory(lab), lab.run_dir, FREE, nodes=nodes)
+    ddp_survives(lab, job, [Death("all", 8, "committed"), Death(1, 11, "backward")], [8, 11])
+
+
+# What stays
+
+
+def test_what_the_user_has_set_is_left_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def prepare(control: Control) -> None:
+        original = LayoutTuner.__init__
+
+        def noted(self: LayoutTuner, free: Any, budget: float) -> None:
+            control.journal.note("free", mode=free.mode, period=free.period, slots=free.slots)
+            original(self, free, budget)
+
+        LayoutTuner.__init__ = noted  # type: ignore[method-assign]
+
+    for settings in (config("lazy", slots=4), FREE):
+        ended = lab.train(PLAIN, settings, prepare=prepare, run_dir=lab.directory / f"run-{settings.redo}")
+        seen += [{key: found[key] for key in ("mode", "period", "slots")} for found in ended.of("free")]
+    assert seen == [dict.fromkeys(("mode", "period", "slots"), False), dict.fromkeys(("mode", "period", "slots"), True)]
+
+
+def test_a_resume_with_settings_of_the_user_s_takes_these(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_by(monkeypatch, longer_period)
+    lab.survives(PLAIN, FREE, [("after commit", 12)])
+    first = lab.train(PLAIN, FREE, last_step=12, run_dir=lab.directory / "other")
+    assert tuned(first)
+    second = lab.train(PLAIN, config("auto", period=9), run_dir=lab.directory / "other", seed=2)
+    assert "T=9" in second.of("attached")[0]["text"]
+    assert not tuned(second)
+    lab.check_same(PLAIN, second)
+
+
+def test_switched_off_nothing_is_measured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide_by(monkeypatch, longer_period)
+    ended = lab.train(PLAIN, replace(FREE, tuning="off"))
+    assert not tuned(ended)
+    assert "T=8" in ended.of("attached")[0]["text"]
+
+
+def test_without_room_beside_what_is_held_nothing_changes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new generation alone would fit: what is held must not go for it."""
+
+    def wider(tuner: LayoutTuner, now: LayoutSettings, measured: Measured) -> Change | None:
+        return Change("slots", replace(now, slots=8), "it waits")
+
+    whole = PLAIN.build()
+    state = sum(param.nbytes for param in whole.model.parameters())
+    decide_by(monkeypatch, wider)
+    budget = int(state * (1 + 3 / 8) * 22)
+    settings = replace(FREE, agent=AgentConfig(linger_seconds=60, memory_budget_bytes=budget))
+    first, second = lab.survives(PLAIN, settings, [("after commit", 12)])
+    for ended in (first, second):
+        assert not tuned(ended)
+        assert "does not fit" in ended.log
+        assert "not protected" not in ended.log
+        assert "without protection" not in ended.log
+
+
+# A real agent that is too slow
+
+
+def slow(apply: Callable[[Replica, RecordMeta], None], replica: Replica, meta: RecordMeta) -> None:
+    """Redo a record in 30 ms or more."""
+    until = time.perf_counter() + 0.03
+    apply(replica, meta)
+    while time.perf_counter() < until:
+        pass
+
+
+def test_training_stops_waiting_for_an_agent_that_is_too_slow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replica, "_apply", partialmethod(partial(slow, Replica._apply)))
+    eager_at_first(lab, monkeypatch)
+    monkeypatch.setattr(tuning, "LEAST_RECORDS", 8)
+    monkeypatch.setattr(protection, "SETTLED_RECORDS", 6)
+    case = Case("slow agent", Training, steps=90)
+    killed, ended = lab.survives(case, FREE, [("after commit", 80)])
+    assert [line.split(": ")[1] for line in tuned(killed)][:2] == ["slots", "redo"]
+    assert "eager -> lazy" in tuned(killed)[1]
+    assert "training waits" in tuned(killed)[1]
+    assert not any("slots" in line or "redo" in line for line in tuned(ended))
+    assert ended.mode == "lazy"
