@@ -51,8 +51,8 @@ from memckpt.session.sharing import (
 )
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
-from memckpt.supervision.recording import note_imports
 from memckpt.session.tuning import Tuning
+from memckpt.supervision.recording import note_imports
 
 
 class Session(Information):
