@@ -46,7 +46,7 @@ def test_one_run_killed_at_every_point(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), ONE_AFTER_ANOTHER, references)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_feature(case: Case, lab: Lab, references: Path) -> None:
     run = survives(lab, Run(case, lab.directory / "job"), BRIEFLY, references)
@@ -109,6 +109,7 @@ def _no_positions() -> None:
     Follower.hold = lambda self, state: None  # type: ignore[method-assign]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("sabotage", [_no_rng, _no_refetch, _no_schedulers, _no_positions])
 def test_the_comparison_notices_a_part_left_out(sabotage: Callable[[], None], lab: Lab, references: Path) -> None:
     run = Run(PLAIN, lab.directory / "job", sabotage=sabotage)

@@ -78,7 +78,7 @@ def loop(process: FabricProcess) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("auto", 1), ("ddp", 2), ("fsdp2", 2)],
+    [("auto", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)],
     ids=str,
 )
 def test_a_loop_over_epochs(lab: Lab, strategy: str, ranks: int) -> None:

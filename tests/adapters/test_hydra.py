@@ -93,6 +93,7 @@ def test_every_setting_can_be_overridden() -> None:
     assert protection("+memckpt=default", "memckpt.storage=null").config.storage is None
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("base", ["default", "durable", "exact_cuda", "local_only", "low_memory"])
 def test_peers_are_a_group_within_each_option(base: str) -> None:
     def peers(*overrides: str) -> Any:
@@ -298,6 +299,7 @@ main()
 """
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [

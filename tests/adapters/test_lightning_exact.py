@@ -302,7 +302,8 @@ def test_each_feature(case: Case, server: Server, reference: Reference, attach: 
     assert_exact(reference(case), found, Run(case, tmp_path))
 
 
-@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [1, 2])
 def test_loaders_built_early_and_reloaded(
     epochs: int, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -413,6 +414,7 @@ def test_a_finished_run_that_is_started_again_ends_where_it_ended(
     assert "from storage in" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])
 def test_the_comparison_notices_a_part_left_out(
     sabotage: str, server: Server, reference: Reference, tmp_path: Path
@@ -426,8 +428,8 @@ def test_the_comparison_notices_a_part_left_out(
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path) -> None:
     case = Case(f"ddp_{workers}", workers=workers, persistent=workers > 0)
-    # Behind the epoch's start, in its validation, and twice in the next epoch, which has another sampler seed.
-    kills: list[Kill] = [("before_optimizer", 4), ("validation_step", 1), ("loss", 3), ("callback_batch_start", 2)]
+    # Behind the epoch's start, in its validation, and in the next epoch, which has another sampler seed.
+    kills: list[Kill] = [("before_optimizer", 4), ("validation_step", 1), ("loss", 3)]
     found = interrupted(server, kills, case, tmp_path, ranks=2, **engine)
     expected = reference(case, 2)
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}

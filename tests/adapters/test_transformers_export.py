@@ -79,7 +79,7 @@ def further(directory: Path, accumulated: int, checkpoint: Path) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_directory_is_the_one_that_the_trainer_saves_behind_that_step(
     accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

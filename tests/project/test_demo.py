@@ -17,12 +17,12 @@ TINY = ["--size", "tiny", "--seed", "3"]
 
 
 def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--steps", "24", "--kills", "2"]) == 0
+    assert main([*TINY, "--steps", "16", "--kills", "1"]) == 0
     said = capsys.readouterr().out
-    assert said.count("SIGKILL in step") == 2
+    assert said.count("SIGKILL in step") == 1
     assert "Equal, bit for bit" in said, said
     kills = re.findall(r"^ +\d  +\d+, (\w+) +\d+ +\d+ +(\d+) +(\S+) ", said, re.MULTILINE)
-    assert [check for _, _, check in kills] == ["equal", "equal"], said
+    assert [check for _, _, check in kills] == ["equal"], said
     # Between the optimizer and the commit a step is lost; which of the two a kill in "commit" meets is chance.
     assert all(int(lost) <= (phase == "commit") for phase, lost, _ in kills), said
 

@@ -48,6 +48,7 @@ def test_plain_loop(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts.survives("examples/plain_loop.py", "run", "--size", "tiny", "--steps", "12", kills=["step 7"])
 
 
+@pytest.mark.slow
 def test_fabric_gpt(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STORAGE": "none", "REDO": "lazy", "AGENT_LINGER_SECONDS": "60"}.items():
         monkeypatch.setenv(f"MEMCKPT_{name}", value)

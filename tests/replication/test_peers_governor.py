@@ -80,7 +80,7 @@ def noise(kind: str, seed: int) -> Callable[[], float]:
 @pytest.mark.parametrize("kind", ["even", "normal", "pauses"])
 def test_noise_alone_slows_hardly_anything_down(kind: str) -> None:
     ends, limits = [], []
-    for seed in range(12):
+    for seed in range(6):
         factor = noise(kind, seed)
         course = govern(Governor(0.03), lambda step, rate: 0.3 * factor(), range(1, 1500))  # noqa: B023
         ends.append(statistics.mean(course.limits[-500:]))
@@ -93,7 +93,7 @@ def test_noise_alone_slows_hardly_anything_down(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["even", "normal", "pauses"])
 def test_noise_does_not_hide_what_traffic_costs(kind: str) -> None:
     shares = []
-    for seed in range(8):
+    for seed in range(4):
         factor = noise(kind, seed)
         course = govern(Governor(0.03), lambda step, rate: factor() * (1 + 0.5 * rate / 1000), range(1, 2500))  # noqa: B023
         shares.append(0.5 * statistics.mean(course.limits[-1000:]) / 1000)

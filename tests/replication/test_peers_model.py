@@ -70,7 +70,7 @@ def _short_stripes() -> Iterator[None]:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=7, deadline=None)
 def test_whatever_is_lost_what_was_promised_is_there_and_nothing_else_is_given_out(
     setting: Setting, data: st.DataObject
 ) -> None:
@@ -135,7 +135,7 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
         job.close()
 
 
-@pytest.mark.thinned(40)
+@pytest.mark.thinned(80)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: int) -> None:
@@ -225,6 +225,7 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
         job.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.cadence], ids=str)
 def test_where_no_state_can_be_kept_there_are_records(setting: Setting) -> None:
     job, said = Job(setting, room=50), list[str]()

@@ -51,7 +51,8 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
 @pytest.mark.parametrize(
     ("setup", "config"),
     [
-        (FSDP, standby_config(2, "lazy")),
+        (Setup(), standby_config(2, "lazy")),
+        pytest.param(FSDP, standby_config(2, "lazy"), marks=slow),
         pytest.param(DDP, peers_config(2, 2, "eager"), marks=slow),
         pytest.param(FSDP, standby_config(2, "eager"), marks=slow),
         pytest.param(FSDP, standby_config(3, "lazy"), marks=slow),
@@ -61,8 +62,8 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
         pytest.param(HSDP, standby_config(2, "eager"), marks=slow),
         pytest.param(FSDP, peers_config(2, 2, "eager"), marks=slow),
     ],
-    ids=["standby replicas", "private fragments, eager", "standby replicas, eager", "three copies", "standby, ddp",
-         "private fragments", "hsdp", "standby replicas, hsdp, eager", "fragments, eager"],
+    ids=["two nodes", "standby replicas", "private fragments, eager", "standby replicas, eager", "three copies",
+         "standby, ddp", "private fragments", "hsdp", "standby replicas, hsdp, eager", "fragments, eager"],
 )  # fmt: skip
 def test_a_step_is_repeated_and_whatever_becomes_of_it_nothing_is_lost(
     lab: Lab, setup: Setup, config: MemckptConfig

@@ -65,7 +65,8 @@ def with_copies_of(node: str, copies: int) -> list[str]:
 @pytest.mark.parametrize(
     ("setup", "copies", "redo"),
     [
-        (FSDP, 2, "lazy"),
+        (Setup(), 2, "lazy"),
+        pytest.param(FSDP, 2, "lazy", marks=slow),
         pytest.param(FSDP, 3, "eager", marks=slow),
         pytest.param(FSDP, 2, "eager", marks=slow),
         pytest.param(FSDP, 3, "lazy", marks=slow),
@@ -82,7 +83,8 @@ def with_copies_of(node: str, copies: int) -> list[str]:
 )
 def test_goes_on_from_standbys_when_nodes_are_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
     """One after the other and two at once, early and late, the same one twice."""
-    both = "node1,node2" if copies > 2 else "node3"
+    other = "node3" if setup.world_size > 2 else "node0"
+    both = "node1,node2" if copies > 2 else other
     deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
     survives(lab, peers_job(lab, setup, standby_config(copies, redo)), deaths, protected_before=1)
     if setup.kind != "ddp":  # every node has a replica of its own

@@ -160,6 +160,7 @@ def test_a_directory_that_cannot_be_written_any_more_raises_an_alarm(tmp_path: P
     check_unwritable(lab, place, lambda _: place.chmod(0o500), lambda _: place.chmod(0o700))
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_read_only_raises_an_alarm(small_disk: Path, lab: Lab) -> None:
     def remount(how: str) -> Action:
         command = ["mount", "-o", f"remount,{how}", str(small_disk)]

@@ -179,6 +179,7 @@ def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(blocked: Path, lab: Lab) -> None:
     settings = config("lazy", storage=StorageConfig(url=str(blocked / "store"), every_steps=1000))
     agent = lab.start_agent()

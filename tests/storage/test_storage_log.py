@@ -147,6 +147,7 @@ def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab
     lab.check_same(PLAIN, first, second, final)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_batches")
 def test_a_damaged_batch_is_named_and_the_step_before_it_is_used(lab: Lab) -> None:
     settings = logged("lazy")

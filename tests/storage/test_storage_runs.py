@@ -149,6 +149,7 @@ def test_what_is_changed_after_the_last_step_is_not_in_storage(lab: Lab, change:
     lab.check_same(PLAIN, again)
 
 
+@pytest.mark.slow
 def test_an_order_that_died_with_its_trainer_is_given_again(lab: Lab) -> None:
     settings = stored("lazy")
     first = lab.train(PLAIN, settings, actions={**BEFORE_5, ("forward", 4): kill_self})
@@ -320,6 +321,7 @@ def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.slow
 def test_sigterm_that_ends_the_trainer_leaves_its_last_step_in_storage(lab: Lab) -> None:
     settings = stored("eager", every_steps=None)
 
@@ -361,6 +363,7 @@ def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_w
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.slow
 def test_an_agent_that_dies_alone_is_followed_by_one_that_saves(lab: Lab) -> None:
     settings = stored("lazy", every_steps=10)
     actions: Actions = {
@@ -375,6 +378,7 @@ def test_an_agent_that_dies_alone_is_followed_by_one_that_saves(lab: Lab) -> Non
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.slow
 def test_storage_of_another_model_is_refused(lab: Lab) -> None:
     settings = stored("lazy", every_steps=None)
     lab.train(PLAIN, settings)
@@ -386,6 +390,7 @@ def test_storage_of_another_model_is_refused(lab: Lab) -> None:
     assert newest(lab) == PLAIN.steps
 
 
+@pytest.mark.slow
 def test_only_so_many_checkpoints_are_kept(lab: Lab) -> None:
     settings = stored("lazy", every_steps=2, keep_last=2, keep_every_steps=5)
     # The order comes two records ahead, and one checkpoint is written at a time.
@@ -427,7 +432,9 @@ def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Cas
     lab.check_same(case, first, second, final)
 
 
-@pytest.mark.parametrize("name", ["groups", pytest.param("tied", marks=pytest.mark.slow), "buffers"])
+@pytest.mark.parametrize(
+    "name", ["groups", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "buffers"))]
+)
 def test_an_export_holds_what_was_trained(lab: Lab, name: str, tmp_path: Path) -> None:
     """Loaded with torch alone into a new model and optimizer, it is the state at the end of the training."""
     case = next(one for one in SHAPE_CASES if one.name == name)

@@ -51,7 +51,9 @@ def test_a_large_file_is_uploaded_in_parts_and_read_back(bucket: Bucket) -> None
     assert bucket.uploads() == []
 
 
-@pytest.mark.parametrize("nbytes", [4, LARGE_BYTES], ids=["small", "in parts"])
+@pytest.mark.parametrize(
+    "nbytes", [pytest.param(4, id="small"), pytest.param(LARGE_BYTES, id="in parts", marks=pytest.mark.slow)]
+)
 def test_an_upload_that_fails_half_way_leaves_nothing(bucket: Bucket, nbytes: int) -> None:
     store = open_store(bucket.url)
 

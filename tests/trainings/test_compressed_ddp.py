@@ -28,8 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "accumulate": 2,
     },
 }
-#: Those that belong to every run.
-OFTEN = {("TopK", "accumulated"), ("PowerSGD", "find-unused")}
+#: What belongs to every run.
+OFTEN = {("TopK", "unused-bucket-view-accumulated")}
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeyp
     assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+@pytest.mark.parametrize("nodes", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one-agent", "two-agents"])
 def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: bool) -> None:
     job = job_of(lab, nodes=nodes)
     expected = reference(lab, job)
@@ -223,7 +223,7 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
 
 
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("after", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on_from_storage(lab: Lab, after: int, redo: str) -> None:
     """The agent first brings there what it holds of the old ranks. Parameters and optimizer state are carried over."""

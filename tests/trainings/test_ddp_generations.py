@@ -56,6 +56,7 @@ def test_a_few_records_later_all_ranks_are_protected_again(
     survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 9, "forward")], [9])
 
 
+@pytest.mark.thinned(2)
 @PLACES
 def test_large_buffers_of_each_rank_s_own_are_restored_to_it(lab: Lab, redo: str, nodes: bool) -> None:
     job = Job(

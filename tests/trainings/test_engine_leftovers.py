@@ -31,7 +31,7 @@ DIE_AFTER_9 = {("after commit", 9): kill_self}
 def test_a_finished_run_leaves_only_its_run_directory(lab: Lab, redo: str) -> None:
     lab.train(PLAIN, config(redo))
     assert not lab.left_behind()
-    assert {path.name for path in lab.run_dir.iterdir()} <= {"agent-node.log"}
+    assert {path.name for path in lab.run_dir.iterdir()} <= {"agent-node.log", "events-node.jsonl"}
     assert not lab.agent_answers()
 
 

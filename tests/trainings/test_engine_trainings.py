@@ -84,6 +84,7 @@ def test_step_tap_is_exact(lab: Lab, case: Case) -> None:
     assert attempts[-1].end["tap"] == "step"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", UNKNOWN_CHANGE_CASES, ids=names)
 def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab, case: Case) -> None:
     kills = [("after commit", 2), ("backward", 3), ("after commit", 7), ("forward", 11)]
@@ -93,12 +94,14 @@ def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab,
     assert "gradients are now taken after the optimizer's step" in attempts[-1].log
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("case", OTHER_GRADIENT_CASES, ids=names)
 def test_gradients_of_another_dtype_than_their_parameters(lab: Lab, case: Case, redo: str) -> None:
     lab.survives(case, config(redo), KILLS)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager", "capture"])
 @pytest.mark.parametrize("case", MOMENTUM_ENCODER_CASES, ids=names)
 def test_frozen_tensors_that_are_written_behind_the_counters_back(lab: Lab, case: Case, redo: str) -> None:

@@ -20,6 +20,7 @@ from tests.support.trainings.engine_training import Case
 KILLS = [("after commit", 3), ("backward", 6), ("after commit", 7), ("before step", 12)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager", "capture"])
 @pytest.mark.parametrize("case", [INFERENCE_TENSORS, DOUBLE_COMPLEX], ids=lambda case: case.name)
 def test_tensors_of_other_kinds(lab: Lab, case: Case, redo: str) -> None:

@@ -51,7 +51,7 @@ def plain(process: Process, loader: Any, epochs: int = 3) -> None:
     session.close()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("name", "workers"),
     [

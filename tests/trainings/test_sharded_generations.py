@@ -141,9 +141,9 @@ def dying(rank: int, world_size: int, told: int, tell: int) -> Callable[[int], N
 @pytest.mark.parametrize(
     ("setup", "nodes", "redo", "who"),
     [
-        (HSDP, 1, "lazy", 1),
+        (FSDP2, 1, "lazy", 1),
+        pytest.param(HSDP, 1, "lazy", 1, marks=slow),
         pytest.param(DDP, 2, "lazy", 1, marks=slow),
-        pytest.param(FSDP2, 1, "lazy", 1, marks=slow),
         pytest.param(FSDP2, 2, "eager", 0, marks=slow),
         pytest.param(FSDP4, 1, "eager", 1, marks=slow),
         pytest.param(FSDP4, 2, "lazy", 0, marks=slow),

@@ -37,9 +37,9 @@ def held(lab: Lab, job: Job) -> tuple[dict[str, int], dict[str, dict[tuple[int, 
     ("setup", "nodes", "units"),
     [
         pytest.param(Setup(world_size=4), 2, {"node0": [(0,), (1,)], "node1": [(2,), (3,)]}, marks=slow),
-        (Setup("hsdp", 4), 1, {"node0": [(0, 2), (1, 3)]}),
+        pytest.param(Setup("hsdp", 4), 1, {"node0": [(0, 2), (1, 3)]}, marks=slow),
         pytest.param(Setup("hsdp", 4), 2, {"node0": [(0,), (1,)], "node1": [(2,), (3,)]}, marks=slow),
-        pytest.param(Setup("tp"), 1, {"node0": [(0,), (1,)]}, marks=slow),
+        (Setup("tp"), 1, {"node0": [(0,), (1,)]}),
         pytest.param(Setup("ddp"), 1, {"node0": [(0, 1)]}, marks=slow),
     ],
     ids=named,
@@ -60,6 +60,6 @@ def test_each_of_two_nodes_holds_about_half_of_what_one_would(lab: Lab, redo: st
     Where a step is to be repeated, an eager replica has one slot more with several ranks.
     """
     whole, _ = held(lab, replace(job_of(lab, Setup("plain", 1), config(redo)), run_dir=lab.directory / "whole"))
-    halves, _ = held(lab, job_of(lab, Setup(world_size=4), config(redo), nodes=2))
+    halves, _ = held(lab, job_of(lab, Setup(), config(redo), nodes=2))
     for half in halves.values():
         assert 0.4 < half / whole["node0"] < (0.6 if redo == "lazy" else 0.75)

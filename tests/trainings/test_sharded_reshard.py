@@ -126,7 +126,7 @@ def stored(lab: Lab, setup: Setup, nodes: int) -> Job:
     return died
 
 
-@from_and_to((FSDP2, FSDP4))
+@from_and_to((PLAIN, FSDP2))
 def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup) -> None:
     died = stored(lab, before, 1)
     check_carried_over(lab, died, restored(lab, died, after))

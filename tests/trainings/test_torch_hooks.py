@@ -30,7 +30,9 @@ def test_averages_in_16_bits_are_recorded_in_16_bits(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    "deaths", [[Death("all", 2)], [Death(1, 5, "backward"), Death("all", 9)]], ids=["soon", "late"]
+    "deaths",
+    [pytest.param([Death("all", 2)], marks=pytest.mark.slow), [Death(1, 5, "backward"), Death("all", 9)]],
+    ids=["soon", "late"],
 )
 def test_what_power_sgd_carries_is_carried(lab: Lab, deaths: list[Death]) -> None:
     """It begins behind step 3; errors and factors are those of DDP's buckets, which the resumed process has not yet."""

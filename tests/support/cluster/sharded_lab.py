@@ -272,7 +272,8 @@ class Rank:
         while self.session.stored_step is None:
             assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
             self.session._protection.listen()
-        dist.barrier()  # all must know before one continues and kills the agent
+        if dist.is_initialized():
+            dist.barrier()  # all must know before one continues and kills the agent
 
 
 class _Probe:
