@@ -29,6 +29,10 @@ that kind of failure.
 
 from __future__ import annotations
 
+#: What decoding raises for bytes that are no message: msgspec's errors and those of text that is no UTF-8 are
+#: ValueErrors, and lists in lists in lists are a RecursionError.
+MALFORMED = (ValueError, RecursionError)
+
 
 class MemckptError(Exception):
     """Base of all errors of this package."""

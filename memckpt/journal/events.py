@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import msgspec
 
+from memckpt.errors import MALFORMED, DamagedStateError
 from memckpt.state.records import RankGroup
 
 #: Number of the schema; raised when a field changes its meaning.
@@ -421,15 +422,18 @@ def decode(line: bytes) -> Entry:
     """The inverse of :func:`encode`.
 
     Raises:
-        msgspec.DecodeError: the line is torn, or no event.
+        DamagedStateError: the line is torn, or no event.
     """
-    envelope = _envelopes.decode(line)
     try:
-        return Entry(envelope, _events.decode(line))
-    except msgspec.ValidationError:
-        fields = msgspec.json.decode(line, type=dict[str, Any])
-        if not isinstance(fields.get("event"), str):
-            raise
-        for name in Envelope.__struct_fields__:
-            del fields[name]
-        return Entry(envelope, Unknown(fields.pop("event"), fields))
+        envelope = _envelopes.decode(line)
+        try:
+            return Entry(envelope, _events.decode(line))
+        except msgspec.ValidationError:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            if not isinstance(fields.get("event"), str):
+                raise
+            for name in Envelope.__struct_fields__:
+                fields.pop(name, None)
+            return Entry(envelope, Unknown(fields.pop("event"), fields))
+    except MALFORMED as error:
+        raise DamagedStateError(f"expected an event of a journal, found something else: {error}") from error

@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
+from memckpt.errors import DamagedStateError
 from memckpt.journal.events import Entry, decode
 from memckpt.journal.journal import file_name, files_of
 
@@ -18,7 +17,7 @@ def entries_of(lines: Iterable[bytes]) -> list[Entry]:
     entries = []
     for line in lines:
         if line.strip():
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(DamagedStateError):
                 entries.append(decode(line))
     return entries
 

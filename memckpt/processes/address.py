@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.errors import AgentError, AgentGoneError
+from memckpt.errors import MALFORMED, AgentError, AgentGoneError
 from memckpt.processes.listener import BACKLOG, Listener, ServingAgent
 from memckpt.protocol.descriptors import readable
 
@@ -67,7 +67,7 @@ class AgentAddress:
             return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             # The file is written in full and renamed, but not synced: the machine has crashed, and the agent with it.
             _log.warning("%s names no agent (%s); it will be rewritten", self.file_path, error)
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import time
 from array import array
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar, cast
 
 import msgspec
 
-from memckpt.errors import AgentError, AgentGoneError
+from memckpt.errors import MALFORMED, AgentError, AgentGoneError
 from memckpt.protocol.descriptors import readable, writable
 from memckpt.protocol.messages import (
     AgentToReplicator,
@@ -37,6 +38,28 @@ Out = TypeVar("Out")
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
+
+
+def _body_of(fds: list[int]) -> bytes:
+    """The body of a message that comes in a file, the first of these descriptors, which is taken and closed.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no file, or claims more bytes than its sender has memory for.
+    """
+    if not fds:
+        raise ValueError("its body comes in a file, but there is none")
+    fd = fds.pop(0)
+    try:
+        found = os.fstat(fd)
+        # A pipe might never end, and a hole costs its sender nothing.
+        if not stat.S_ISREG(found.st_mode) or found.st_size > 512 * found.st_blocks:
+            raise ValueError("its body comes in something that is no file, or has holes")
+        os.lseek(fd, 0, os.SEEK_SET)
+        with open(fd, "rb", closefd=False) as stream:
+            return stream.read(found.st_size)
+    finally:
+        os.close(fd)
 
 
 class Channel(Generic[In, Out]):
@@ -120,18 +143,10 @@ class Channel(Generic[In, Out]):
                 fds += array("i", data[: len(data) // 4 * 4])
         if not packet:
             raise AgentGoneError("the connection was closed by the other end")
-        if packet[:1] == _IN_FILE:
-            if not fds:
-                raise AgentError("a message says that its body comes in a file, but there is none")
-            body_fd = fds.pop(0)
-            with os.fdopen(body_fd, "rb") as stream:
-                stream.seek(0)
-                body = stream.read()
-        else:
-            body = packet[1:]
         try:
+            body = _body_of(fds) if packet[:1] == _IN_FILE else packet[1:]
             return cast("In", _decoder.decode(body)), fds
-        except ValueError as error:  # what msgspec raises, and for text that is no UTF-8
+        except (*MALFORMED, OSError) as error:
             for fd in fds:
                 os.close(fd)
             raise AgentError(f"a message could not be understood ({error}); do both ends run one version?") from error

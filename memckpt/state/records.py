@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from memckpt.errors import MALFORMED, DamagedStateError
+
 #: Ranks that hold the same shards, ascending: the unit in which state is held, sent, kept and restored.
 RankGroup = tuple[int, ...]
 
@@ -181,4 +183,8 @@ def encode_meta(meta: RecordMeta) -> bytes:
 
 
 def decode_meta(data: bytes) -> RecordMeta:
-    return _meta_decoder.decode(data)
+    """Raises DamagedStateError."""
+    try:
+        return _meta_decoder.decode(data)
+    except MALFORMED as error:
+        raise DamagedStateError(f"expected the scalars of a record, found something else: {error}") from error

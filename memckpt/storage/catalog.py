@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from memckpt.errors import DamagedStateError, StorageError
+from memckpt.errors import MALFORMED, DamagedStateError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.format import (
     BASES,
@@ -251,7 +251,7 @@ def _read_passed(store: Store, damaged: dict[str, str], unreadable: dict[str, st
     except StorageError as error:
         if not is_missing(error):
             unreadable[PASSED] = str(error)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         damaged[PASSED] = f"{PASSED}: expected the keys of skipped checkpoints, found something else: {error}"
     return frozenset()
 

@@ -10,7 +10,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -53,7 +53,18 @@ def _member(of: Any, name: Any) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING.__members__[name]
 
 
-class _Metadata(pickle.Unpickler):
+class _Metadata(pickle._Unpickler):  # in Python: the one in C makes room for whatever index of a memo a file names
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Set an object's state, and never that of a class, which all of the process shares."""
+        of = self.stack[-2]  # type: ignore[attr-defined]
+        if callable(of):
+            raise DamagedStateError(f"expected the metadata of a checkpoint, found a state of {of!r} in it")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member

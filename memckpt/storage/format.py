@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from memckpt.errors import DamagedStateError, UnsupportedError
+from memckpt.errors import MALFORMED, DamagedStateError, UnsupportedError
 from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec
 from memckpt.storage.store import StoredFile
@@ -141,6 +141,11 @@ class Batch(msgspec.Struct, frozen=True):
         return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
 
 
+def _is_inside(path: str) -> bool:
+    """Whether a path that was read from a file stays in the store: files that it names are read, and deleted."""
+    return "\0" not in path and not {"", ".", ".."} & set(path.split("/"))
+
+
 def _directory_of(timeline: Timeline) -> str:
     return f"{timeline.number:06d}-{timeline.nonce}"
 
@@ -234,7 +239,7 @@ def decode_node_state(data: bytes) -> NodeState:
     """Raises DamagedStateError."""
     try:
         return _node_state_decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except MALFORMED as error:
         raise DamagedStateError(f"expected a node's state, found something else: {error}") from error
 
 
@@ -267,8 +272,13 @@ def decode_commit(data: bytes, path: str) -> Part | Batch:
             content = msgspec.json.decode(text, type=Batch)
         else:
             content = msgspec.json.decode(text, type=Part)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UnsupportedError:
+        raise
+    except MALFORMED as error:
         raise DamagedStateError(f"{path}: expected a commit file, found something else: {error}") from error
     if content.commit_path != path:
         raise DamagedStateError(f"{path}: it belongs at {content.commit_path}")
+    for file in content.files:
+        if not _is_inside(file.path):
+            raise DamagedStateError(f"{path}: expected paths of files in the store, found {file.path!r}")
     return content

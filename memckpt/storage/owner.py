@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
+from memckpt.errors import MALFORMED, DamagedStateError, ForeignStateError, StorageError
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.store import Store, is_missing
 
@@ -87,7 +87,7 @@ def read_kept(run_dir: Path) -> Kept:
         if is_missing(error):
             return Kept("")
         raise
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise DamagedStateError(
             f"{run_dir / _KEPT}: expected the run's id, found something else ({error}). Remove the file; if storage "
             "belongs to another run then, the error says how to go on with it"
@@ -146,7 +146,7 @@ def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result],
     here = run_dir.resolve()
     try:
         return here != there and not is_it(os.stat(here)) and is_it(os.stat(there))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a path that is none
         return False
 
 
@@ -173,7 +173,7 @@ def read_claim(store: Store) -> Claim | None:
         if is_missing(error):
             return None
         raise
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise DamagedStateError(f"{CLAIM}: expected the id of a run, found something else: {error}") from error
 
 

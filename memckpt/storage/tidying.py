@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from memckpt.errors import DamagedStateError, StorageError
+from memckpt.errors import MALFORMED, DamagedStateError, StorageError
 from memckpt.storage.catalog import Catalog, Checkpoint, Key, remove, remove_batch
 from memckpt.storage.chain import stored_points, unneeded_batches
 from memckpt.storage.format import Batch
@@ -34,7 +34,7 @@ def read_pins(store: Store) -> frozenset[Key]:
         if is_missing(error):
             return frozenset()
         raise
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise DamagedStateError(
             f"{PINNED} in {store.url}: expected the keys of pinned checkpoints, found something else ({error}). "
             "Remove the file and pin them again; until then retention deletes nothing"

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from memckpt.cli.events_text import line_of, style_of, words_of
+from memckpt.errors import DamagedStateError
 from memckpt.journal import journal as journal_module
 from memckpt.journal.events import (
     AgentLeft,
@@ -93,7 +94,7 @@ def test_an_event_of_a_later_version_is_kept_as_it_is() -> None:
     assert words_of(entry.event) == "flew: height=3"
     more = decode(b'{"time":1.0,"node":"n","attempt":1,"event":"preempted","rank":1,"why":"spot"}')
     assert more.event == Preempted(1)
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(DamagedStateError):
         decode(b'{"time":1.0,"node":"n","attempt":1}')
 
 
