@@ -3,7 +3,7 @@
     python examples/fabric_gpt.py runs/fabric                # kill it, at any moment, with any signal
     python examples/fabric_gpt.py runs/fabric                # it continues after the last step
 
-    fabric run --accelerator cpu --devices 2 --strategy ddp examples/fabric_gpt.py runs/fabric-ddp
+    python examples/fabric_gpt.py runs/fabric-ddp --devices 2    # DistributedDataParallel
 
 It trains on the source text of Python's standard library. Only the lines marked with (*) are memckpt's.
 """
@@ -32,9 +32,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--devices", type=int, default=1, help="ranks on this node")
     args = parser.parse_args()
 
-    fabric = Fabric()
+    fabric = Fabric(devices=args.devices)
     fabric.launch()
     fabric.seed_everything(0)
     model = GPT(SIZES[args.size])
