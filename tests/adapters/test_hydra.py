@@ -71,7 +71,7 @@ def test_default_is_what_the_dataclasses_say() -> None:
             },
         ),
         ("exact_cuda", {"redo": "lazy", "anchor_period_steps": 8}),
-        ("low_memory", {"redo": "eager", "anchor_period_steps": 32}),
+        ("low_memory", {"redo": "eager", "anchor_period_steps": 32, "slots": 3}),
     ],
 )
 def test_each_option_of_the_group(name: str, expected: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def test_the_tree_has_every_field_of_the_dataclasses() -> None:
 def test_every_experiment_composes(experiment: str, trainer: str) -> None:
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples" / "conf")):
         found = hydra.compose("config", [f"experiment={experiment}", f"trainer={trainer}"], return_hydra_config=True)
-    assert found.memckpt.slots == 3
+    assert found.memckpt.slots is None
     assert "${now" not in str(found.hydra.run.dir)
     assert found.hydra.run.dir == f"runs/{experiment}"
 
