@@ -20,6 +20,7 @@ NAMES = (
     "transport",
     "peers_traffic",
     "restore_time",
+    "restart_time",
     "storage_rate",
     "catalog_cost",
     "simulation",

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="written after the first steps")
     parser.add_argument("--steps", type=int, default=12, help="after these it says so and waits to be killed")
     args = parser.parse_args()
-    say("imported", IMPORTED_AT)
+    say("imported", IMPORTED_AT, trainee=os.getpid())
     # The first optimizer of a process imports torch's compiler, which takes as long as torch itself.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     say("first optimizer")
