@@ -19,7 +19,7 @@ def _on() -> bool:
 
 
 def trainer_callbacks() -> list[Any]:
-    """For a Trainer of `lightning.pytorch`."""
+    """Callbacks for a Trainer of `lightning.pytorch`."""
     if not _on():
         return []
     from lightning_memckpt.automatic import AutomaticMemCheckpoint
@@ -28,7 +28,7 @@ def trainer_callbacks() -> list[Any]:
 
 
 def other_trainer_callbacks() -> list[Any]:
-    """For a Trainer of the package `pytorch_lightning`, whose classes are others."""
+    """Callbacks for a Trainer of `pytorch_lightning`, a package with classes of its own."""
     if not _on():
         return []
     from lightning_memckpt.automatic_elsewhere import refusing_callback
@@ -37,7 +37,7 @@ def other_trainer_callbacks() -> list[Any]:
 
 
 def fabric_callbacks() -> list[Any]:
-    """For a Fabric of either package."""
+    """Callbacks for a Fabric of either package."""
     if not _on():
         return []
     from lightning_memckpt.automatic_elsewhere import FabricReminder

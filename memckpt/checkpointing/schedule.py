@@ -73,7 +73,7 @@ class Schedule:
         self._not_before = float("-inf")
         self._copy_seconds = self._cost_seconds = 0.0
         self.logged = False
-        #: What the job has measured; None: nothing yet, or it does not tune.
+        #: Measurements of the job; None: none yet, or it does not tune.
         self._observed: Observed | None = None
         self._tuned = Follower()
         self._preempted_until = float("-inf")

@@ -111,7 +111,7 @@ def holes_text(verdict: Verdict) -> Text:
 
 
 def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]:
-    """What a drill has found, of plain types; numbers that are not finite become null."""
+    """Findings of a drill, of plain types; numbers that are not finite become null."""
     verdict = result.verdict
     found = {
         "command": list(command),

@@ -26,7 +26,7 @@ class Loss:
 
 
 def losses_of(view: View) -> Iterator[Loss]:
-    """What each death would cost."""
+    """Cost of each possible death, in steps."""
     agent = view.agent
     all_nodes = _without_memory(view)
     node = all_nodes if agent is None else _without_node(agent, all_nodes)

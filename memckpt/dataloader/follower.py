@@ -45,7 +45,7 @@ class Iteration(Iterator[Any]):
         return self._follower.take(self)
 
     def __len__(self) -> int:
-        return len(self.inner)  # type: ignore[arg-type]
+        return len(self.inner)  # type: ignore[arg-type]  # raises TypeError as the loader does
 
 
 class Follower:

@@ -41,7 +41,7 @@ def bare_model(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | N
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of Fabric's wrapper."""
     if _is(optimizer, "_FabricOptimizer"):
-        inner: Optimizer = optimizer._optimizer  # type: ignore[attr-defined]
+        inner: Optimizer = optimizer._optimizer  # type: ignore[attr-defined]  # of Fabric's class
         return inner
     return optimizer
 

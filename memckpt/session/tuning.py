@@ -215,6 +215,9 @@ class Tuning:
             regions = self._link.prepare(spec, record, reason=change.reason, whole=True, optional=True)
         except MemckptError as error:  # a lost agent is found at the next commit
             return str(error) or type(error).__name__
+        except Exception as error:  # said: the user's training goes on, and other ranks wait for this one's answer
+            _log.warning("memckpt: other settings could not be prepared; please report it", exc_info=error)
+            return f"{type(error).__name__}: {error}"
         self._staging.prepared = regions
         return ""
 

@@ -58,10 +58,10 @@ class _Metadata(pickle._Unpickler):  # in Python: the one in C makes room for wh
 
     def load_build(self) -> None:
         """Set an object's state, and never that of a class, which all of the process shares."""
-        of = self.stack[-2]  # type: ignore[attr-defined]
+        of = self.stack[-2]  # type: ignore[attr-defined]  # typeshed leaves it out
         if callable(of):
             raise DamagedStateError(f"expected the metadata of a checkpoint, found a state of {of!r} in it")
-        super().load_build()  # type: ignore[misc]
+        super().load_build()  # type: ignore[misc]  # likewise
 
     dispatch[pickle.BUILD[0]] = load_build
 

@@ -105,7 +105,7 @@ def _become(order: Fork) -> None:
         random.seed()  # a seed of its own, as after any start; Python's generator sees to that by itself
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # a fork has another
     signal.pthread_sigmask(signal.SIG_SETMASK, order.mask)
 
 

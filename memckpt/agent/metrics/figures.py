@@ -1,4 +1,4 @@
-"""What the metrics of an agent are made from: a snapshot of what it knows, taken by its event loop."""
+"""Snapshot of what an agent knows, taken by its event loop: the source of its metrics."""
 
 from __future__ import annotations
 

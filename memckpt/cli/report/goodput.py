@@ -14,7 +14,7 @@ from memckpt.planning.scheme import Scheme, Tier
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where a run's time went, in seconds.
+    """Time of a run by use, in seconds.
 
     Attributes:
         wall: from the first attempt's begin to the run's end, without pauses after training had finished.

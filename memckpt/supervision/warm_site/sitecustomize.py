@@ -29,7 +29,7 @@ def _begin() -> bool:
         from memckpt.supervision.warm_process import serve
 
         serve(int(number))
-    except BaseException:
+    except BaseException:  # told in full and fatal: site itself would print a line, and start the script
         import traceback
 
         traceback.print_exc()
