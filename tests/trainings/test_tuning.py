@@ -14,6 +14,7 @@ from memckpt.config import AgentConfig
 from memckpt.node.replica import Replica
 from memckpt.planning.tuning import Change, LayoutSettings, LayoutTuner, Measured
 from memckpt.session import mode, protection, tuning
+from memckpt.session.link import AgentLink
 from memckpt.state.records import RecordMeta
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
 from tests.support.trainings.engine_cases import PLAIN
@@ -147,6 +148,21 @@ def test_without_room_beside_what_is_held_nothing_changes(lab: Lab, monkeypatch:
         assert "does not fit" in ended.log
         assert "not protected" not in ended.log
         assert "without protection" not in ended.log
+
+
+def test_an_error_while_settings_are_prepared_never_reaches_training(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = AgentLink.prepare
+
+    def prepare(link: AgentLink, *arguments: Any, optional: bool = False, **settings: Any) -> Any:
+        if optional and link.agent_pid:
+            raise OSError("cannot be mapped")
+        return original(link, *arguments, **settings)
+
+    monkeypatch.setattr(AgentLink, "prepare", prepare)
+    decide_by(monkeypatch, longer_period)
+    for ended in lab.survives(PLAIN, FREE, [("after commit", 12)]):
+        assert not tuned(ended)
+        assert "does not fit: OSError: cannot be mapped" in ended.log
 
 
 # A real agent that is too slow
