@@ -11,6 +11,27 @@ from memckpt.errors import DamagedStateError
 from memckpt.journal.events import Entry, decode
 from memckpt.journal.journal import file_name, files_of
 
+#: Longest line that is waited for, in bytes, and size of a read. The journal's own lines are far shorter.
+_LONGEST_BYTES = 1 << 20
+
+
+class _Lines:
+    """Whole lines of bytes that come in parts; a line longer than `_LONGEST_BYTES` is no event, and is left out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._skips = False
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """The lines that end in `part`."""
+        *lines, rest = (self._rest + part).split(b"\n")
+        if self._skips and lines:
+            del lines[0]
+            self._skips = False
+        self._skips = self._skips or len(rest) > _LONGEST_BYTES
+        self._rest = b"" if self._skips else rest
+        return lines
+
 
 def entries_of(lines: Iterable[bytes]) -> list[Entry]:
     """The entries of whole lines; what is torn (a full disk, a crash) is left out."""
@@ -43,25 +64,25 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._rest = b""
+        self._lines = _Lines()
 
     def poll(self) -> list[bytes]:
         """The whole lines that have come since the last call."""
-        data = self._read()
+        lines = self._read()
         if self._rotated():
-            data += self._read()  # what came behind the last read, before it was rotated
+            lines += self._read()  # what came behind the last read, before it was rotated
             self.close()
+            self._lines = _Lines()
             with contextlib.suppress(FileNotFoundError):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            data += self._read()
-        *lines, self._rest = (self._rest + data).split(b"\n")
+            lines += self._read()
         return lines
 
-    def _read(self) -> bytes:
-        data = b""
-        while self._fd >= 0 and (part := os.read(self._fd, 1 << 20)):
-            data += part
-        return data
+    def _read(self) -> list[bytes]:
+        lines: list[bytes] = []
+        while self._fd >= 0 and (part := os.read(self._fd, _LONGEST_BYTES)):
+            lines += self._lines.feed(part)
+        return lines
 
     def _rotated(self) -> bool:
         """Whether the path leads to another file than the one that is open."""
@@ -101,8 +122,8 @@ class Follower:
                 newest = self._run_dir / file_name(node)
                 for path in paths:
                     if path != newest:
-                        with contextlib.suppress(FileNotFoundError):  # it was rotated meanwhile
-                            found += entries_of(path.read_bytes().split(b"\n"))
+                        with contextlib.closing(_File(path)) as older:  # empty if it was rotated meanwhile
+                            found += entries_of(older.poll())
                 self._files[node] = _File(newest)
             found += entries_of(self._files[node].poll())
         return in_order(found)

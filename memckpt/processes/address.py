@@ -62,11 +62,20 @@ class AgentAddress:
         return self.run_dir / f"agent-{self.node}.log"
 
     def serving(self) -> ServingAgent | None:
-        """The agent that the run directory names, dead or alive; None if it names none."""
+        """The agent that the run directory names, dead or alive; None if it names none.
+
+        Raises:
+            AgentError: the file is there, and cannot be read.
+        """
         try:
             return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise AgentError(
+                f"expected a run directory whose {self.file_path.name} this user, {os.getuid()}, can read, found "
+                f"{error}; it names the run's agent: make it readable, or choose another run directory"
+            ) from error
         except MALFORMED as error:
             # The file is written in full and renamed, but not synced: the machine has crashed, and the agent with it.
             _log.warning("%s names no agent (%s); it will be rewritten", self.file_path, error)

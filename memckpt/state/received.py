@@ -1,4 +1,4 @@
-"""Layouts received from other nodes, validated before use."""
+"""Layouts from other nodes and from files, validated before use."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def read_spec(data: bytes) -> StateSpec:
         ValueError: it cannot.
     """
     spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's errors are ValueErrors
-    problem = _problem(spec)
+    problem = problem_of(spec)
     if problem:
         raise ValueError(f"expected a valid layout spec, found {problem}")
     return spec
 
 
-def _problem(spec: StateSpec) -> str:
+def problem_of(spec: StateSpec) -> str:
+    """The reason why no layout can be made from a spec; empty if one can."""
     for name in ("period", "slots", "every", "world_size"):
         if not 1 <= getattr(spec, name) <= _MOST:
             return f"{name}={getattr(spec, name)}"

@@ -314,7 +314,12 @@ class RecordReader:
         cut: tuple[int, int] | None = None,
         device: torch.device | None = None,
     ) -> torch.Tensor | None:
-        """The gradient of a parameter in one optimizer step, as staged (a ``GradientSource``)."""
+        """The gradient of a parameter in one optimizer step, as staged (a ``GradientSource``).
+
+        Raises:
+            DamagedStateError: the batch lacks it, or has one that does not fit its parameter.
+            StorageError: the file cannot be read.
+        """
         import torch
 
         if param in sub_step.absent:
@@ -324,9 +329,16 @@ class RecordReader:
         for sparse in sub_step.sparse:
             if sparse.param == param:
                 indices, values = self.tensor(batch, f"{name}/indices"), self.tensor(batch, f"{name}/values")
-                return torch.sparse_coo_tensor(
-                    indices, values, spec.shape, is_coalesced=sparse.coalesced, check_invariants=False
-                )
+                try:
+                    # Checked: an index beyond the shape, which a file may name, would write to foreign memory.
+                    return torch.sparse_coo_tensor(
+                        indices, values, spec.shape, is_coalesced=sparse.coalesced, check_invariants=True
+                    )
+                except (RuntimeError, TypeError, ValueError) as error:  # whichever torch raises for which mistake
+                    raise DamagedStateError(
+                        f"{batch.log_path}: expected {name} as a sparse gradient of shape {list(spec.shape)}, found "
+                        f"indices and values that make none: {error}"
+                    ) from error
         self._load(batch)
         encoding = self._encodings.get(name)
         if encoding is not None:
@@ -337,6 +349,10 @@ class RecordReader:
             found = encodings.decode(encoding, parts, spec.numel, getattr(torch, dtype), cut, device)
             return found.view(spec.shape) if cut is None else found
         dense = self.tensor(batch, name)
+        if dense.shape != torch.Size(spec.shape):
+            raise DamagedStateError(
+                f"{batch.log_path}: expected {name} of shape {list(spec.shape)}, found {list(dense.shape)}"
+            )
         return dense if cut is None else dense.view(-1)[cut[0] : cut[1]]
 
     def _parts(self, batch: Batch, name: str, encoding: GradientEncoding, numel: int, dtype: str) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from memckpt.errors import DamagedStateError
-from memckpt.storage.format import MERGED
+from memckpt.storage.format import MERGED, is_inside
 from memckpt.storage.store import Store, StoredFile
 
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -74,15 +74,25 @@ class _Metadata(pickle._Unpickler):  # in Python: the one in C makes room for wh
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """Decode a ``.metadata`` file. Raises DamagedStateError for any other content."""
+    """Decode a ``.metadata`` file.
+
+    Raises:
+        DamagedStateError: it is something else, or names files outside of its directory.
+    """
     try:
         metadata = _Metadata(io.BytesIO(data)).load()
+        paths = [info.relative_path for info in (getattr(metadata, "storage_data", None) or {}).values()]
+        outside = [path for path in paths if not is_inside(path)]
     except DamagedStateError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedStateError(f"the metadata cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
         raise DamagedStateError(f"expected the metadata of a checkpoint, found a {type(metadata).__name__}")
+    if outside:
+        raise DamagedStateError(
+            f"expected paths of files in the store, found {outside[0]!r} in a checkpoint's metadata"
+        )
     return metadata
 
 

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from memckpt.errors import MALFORMED, DamagedStateError, UnsupportedError
+from memckpt.state.received import problem_of
 from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec
 from memckpt.storage.store import StoredFile
@@ -141,7 +142,7 @@ class Batch(msgspec.Struct, frozen=True):
         return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
 
 
-def _is_inside(path: str) -> bool:
+def is_inside(path: str) -> bool:
     """Whether a path that was read from a file stays in the store: files that it names are read, and deleted."""
     return "\0" not in path and not {"", ".", ".."} & set(path.split("/"))
 
@@ -236,11 +237,14 @@ def encode_node_state(state: NodeState) -> bytes:
 
 
 def decode_node_state(data: bytes) -> NodeState:
-    """Raises DamagedStateError."""
+    """Decode a node's state, and check that a layout can be made from its spec. Raises DamagedStateError."""
     try:
-        return _node_state_decoder.decode(data)
+        state = _node_state_decoder.decode(data)
     except MALFORMED as error:
         raise DamagedStateError(f"expected a node's state, found something else: {error}") from error
+    if problem := problem_of(state.spec):
+        raise DamagedStateError(f"expected a node's state with a valid layout spec, found {problem}")
+    return state
 
 
 def encode_commit(content: Part | Batch) -> bytes:
@@ -279,6 +283,6 @@ def decode_commit(data: bytes, path: str) -> Part | Batch:
     if content.commit_path != path:
         raise DamagedStateError(f"{path}: it belongs at {content.commit_path}")
     for file in content.files:
-        if not _is_inside(file.path):
+        if not is_inside(file.path):
             raise DamagedStateError(f"{path}: expected paths of files in the store, found {file.path!r}")
     return content

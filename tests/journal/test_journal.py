@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import tracemalloc
 import typing
 from contextlib import closing
 from pathlib import Path
@@ -161,6 +162,25 @@ def test_a_torn_line_costs_that_line(tmp_path: Path) -> None:
         journal.note(Preempted(2))
     assert notes_of(tmp_path) == [1, 2]
     assert len(path.read_bytes().split(b"\n")) == 4
+
+
+def test_a_file_without_line_ends_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events-n.jsonl"
+    with closing(Journal(tmp_path, "n")) as journal:
+        journal.note(Preempted(1))
+    size = 1 << 28
+    os.truncate(path, size)  # a hole
+    tracemalloc.start()
+    try:
+        with closing(Follower(tmp_path)) as follower:
+            assert [entry.event for entry in follower.poll()] == [Preempted(1)]
+            with path.open("ab") as file:
+                file.write(b"\n" + encode(Envelope(time=1.0, node="n", attempt=1), Preempted(2)) + b"\n")
+            assert [entry.event for entry in follower.poll()] == [Preempted(2)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size // 16
 
 
 def test_a_full_disk_costs_events_only_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,12 @@ def test_runs_and_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
     assert AgentAddress.of(tmp_path / "link", "x") == addresses[0]
 
 
+def test_a_file_that_cannot_be_read_is_an_error_with_a_remedy(address: AgentAddress) -> None:
+    address.file_path.mkdir()  # root reads every file
+    with pytest.raises(AgentError, match=r"expected a run directory whose agent-node.json this user, .* can read"):
+        address.serving()
+
+
 def test_an_agent_is_found_whatever_becomes_of_the_environment(
     tmp_path: Path, address: AgentAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

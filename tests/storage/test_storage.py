@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import errno
 import gc
@@ -24,7 +25,16 @@ from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.dcp_metadata import read_metadata
-from memckpt.storage.format import FORMAT_VERSION, Batch, NodeState, Part, decode_commit, encode_commit
+from memckpt.storage.format import (
+    FORMAT_VERSION,
+    Batch,
+    NodeState,
+    Part,
+    decode_commit,
+    decode_node_state,
+    encode_commit,
+    encode_node_state,
+)
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.object_store import ObjectStore
 from memckpt.storage.retention import leftovers, superseded
@@ -404,6 +414,27 @@ def test_metadata_of_any_python_can_be_read(tmp_path: Path) -> None:
     for of, name in ((torch.Size, "__init__"), (expected, "planner_data")):
         with pytest.raises(DamagedStateError, match=r"found attribute"):
             read_metadata(pickle.dumps(Attribute(of, name)))
+
+
+@pytest.mark.parametrize("path", ["../0.distcp", "/etc/passwd", "a/../../0.distcp", "", 7])
+def test_metadata_name_no_file_outside_of_their_checkpoint(tmp_path: Path, path: Any) -> None:
+    store = LocalStore(tmp_path)
+    part = write(store, part_of(1))
+    metadata = read_metadata(store.read(f"{part.base_directory}/.metadata"))
+    places = metadata.storage_data
+    metadata.storage_data = {key: dataclasses.replace(one, relative_path=path) for key, one in places.items()}
+    store.write(f"{part.base_directory}/.metadata", pickle.dumps(metadata))
+    with pytest.raises(DamagedStateError, match=r"expected paths of files in the store|metadata cannot be read"):
+        our_dcp.load_into(store, part.base_directory, {"model.weight": torch.zeros(2, 3)})
+
+
+def test_a_state_of_which_no_layout_can_be_made_is_damaged() -> None:
+    whole = some_state()
+    assert decode_node_state(encode_node_state(whole)) == whole
+    for wrong in ({"slots": 1 << 40}, {"local_ranks": (5,)}, {"by_value": (TensorSpec("x", (-1,), "float32"),)}):
+        state = msgspec.structs.replace(whole, spec=msgspec.structs.replace(whole.spec, **wrong))
+        with pytest.raises(DamagedStateError, match="expected a node's state with a valid layout spec"):
+            decode_node_state(encode_node_state(state))
 
 
 # Reading it with stock tools

@@ -11,7 +11,9 @@ from safetensors import safe_open
 
 from memckpt.checkpointing.storage_mode import Measured, Pace, choose_mode
 from memckpt.errors import DamagedStateError
-from memckpt.state.records import Timeline
+from memckpt.state.layout import Layout
+from memckpt.state.records import RecordMeta, SparseGradient, SubStep, Timeline
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.storage.batch import FileTensor, RecordReader, write_batch
 from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points, unneeded_batches
@@ -225,6 +227,11 @@ def test_what_is_newer_than_every_checkpoint_stays_though_nothing_can_use_it_yet
     assert unneeded_batches(found, found.complete) == []
 
 
+def file_tensor(name: str, value: torch.Tensor) -> FileTensor:
+    data = memoryview(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return FileTensor(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+
+
 def test_a_batch_is_a_safetensors_file_that_stock_tools_read(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     values = {
@@ -235,15 +242,7 @@ def test_a_batch_is_a_safetensors_file_that_stock_tools_read(tmp_path: Path) -> 
         "5/by_value/0/empty": torch.empty(0, 4),
         "5/meta": torch.tensor(list(b"meta"), dtype=torch.uint8),
     }
-    tensors = [
-        FileTensor(
-            name,
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            memoryview(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()),
-        )
-        for name, value in values.items()
-    ]
+    tensors = [file_tensor(name, value) for name, value in values.items()]
     written = write_batch(store, batch(T1, 5, 5), tensors)
     with safe_open(tmp_path / written.log_path, "pt") as file:
         assert set(file.keys()) == set(values)
@@ -258,6 +257,39 @@ def test_a_batch_is_a_safetensors_file_that_stock_tools_read(tmp_path: Path) -> 
     (tmp_path / written.log_path).write_bytes(b"\\x80\\x04no safetensors file")
     with pytest.raises(DamagedStateError, match="expected a safetensors file"):
         RecordReader(store).tensor(written, "5/meta")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"indices": torch.tensor([[0, 9]])},
+        {"indices": torch.tensor([[-1, 0]])},
+        {"indices": torch.tensor([[1, 1]])},  # it says that it is coalesced
+        {"values": torch.zeros(2, 3)},
+        {"values": torch.zeros(1, 2)},
+    ],
+)
+def test_a_sparse_gradient_that_does_not_fit_its_parameter_is_damaged(
+    tmp_path: Path, wrong: dict[str, torch.Tensor]
+) -> None:
+    """An index beyond the parameter would write to foreign memory."""
+    store = LocalStore(tmp_path)
+    param = ParamSpec(TensorSpec("table", (4, 2), "float32"), (OwnerSpec(0, 0, ()),), True, 64)
+    optimizer = OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False)
+    layout = Layout(StateSpec((param,), (optimizer,), (), (), "lazy", 4, 3, (0,), 1))
+    step = SubStep(0, 0, b"", sparse=(SparseGradient(0, 1, 2, True),))
+    meta = RecordMeta(5, 4, False, (step,))
+    parts = {"indices": torch.tensor([[0, 3]]), "values": torch.ones(2, 2)}
+
+    def read(parts: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        tensors = [file_tensor(f"5/gradients/0/0/table/{name}", one) for name, one in parts.items()]
+        return RecordReader(store).gradient(write_batch(store, batch(T1, 5, 5), tensors), layout, meta, step, 0)
+
+    whole = read(parts)
+    assert whole is not None
+    assert whole.to_dense().tolist() == [[1, 1], [0, 0], [0, 0], [1, 1]]
+    with pytest.raises(DamagedStateError, match="5/gradients/0/0/table as a sparse gradient of shape"):
+        read(parts | wrong)
 
 
 def test_a_batch_s_commit_file_is_not_taken_for_a_checkpoint_s() -> None:
