@@ -10,9 +10,11 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What builds the documentation is installed for those who build it.
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu check bench bench-gpu clean
+.PHONY: help setup demo test test-all test-gpu check docs bench bench-gpu clean
 
 # Idle OpenMP threads sleep instead of spinning: trainer and agent share the cores of one machine.
 demo test test-all test-gpu bench bench-gpu: export OMP_WAIT_POLICY = passive
@@ -39,7 +41,7 @@ demo: setup  ## Kill a training run and see it resume
 test: setup  ## Run the tests, without the slow ones
 	$(PYTEST) -m "not slow"
 
-test-all: setup  ## Run the slow tests, too: CASES=2 cases of each, others each day (all: CASES=all)
+test-all: setup $(DOCS_STAMP)  ## Run the slow tests, too: CASES=2 cases of each, others each day (all: CASES=all)
 	$(PYTEST) --share $(SHARE) --cases $(CASES)
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
@@ -51,6 +53,13 @@ check: setup  ## Lint, formatting, types, and which package may import which
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-logo
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
+
+docs: setup $(DOCS_STAMP)  ## Build the documentation site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs_site --jobs auto . build/docs
 
 bench: setup  ## Run the benchmarks
 	$(BIN)/python -m benchmarks.run_all

@@ -163,7 +163,7 @@ class StorageFullError(StorageError):
 
     @property
     def missing(self) -> int | None:
-        """Bytes that have to be free before a retry makes sense; None: free space does not tell."""
+        """Bytes that have to be free before a retry makes sense; None if free space does not tell."""
         if self.needed is None or self.free is None or self.free >= self.needed:
             return None
         return self.needed - self.spare

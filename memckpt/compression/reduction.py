@@ -97,7 +97,7 @@ class Reducer(ABC):
             last: whether it is the last one of its backward.
 
         Returns:
-            When the buffer has the average: for each gradient the parts of its encoding, or None.
+            The parts of each gradient's encoding, or None, when the buffer has the average.
         """
 
     def state_dict(self) -> dict[str, int]:

@@ -337,7 +337,7 @@ class MemckptConfig:
 
     @property
     def reads_late(self) -> bool:
-        """Whether whole records are read for as long as they are in a slot: by peers, or by an explicit log."""
+        """Whether peers or an explicit log read whole records for as long as these are in a slot."""
         return self.peers is not None or (self.storage is not None and self.storage.mode == "log")
 
     @property

@@ -153,7 +153,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def unencodable_paths(value: Any) -> list[str]:
-    """Paths, with types, of all values that :func:`encode` would refuse; empty if there are none."""
+    """Paths, with types, of all values that a rank state cannot carry; empty if there are none."""
     found: list[str] = []
 
     def refuse(path: str, type_name: str) -> None:
