@@ -42,7 +42,7 @@ class Restoration:
 
     Attributes:
         report: of the restore; None before it, and where training starts over.
-        redone: number of records that the restore has redone.
+        record_redo_seconds: duration of the redo of one record at the restore; None where nothing was redone.
     """
 
     def __init__(self, training: LocalTraining, link: AgentLink, staging: Staging, proof: ResumeProof) -> None:
@@ -53,7 +53,7 @@ class Restoration:
         self._staging = staging
         self._proof = proof
         self.report: RestoreReport | None = None
-        self.redone = 0
+        self.record_redo_seconds: float | None = None
 
     def restore_tensors(self, chosen: Chosen, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport:
         """Restore parameters, buffers, optimizer state, groups, and the presence of gradients.
@@ -128,11 +128,10 @@ class Restoration:
         metas = message.metas
         if message.before is not None:
             record, metas = record - 1, message.before.metas
-        self.redone = len(metas)
+        restorer = restorer_of(regions, writer, self._live)
         with rng.preserved():
-            restorer_of(regions, writer, self._live).restore(
-                record, self._ranks.rank, metas, message.missing, message.plain
-            )
+            restorer.restore(record, self._ranks.rank, metas, message.missing, message.plain)
+        self.record_redo_seconds = restorer.record_redo_seconds
 
     def adopt(self, writer: SlotWriter) -> None:
         """Adopt the writer of a held generation, after a repeated step."""

@@ -222,7 +222,7 @@ class Session(Information):
             return None
         self._compression.expect_carried()
         report = self._restoration.restore_tensors(chosen, self._tap.current, self._protection.resume)
-        self._tuning.redid(self._restoration.redone, report.seconds)
+        self._tuning.redid(self._restoration.record_redo_seconds)
         report = self._compression.restored(report, chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._proof.begin(chosen)

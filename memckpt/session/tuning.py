@@ -126,10 +126,10 @@ class Tuning:
         if settings != now:
             self._mode.tune(settings, "as tuned before")
 
-    def redid(self, records: int, seconds: float) -> None:
-        """Take the duration of a restore that has redone this number of records."""
-        if records:
-            self._redo_seconds = seconds / records
+    def redid(self, record_seconds: float | None) -> None:
+        """Take the duration of a record's redo at a restore; None where nothing was redone."""
+        if record_seconds:
+            self._redo_seconds = record_seconds
 
     # While training runs
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import pytest
 from memckpt.config import AgentConfig
 from memckpt.node.replica import Replica
 from memckpt.planning.tuning import Change, LayoutSettings, LayoutTuner, Measured
+from memckpt.recovery import restore
+from memckpt.recovery.restore import Restorer
 from memckpt.session import mode, protection, tuning
 from memckpt.session.link import AgentLink
 from memckpt.state.records import RecordMeta
+from memckpt.state.redo import RedoGroup
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config
@@ -163,6 +167,37 @@ def test_an_error_while_settings_are_prepared_never_reaches_training(lab: Lab, m
     for ended in lab.survives(PLAIN, FREE, [("after commit", 12)]):
         assert not tuned(ended)
         assert "does not fit: OSError: cannot be mapped" in ended.log
+
+
+# What is measured
+
+
+def test_a_record_s_redo_is_timed_without_copies(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of T records each redoes a T-th of the parameters from its anchor on; here redo of a T-th takes a second."""
+
+    def prepare(control: Control) -> None:
+        now = [0.0]
+        anchored, apply_all, redid = Restorer._anchored, RedoGroup.apply_all, tuning.Tuning.redid
+
+        def copies(*arguments: Any) -> Any:
+            now[0] += 1000.0
+            return anchored(*arguments)
+
+        def redoes(group: RedoGroup, metas: Any, gradients: Any) -> None:
+            now[0] += len(metas)
+            apply_all(group, metas, gradients)
+
+        def noted(tuner: tuning.Tuning, seconds: float | None) -> None:
+            control.journal.note("redid", seconds=seconds)
+            redid(tuner, seconds)
+
+        restore.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
+        Restorer._anchored, RedoGroup.apply_all = copies, redoes  # type: ignore[method-assign]
+        tuning.Tuning.redid = noted  # type: ignore[method-assign]
+
+    period = 5
+    _, ended = lab.survives(PLAIN, config("lazy", period=period), [("after commit", 12)], prepare=prepare)
+    assert [event["seconds"] for event in ended.of("redid")] == [pytest.approx(period)]
 
 
 # A real agent that is too slow
