@@ -20,13 +20,25 @@ from memckpt.cli.common import err, out
 from memckpt.errors import DrillError
 
 if TYPE_CHECKING:
-    from memckpt.drill.supervisor import Start
+    from memckpt.drill.job import Start
     from memckpt.drill.verdict import Verdict
 
 Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
 Steps = Annotated[int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the instants of the kills. Default: random; it is shown.")]
-Kinds = Annotated[str, typer.Option(help="Who is killed, in turn: trainer, agent, both at once.", metavar="KIND,...")]
+Kinds = Annotated[
+    str | None,
+    typer.Option(
+        help="Who is killed, in turn: trainer, agent, both at once, node (all of a simulated node). Default: "
+        "trainer,agent,both; with --nodes: trainer,agent,node.",
+        metavar="KIND,...",
+        show_default=False,
+    ),
+]
+Nodes = Annotated[
+    int,
+    typer.Option(min=1, help="Nodes to simulate: the command is started once for each, with an agent of its own."),
+]
 Patience = Annotated[float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")]
 Directory = Annotated[
     Path | None,
@@ -43,7 +55,8 @@ def drill(
     kills: Kills = 5,
     steps: Steps = 200,
     seed: Seed = None,
-    kinds: Kinds = "trainer,agent,both",
+    kinds: Kinds = None,
+    nodes: Nodes = 1,
     patience: Patience = 300.0,
     directory: Directory = None,
     json: Json = None,
@@ -58,12 +71,15 @@ def drill(
     from memckpt.cli.drill_text import as_json, print_result, print_undisturbed
     from memckpt.drill.carry_out import FIRST, KILLED, SECOND, Plan
     from memckpt.drill.carry_out import drill as carry_out
-    from memckpt.drill.draw import parse_kinds
+    from memckpt.drill.draw import ON_ONE, ON_SEVERAL, parse_kinds
 
-    chosen = parse_kinds(kinds)
+    chosen = parse_kinds(kinds or (ON_ONE if nodes == 1 else ON_SEVERAL), nodes)
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
     place = _make(directory)
-    out.print(f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}", markup=False, soft_wrap=True)
+    on_nodes = f", {nodes} nodes simulated on this machine" if nodes > 1 else ""
+    out.print(
+        f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}{on_nodes}", markup=False, soft_wrap=True
+    )
     names = {FIRST: "1. undisturbed", SECOND: "2. undisturbed", KILLED: "3. killed"}
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -77,9 +93,8 @@ def drill(
                     tasks[name] = progress.add_task(names[name], total=steps, note="")
                 progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
 
-            result = carry_out(
-                place, _start(command), Plan(kills, steps, seed, patience, chosen), show, undisturbed.append
-            )
+            plan = Plan(kills, steps, seed, patience, chosen, nodes)
+            result = carry_out(place, _start(command), plan, show, undisturbed.append)
         if json is not None:
             _write(json, as_json(result, command, seed))
         print_undisturbed(undisturbed.pop())

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memckpt.cli.common import count, out, seconds_text
+from memckpt.config import ErasureConfig
 from memckpt.drill.carry_out import FIRST, SECOND, Result
 from memckpt.drill.difference import PLAIN, RESULTS, Difference
 from memckpt.drill.supervisor import Blow
@@ -25,6 +26,8 @@ _COUNTED = ("loss", "parameter", "buffer", "frozen", "state")
 def print_result(result: Result) -> None:
     """Print what a drill has found, the verdict last."""
     verdict = result.verdict
+    if result.lent_peers is not None:
+        out.print(lent_peers_text(result.lent_peers), soft_wrap=True)
     out.print(blow_table(result.blows))
     for number, blow in enumerate(result.blows, start=1):
         if blow.kind == "agent":
@@ -55,6 +58,18 @@ def print_undisturbed(verdict: Verdict) -> None:
         out.print(Text(line), soft_wrap=True)
     if (data := data_line(verdict)) is not None:
         out.print(data, soft_wrap=True)
+
+
+def lent_peers_text(peers: ErasureConfig) -> Text:
+    """The peers that a script without any was drilled with, and how to have them."""
+    data, tolerate = peers.data, peers.tolerate
+    return Text.assemble(
+        ("No peers: ", "bold yellow"),
+        f"the script configures none, so the loss of a node would lose what is in its memory. It was drilled with "
+        f"ErasureConfig(data={data}, tolerate={tolerate}). To have them: config=MemckptConfig(peers=ErasureConfig("
+        f"data={data}, tolerate={tolerate})), or MEMCKPT_PEERS=erasure MEMCKPT_PEERS_DATA={data} "
+        f"MEMCKPT_PEERS_TOLERATE={tolerate} where the script passes no config.",
+    )
 
 
 def overhead_line(result: Result) -> str:
@@ -116,6 +131,7 @@ def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]
     found = {
         "command": list(command),
         "seed": seed,
+        "lent_peers": None if result.lent_peers is None else asdict(result.lent_peers),
         "outcome": verdict.outcome,
         "repeats_itself": verdict.repeats,
         "steps": verdict.last_step,

@@ -13,7 +13,7 @@
 An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE
 is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers. MEMCKPT_SUPERVISOR and
 MEMCKPT_RESTART_COUNT are set by ``memckpt run``,
-MEMCKPT_DRILL by ``memckpt drill``: it replaces the run directory.
+MEMCKPT_DRILL by ``memckpt drill``: it replaces the run directory; and MEMCKPT_DRILL_NODES.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
-from memckpt.config.drill import DRILL, drill_orders
+from memckpt.config.drill import DRILL, DRILL_NODES, drill_orders
 from memckpt.config.settings import KIND, PREFIX, TRUTH, Setting, describe_settings, from_mapping
 from memckpt.errors import ConfigurationError
 
@@ -254,7 +254,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 
 def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, AUTO, DRILL, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment:

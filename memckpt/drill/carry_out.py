@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from memckpt.config import ErasureConfig
 from memckpt.drill.draw import Instant, Kind, draw
-from memckpt.drill.supervisor import Blow, Limits, Run, Start
+from memckpt.drill.job import Start
+from memckpt.drill.supervisor import Blow, Limits, Run
 from memckpt.drill.verdict import Verdict, judge
 from memckpt.errors import DrillError
 
@@ -24,6 +26,7 @@ class Plan:
         steps: steps of each run, at most.
         seed: of the kills' instants.
         kinds: who is killed.
+        nodes: number of nodes to simulate, with a command for each.
         silence_seconds: seconds without a new step after which a run is given up.
     """
 
@@ -32,6 +35,7 @@ class Plan:
     seed: int
     silence_seconds: float = 300.0
     kinds: tuple[Kind, ...] = ("trainer",)
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Result:
         blows: kills that were made.
         step_seconds: median duration of a step, by run.
         stall_seconds: median time of a step in which protection kept the process from training, by run.
+        lent_peers: the peers that the drill has configured, as the script configures none; None where it does.
     """
 
     verdict: Verdict
@@ -51,6 +56,7 @@ class Result:
     blows: list[Blow]
     step_seconds: dict[str, float]
     stall_seconds: dict[str, float]
+    lent_peers: ErasureConfig | None
 
 
 def drill(
@@ -75,7 +81,7 @@ def drill(
     """
 
     def run(name: str, records: int) -> Run:
-        limits = Limits(records, plan.silence_seconds)
+        limits = Limits(records, plan.silence_seconds, plan.nodes)
         return Run(directory / name, start, limits, lambda record, kills: on_progress(name, record, kills))
 
     first = run(FIRST, plan.steps)
@@ -87,6 +93,11 @@ def drill(
     on_undisturbed(judge(first.history, second.history, second.history, records))
     killed = run(KILLED, records)
     blows = killed.train(instants, first.step_seconds)
+    if not blows and instants[0].kind == "node":
+        raise DrillError(
+            f"expected peers that protect the training's nodes by its step {records}, found none that did; drill more "
+            "steps, or longer ones; `memckpt status` has the row peers, which says what is missing"
+        )
     if not blows:
         raise DrillError(
             f"expected a training that can be killed, found one that ended before its first kill (step "
@@ -95,4 +106,5 @@ def drill(
     runs = {FIRST: first, SECOND: second, KILLED: killed}
     verdict = judge(first.history, second.history, killed.history, records)
     steps = {name: each.step_seconds for name, each in runs.items()}
-    return Result(verdict, instants, blows, steps, {name: each.stall_seconds for name, each in runs.items()})
+    stalls = {name: each.stall_seconds for name, each in runs.items()}
+    return Result(verdict, instants, blows, steps, stalls, killed.lent_peers)

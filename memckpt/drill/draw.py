@@ -9,9 +9,11 @@ from typing import Literal, get_args
 
 from memckpt.errors import ConfigurationError
 
-#: Who is killed: a trainer, its node's agent, or both at once.
-Kind = Literal["trainer", "agent", "both"]
+#: Who is killed: a trainer, its node's agent, both at once, or all processes of a simulated node.
+Kind = Literal["trainer", "agent", "both", "node"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+#: Who is killed where nothing else is said: on one node, and on several.
+ON_ONE, ON_SEVERAL = "trainer,agent,both", "trainer,agent,node"
 #: Steps before the first kill, and behind the last one.
 _FIRST, _LAST = 2, 2
 
@@ -31,15 +33,21 @@ class Instant:
     fraction: float
 
 
-def parse_kinds(text: str) -> tuple[Kind, ...]:
+def parse_kinds(text: str, nodes: int = 1) -> tuple[Kind, ...]:
     """The kinds in ``"trainer,both"``.
 
+    Args:
+        text: names, with commas.
+        nodes: number of simulated nodes.
+
     Raises:
-        ConfigurationError: a name is none of them.
+        ConfigurationError: a name is none of them, or there is but one node.
     """
     found = [each.strip() for each in text.split(",")]
     if not set(found) <= set(KINDS):
         raise ConfigurationError(f"--kinds: expected names among {', '.join(KINDS)}, with commas, found {text!r}")
+    if "node" in found and nodes < 2:
+        raise ConfigurationError("--kinds node: expected --nodes N of 2 or more beside it, found one node")
     return tuple(kind for kind in KINDS if kind in found)
 
 

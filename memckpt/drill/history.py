@@ -150,10 +150,10 @@ class RunHistory:
     @property
     def attempts(self) -> int:
         """Number of attempts in which every rank has begun."""
-        if not self.ranks:
+        begun = [each.attempts[-1].begun for each in self.ranks.values() if each.attempts]
+        if not begun or len(self.ranks) < max(each.world_size for each in begun):
             return 0
-        world = max(each.attempts[-1].begun.world_size for each in self.ranks.values() if each.attempts)
-        return min(len(each.attempts) for each in self.ranks.values()) if len(self.ranks) >= world else 0
+        return min(len(each.attempts) for each in self.ranks.values())
 
     @property
     def last_record(self) -> int:

@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import select
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from memckpt.config import ErasureConfig
 from memckpt.config.arguments import RESUME, RUN_DIR
 from memckpt.config.drill import DRILL, DrillOrders
 from memckpt.drill.draw import Instant, Kind
 from memckpt.drill.history import RunHistory
+from memckpt.drill.job import END_SECONDS, Job, Start, kill_processes, pause
 from memckpt.drill.lines import Taken
 from memckpt.errors import DrillError
 from memckpt.processes.address import AgentAddress
-from memckpt.processes.control import stop_agent
+from memckpt.processes.control import ask_status, stop_agent
 from memckpt.processes.handles import ProcessHandle, start_ticks
 
-#: Seconds between two looks at the lines; a kill is as exact as that.
-_POLL_SECONDS = 0.002
-#: Seconds that processes get to end: those that were killed, and a launcher whose trainer was.
-_END_SECONDS = 60.0
-_TAIL_LINES = 25
-
-
-class Command(Protocol):
-    """A started command: a ``subprocess.Popen``."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-
-
-#: Starts the command with these variables beside the environment's, without those that are None, and its output in the
-#: file. The command leads a process group of its own.
-Start = Callable[[Mapping[str, str | None], Path], Command]
+#: Seconds between two questions whether peers protect a node.
+_ASK_SECONDS = 0.05
+_ONE_JOB = (
+    "The command is started once for each node, and all are to be one job: a script with one process on each gets "
+    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; torchrun gets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and "
+    "PET_MASTER_PORT, so leave out its options --standalone, --nnodes, --node-rank and --rdzv-..."
+)
 
 
 @dataclass
@@ -50,7 +37,7 @@ class Blow:
 
     Attributes:
         kind: who was killed.
-        rank: whose trainer was killed, or whose node's agent.
+        rank: whose trainer was killed, or whose node's agent, or whose node.
         step, record: last committed step by then, and its record.
         resumed: step behind which the next process went on; 0: it started over.
         lost: committed steps that were trained again.
@@ -80,10 +67,12 @@ class Limits:
     Attributes:
         records: number of records after which it is ended.
         silence_seconds: seconds without a new step after which it is given up.
+        nodes: number of nodes, with a command for each.
     """
 
     records: int
     silence_seconds: float = 300.0
+    nodes: int = 1
 
 
 class Run:
@@ -92,12 +81,11 @@ class Run:
     Args:
         directory: a new directory for it.
         start: starts the command.
-        limits: its length.
+        limits: its length, and the number of its nodes.
         on_progress: called with the newest record, and the number of kills.
 
     Attributes:
         history: the run's lines.
-        log: file with the command's output.
     """
 
     def __init__(
@@ -108,14 +96,18 @@ class Run:
         on_progress: Callable[[int, int], None] = lambda record, kills: None,
     ) -> None:
         directory.mkdir(parents=True)
-        self._orders = DrillOrders(directory)
-        self._start_command = start
+        self._orders = DrillOrders(directory, limits.nodes)
+        self._job = Job(start, limits.nodes, directory)
         self._limits = limits
         self._on_progress = on_progress
-        self._command: Command | None = None
         self._blows: list[Blow] = []
         self.history = RunHistory(directory)
-        self.log = directory / "output.txt"
+        self._asked_at = 0.0
+
+    @property
+    def lent_peers(self) -> ErasureConfig | None:
+        """The peers that the drill has configured for the nodes, as the script configures none; None where it does."""
+        return self._orders.peers if self._orders.lent_peers else None
 
     def train(self, instants: Sequence[Instant] = (), step_seconds: float = 0.0) -> list[Blow]:
         """Train to the last record, or the script's own end, with a kill at each instant.
@@ -129,6 +121,8 @@ class Run:
         """
         try:
             self._start()
+            if self._until(lambda: self.history.attempts > 0):
+                self._check_nodes()
             for instant in instants:
                 if not self._kill(instant, step_seconds):
                     break
@@ -138,7 +132,7 @@ class Run:
                 raise DrillError(
                     "expected a training that memckpt protects (MemCheckpoint, MemCheckpointPlugin, protect or "
                     f"memckpt.attach, with session.commit() at each step), found a command that ended without a single "
-                    f"commit{self._tail()}"
+                    f"commit{self._job.tail()}"
                 )
         finally:
             self._end()
@@ -175,17 +169,23 @@ class Run:
         attempts = self.history.attempts
         victim = len(self._blows) % len(self.history.ranks)
         begun = self.history.ranks[victim].attempts[-1].begun
+        if instant.kind == "node" and not self._until(self._peers_protect):
+            return False
         with self._process(begun.pid, begun.ticks) as trainer:
             if trainer is None or trainer.wait(instant.fraction * step_seconds):
                 return False
             self.history.poll()
             killed_at = time.monotonic()
-            agent = self._kill_agent(victim) if instant.kind != "trainer" else None
-            if instant.kind != "trainer" and agent is None:
-                return False
+            agent = None
+            if instant.kind == "node":
+                self._kill_node(begun.node)
+            elif instant.kind != "trainer":
+                agent = self._kill_agent(victim)
+                if agent is None:
+                    return False
             if instant.kind != "agent":
                 trainer.kill()
-                if not trainer.wait(_END_SECONDS):
+                if not trainer.wait(END_SECONDS):
                     raise DrillError(f"pid {begun.pid} does not end after SIGKILL: its state is {trainer.state()}")
         self.history.poll()
         last = max(self.history.ranks[victim].attempts[-1].points, key=lambda point: point.record)
@@ -199,6 +199,44 @@ class Run:
         self._note_resume(blow, killed_at)
         return True
 
+    def _check_nodes(self) -> None:
+        """Refuse a job that has not the nodes it was started with.
+
+        Raises:
+            DrillError: it has others.
+        """
+        found = {history.attempts[-1].begun.node for history in self.history.ranks.values()}
+        if len(found) < self._limits.nodes:
+            raise DrillError(
+                f"expected one job of {self._limits.nodes} nodes, found {', '.join(sorted(found))} alone: {_ONE_JOB}"
+            )
+
+    def _peers_protect(self) -> bool:
+        """Whether any node may be lost now, as all agents see it. Asks them now and then; False in between."""
+        if time.monotonic() < self._asked_at + _ASK_SECONDS:
+            return False
+        self._asked_at = time.monotonic()
+        for address in self._agents():
+            status = ask_status(address)
+            if status is None or status.peers is None or not status.peers.protected:
+                return False
+        return True
+
+    def _agents(self) -> list[AgentAddress]:
+        """Addresses of the run's agents, one for each node."""
+        files = sorted(self._orders.run_dir.glob("agent-*.json"))
+        return [AgentAddress.of(self._orders.run_dir, path.stem.removeprefix("agent-")) for path in files]
+
+    def _kill_node(self, node: str) -> None:
+        """Kill all processes of a node: trainers, their launcher, the agent, and what these have started."""
+        pids = []
+        for history in self.history.ranks.values():
+            attempt = history.attempts[-1]
+            if attempt.begun.node == node:
+                agent = attempt.taken[-1].agent if attempt.taken else attempt.begun.agent
+                pids += [attempt.begun.pid, self._job.command_of(attempt.begun.pid), *([agent] if agent else [])]
+        kill_processes(pids)
+
     def _kill_agent(self, rank: int) -> int | None:
         """Kill the agent of a rank's node; returns its process id, None if there is none."""
         attempt = self.history.ranks[rank].attempts[-1]
@@ -209,7 +247,7 @@ class Run:
             if agent is None:
                 return None
             agent.kill()
-            return pid if agent.wait(_END_SECONDS) else None
+            return pid if agent.wait(END_SECONDS) else None
 
     def _wait_for_agent(self, blow: Blow, killed: int | None, killed_at: float) -> bool:
         """Wait until another agent holds the training's state; training itself goes on."""
@@ -233,13 +271,16 @@ class Run:
         return [line for line in taken if line.record > blow.record and not line.repeated]
 
     def _begin_again(self, attempts: int) -> None:
-        """Start the command again once it has ended, unless its launcher begins another attempt by itself."""
-        deadline = time.monotonic() + _END_SECONDS
-        while self._ended() is None and time.monotonic() < deadline:
+        """Start the command again once it has ended, unless its launcher begins another attempt by itself.
+
+        With several nodes all commands are ended: those of the others wait for the dead one in a collective.
+        """
+        deadline = time.monotonic() + (END_SECONDS if self._limits.nodes == 1 else 0)
+        while self._job.poll() is None and time.monotonic() < deadline:
             self.history.poll()
             if self.history.attempts > attempts:
                 return
-            self._wait()
+            pause()
         self._end_processes()
         self._start()
 
@@ -257,13 +298,7 @@ class Run:
     # Processes
 
     def _start(self) -> None:
-        variables = {DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None}
-        self._command = self._start_command(variables, self.log)
-
-    def _ended(self) -> int | None:
-        """The command's exit status; None while it runs."""
-        assert self._command is not None
-        return self._command.poll()
+        self._job.start({DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None})
 
     def _until(self, met: Callable[[], bool]) -> bool:
         """Wait until the condition is met: True; False if the command ended by itself, with status 0.
@@ -273,7 +308,7 @@ class Run:
         """
         changed_at = time.monotonic()
         while True:
-            ended = self._ended()  # first: what it wrote before its end is read below
+            ended = self._job.poll()  # first: what it wrote before its end is read below
             if self.history.poll():
                 changed_at = time.monotonic()
                 self._on_progress(self.history.furthest, len(self._blows))
@@ -284,24 +319,16 @@ class Run:
                     return False
                 raise DrillError(
                     f"expected a training of {self._limits.records} steps, found one that ended with status {ended} "
-                    f"after step {self.history.furthest}; mend the script, or drill fewer steps{self._tail()}"
+                    f"after step {self.history.furthest}; mend the script, or drill fewer steps"
+                    + (f". {_ONE_JOB}" if self._limits.nodes > 1 and not self.history.furthest else "")
+                    + self._job.tail()
                 )
             if time.monotonic() - changed_at > self._limits.silence_seconds:
                 raise DrillError(
                     f"expected a step within {self._limits.silence_seconds:.0f} s (--patience), found none since step "
-                    f"{self.history.furthest}{self._tail()}"
+                    f"{self.history.furthest}{self._job.tail()}"
                 )
-            self._wait()
-
-    def _wait(self) -> None:
-        """Let a moment pass: lines are looked at, as nobody tells when they come."""
-        select.select([], [], [], _POLL_SECONDS)
-
-    def _tail(self) -> str:
-        if not self.log.exists():
-            return ""
-        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n".join([f"; the last lines of its output ({self.log}):", *lines])
+            pause()
 
     @contextlib.contextmanager
     def _process(self, pid: int, ticks: int) -> Iterator[ProcessHandle | None]:
@@ -317,7 +344,7 @@ class Run:
             handle.close()
 
     def _end_processes(self) -> None:
-        """Kill the command with its process group, and every trainer: launchers may give them groups of their own."""
+        """Kill the commands with their groups, and every trainer: launchers may give them groups of their own."""
         self.history.poll()
         with contextlib.ExitStack() as stack:
             handles = []
@@ -325,25 +352,18 @@ class Run:
                 for attempt in history.attempts[-1:]:
                     begun = attempt.begun
                     handles.append(stack.enter_context(self._process(begun.pid, begun.ticks)))
-            if self._command is not None:
-                # While a member lives, so does the group, and its number is not given to another one.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._command.pid, signal.SIGKILL)
+            self._job.kill()
             for handle in handles:
                 if handle is not None:
                     handle.kill()
-                    handle.wait(_END_SECONDS)
-        deadline = time.monotonic() + _END_SECONDS
-        while self._command is not None and self._ended() is None:
-            if time.monotonic() > deadline:
-                raise DrillError(f"pid {self._command.pid} does not end after SIGKILL")
-            self._wait()
+                    handle.wait(END_SECONDS)
+        self._job.wait()
 
     def _end(self) -> None:
         try:
             self._end_processes()
         finally:
-            for path in self._orders.run_dir.glob("agent-*.json"):
-                stop_agent(AgentAddress.of(self._orders.run_dir, path.stem.removeprefix("agent-")))
+            for address in self._agents():
+                stop_agent(address)
             self.history.poll()
             self.history.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -37,6 +38,15 @@ def _status_of(pid: int) -> dict[str, str]:
 def parent_of(pid: int) -> int:
     """Process id of its parent; 0 if there is no such process."""
     return int(_status_of(pid).get("PPid", 0))
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of its children; empty if there is no such process."""
+    found: list[int] = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, tasks.read_text().split())
+    return found
 
 
 class ProcessHandle:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,16 +15,18 @@ from torch import nn
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
 from memckpt.cli.drill_text import undisturbed_line
-from memckpt.config import MemckptConfig, StorageConfig
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.config.arguments import with_environment
-from memckpt.config.drill import DRILL
+from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
 from memckpt.drill.difference import sketch_distance
 from memckpt.drill.draw import KINDS, draw, parse_kinds
 from memckpt.drill.fingerprint import Fingerprints
 from memckpt.drill.history import Attempt, Point, RankHistory, RunHistory
+from memckpt.drill.job import Job, kill_processes
 from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
 from memckpt.drill.verdict import judge
 from memckpt.errors import ConfigurationError
+from memckpt.processes.handles import start_ticks
 
 KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))
 BEGUN = Begun(1, 2, 0, 1, 0.0, None, "node")
@@ -106,12 +111,63 @@ def test_each_kill_has_its_part_of_the_run_and_the_seed_says_when() -> None:
     assert all(after.record - before.record >= 3 for before, after in itertools.pairwise(instants))
     assert {each.kind for each in instants} == {"trainer"}
     kinds = [each.kind for each in draw(7, 5, 200, KINDS)]
-    assert set(kinds[:3]) == set(KINDS)
+    assert set(kinds[:4]) == set(KINDS)
     assert parse_kinds("both, trainer") == ("trainer", "both")
+    assert parse_kinds("node,agent", 2) == ("agent", "node")
     with pytest.raises(ConfigurationError, match="--kinds: expected names among trainer, agent, both"):
+        parse_kinds("nodes")
+    with pytest.raises(ConfigurationError, match="expected --nodes N of 2 or more beside it"):
         parse_kinds("node")
     with pytest.raises(ConfigurationError, match="at most 3 in a training of 10 steps, found 4"):
         draw(7, 4, 10)
+
+
+class Ends:
+    """A command that ends as it is told."""
+
+    def __init__(self, variables: dict[str, str | None]) -> None:
+        self.variables = variables
+        self.pid, self.end = 1 << 30, None  # a process id that no process has
+
+    def poll(self) -> int | None:
+        return self.end
+
+
+def test_each_node_gets_a_command_with_its_place_in_one_job(tmp_path: Path) -> None:
+    started: list[Ends] = []
+    job = Job(lambda variables, log: started.append(Ends(dict(variables))) or started[-1], 3, tmp_path)  # type: ignore[func-returns-value]
+    job.start({"A": "b"})
+    assert [each.variables["MEMCKPT_NODE"] for each in started] == ["node0", "node1", "node2"]
+    assert [each.variables["RANK"] for each in started] == ["0", "1", "2"]
+    assert [each.variables["PET_NODE_RANK"] for each in started] == ["0", "1", "2"]
+    for name in ("WORLD_SIZE", "PET_NNODES", "MASTER_ADDR", "MASTER_PORT", "PET_MASTER_PORT", "A"):
+        assert len({each.variables[name] for each in started}) == 1
+    assert job.poll() is None
+    started[0].end = started[1].end = 0
+    assert job.poll() is None
+    job.logs[2].write_text("out of data\n")
+    started[2].end = 3
+    assert job.poll() == 3
+    assert job.tail().endswith("out of data")
+    started[2].end = 0
+    assert job.poll() == 0
+    alone = Job(lambda variables, log: Ends(dict(variables)), 1, tmp_path)
+    alone.start({})
+    assert alone._commands[0].variables == {}  # type: ignore[attr-defined]
+
+
+def test_a_process_is_killed_with_those_that_it_has_started(tmp_path: Path) -> None:
+    script = "sleep 600 & echo $!; setsid sleep 600 & echo $!; wait"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    children = [int(process.stdout.readline()) for _ in range(2)]
+    process.stdout.close()
+    killer = threading.Thread(target=process.wait)  # a parent reaps its child, as the drill does
+    killer.start()
+    kill_processes([process.pid])
+    killer.join()
+    assert process.returncode == -signal.SIGKILL
+    assert [start_ticks(pid) for pid in children] == [0, 0]
 
 
 def test_the_first_difference_is_named_with_its_distance(tmp_path: Path) -> None:
@@ -157,6 +213,15 @@ def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monk
     assert found.config.storage == StorageConfig(every_steps=7)
     assert found.config.resume_check == "replay"
     assert with_environment(None, None, MemckptConfig(storage=None)).config.storage is None
+    assert found.config.peers is None
+    monkeypatch.setenv(DRILL_NODES, "4")
+    mirror = MirrorConfig(copies=2)
+    assert with_environment(None, None, MemckptConfig(peers=mirror)).config.peers == mirror
+    assert not DrillOrders(tmp_path, 4).lent_peers
+    lent = with_environment(None, None, None).config
+    assert lent.peers == ErasureConfig(data=3, tolerate=1)
+    assert with_environment(None, None, lent).config.peers == lent.peers  # an adapter, then the engine
+    assert DrillOrders(tmp_path, 4).lent_peers
     monkeypatch.setenv(DRILL, str(tmp_path / "gone"))
     with pytest.raises(ConfigurationError, match="MEMCKPT_DRILL: expected the directory of a running"):
         with_environment("runs/mine", None, None)

@@ -13,7 +13,7 @@ from memckpt.cli.drill_text import data_line, holes_text
 from memckpt.config.arguments import RUN_DIR
 from memckpt.drill.carry_out import Plan, Result, drill
 from memckpt.drill.draw import Kind
-from memckpt.drill.supervisor import Start
+from memckpt.drill.job import Start
 from memckpt.errors import DrillError
 from tests.drill import trainings
 from tests.support.trainings.engine_harness import Child, Lab
