@@ -39,6 +39,12 @@ Nodes = Annotated[
     int,
     typer.Option(min=1, help="Nodes to simulate: the command is started once for each, with an agent of its own."),
 ]
+Overhead = Annotated[
+    bool,
+    typer.Option(
+        "--overhead/--no-overhead", help="Train once without protection, too, and compare the time of a step."
+    ),
+]
 Patience = Annotated[float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")]
 Directory = Annotated[
     Path | None,
@@ -57,6 +63,7 @@ def drill(
     seed: Seed = None,
     kinds: Kinds = None,
     nodes: Nodes = 1,
+    overhead: Overhead = True,
     patience: Patience = 300.0,
     directory: Directory = None,
     json: Json = None,
@@ -69,7 +76,7 @@ def drill(
     they are from each other; 1 if it is not; 15 if the drill could not be carried out.
     """
     from memckpt.cli.drill_text import as_json, print_result, print_undisturbed
-    from memckpt.drill.carry_out import FIRST, KILLED, SECOND, Plan
+    from memckpt.drill.carry_out import FIRST, KILLED, SECOND, WITHOUT, Plan
     from memckpt.drill.carry_out import drill as carry_out
     from memckpt.drill.draw import ON_ONE, ON_SEVERAL, parse_kinds
 
@@ -80,7 +87,7 @@ def drill(
     out.print(
         f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}{on_nodes}", markup=False, soft_wrap=True
     )
-    names = {FIRST: "1. undisturbed", SECOND: "2. undisturbed", KILLED: "3. killed"}
+    names = {FIRST: "undisturbed", WITHOUT: "without memckpt", SECOND: "undisturbed again", KILLED: "killed"}
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     keeps = True
@@ -93,7 +100,7 @@ def drill(
                     tasks[name] = progress.add_task(names[name], total=steps, note="")
                 progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
 
-            plan = Plan(kills, steps, seed, patience, chosen, nodes)
+            plan = Plan(kills, steps, seed, patience, chosen, nodes, overhead)
             result = carry_out(place, _start(command), plan, show, undisturbed.append)
         if json is not None:
             _write(json, as_json(result, command, seed))

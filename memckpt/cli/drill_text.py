@@ -14,6 +14,7 @@ from memckpt.cli.common import count, out, seconds_text
 from memckpt.config import ErasureConfig
 from memckpt.drill.carry_out import FIRST, SECOND, Result
 from memckpt.drill.difference import PLAIN, RESULTS, Difference
+from memckpt.drill.overhead import Overhead
 from memckpt.drill.supervisor import Blow
 from memckpt.drill.verdict import BAND_FACTOR, Band, Verdict
 
@@ -45,7 +46,9 @@ def print_result(result: Result) -> None:
             "the first new step.",
             soft_wrap=True,
         )
-    out.print(overhead_line(result), soft_wrap=True)
+    out.print(stall_line(result), soft_wrap=True)
+    if result.overhead is not None:
+        out.print(overhead_text(result.overhead, verdict.repeats), soft_wrap=True)
     if verdict.holes:
         out.print(holes_text(verdict), soft_wrap=True)
     out.print(verdict_text(result), soft_wrap=True)
@@ -72,7 +75,29 @@ def lent_peers_text(peers: ErasureConfig) -> Text:
     )
 
 
-def overhead_line(result: Result) -> str:
+def overhead_text(overhead: Overhead, repeats: bool) -> Text:
+    """What protection costs a step, beside a run without it."""
+    label = ("Overhead: ", "bold")
+    if overhead.problem or not overhead.unprotected:
+        why = overhead.problem or "the run without protection has too few steps"
+        return Text.assemble(label, f"not measured: {why}")
+    changed = ""
+    if repeats and overhead.changed is not None:
+        each = overhead.changed
+        changed = (
+            f". Without protection another training results, from step {each.step} on: {each.label}"
+            f"{f': {each.text}' if each.text else ''}; compression, or a loader that draws what it need not, does that"
+        )
+    elif repeats:
+        changed = "; its losses and its state are the same, bit for bit"
+    return Text.assemble(
+        label,
+        f"{100 * overhead.share:.1f}% ± {100 * overhead.noise:.1f}% of a step, which takes "
+        f"{1e3 * overhead.unprotected:.1f} ms without protection (MEMCKPT_DISABLE=1){changed}",
+    )
+
+
+def stall_line(result: Result) -> str:
     """What protection takes of a step, and how much two undisturbed runs differ in that."""
     steps, stalls = (
         [each[name] * 1e3 for name in (FIRST, SECOND)] for each in (result.step_seconds, result.stall_seconds)
@@ -141,6 +166,7 @@ def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]
         "seconds_lost": sum(blow.seconds for blow in result.blows if blow.kind != "agent"),
         "step_seconds": result.step_seconds,
         "stall_seconds": result.stall_seconds,
+        "overhead": None if result.overhead is None else _overhead_json(result.overhead),
         "differences": [asdict(each) for each in verdict.differences],
         "not_restored": [asdict(each) for each in verdict.holes],
         "unrepeatable": [asdict(each) for each in verdict.unrepeatable],
@@ -148,6 +174,12 @@ def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]
         "band": None if verdict.band is None else asdict(verdict.band),
     }
     return found
+
+
+def _overhead_json(overhead: Overhead) -> dict[str, Any]:
+    known = not overhead.problem and overhead.unprotected > 0
+    figures = {"share": overhead.share, "noise": overhead.noise} if known else {"share": None, "noise": None}
+    return {**asdict(overhead), **figures}
 
 
 def undisturbed_line(verdict: Verdict) -> Text:

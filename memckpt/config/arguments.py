@@ -3,6 +3,7 @@
     MEMCKPT_RUN_DIR                --run-dir                   the run directory
     MEMCKPT_RESUME                 --resume                    auto, require, never, or a step number
     MEMCKPT_AUTO=1                                             Lightning finds the callback by itself
+    MEMCKPT_DISABLE=1                                          no protection, whatever the script says
     MEMCKPT_REDO=lazy              --memckpt-redo lazy         a field of MemckptConfig
     MEMCKPT_AGENT_THREADS=2        --memckpt-agent-threads 2   a field of its AgentConfig
     MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
@@ -36,6 +37,7 @@ _RESUME_HELP = (
 RUN_DIR = "MEMCKPT_RUN_DIR"
 RESUME = "MEMCKPT_RESUME"
 AUTO = "MEMCKPT_AUTO"
+DISABLE = "MEMCKPT_DISABLE"
 #: Variables for the location of a node and its agent, read elsewhere.
 _ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
 #: Set by `memckpt run` for its attempts: the directory in which they leave notes for it, and the number of restarts.
@@ -233,11 +235,24 @@ def auto_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
     Raises:
         ConfigurationError: it is neither true nor false.
     """
-    found = environment.get(AUTO)
+    return _truth(AUTO, environment)
+
+
+def disabled_by_environment(environment: Mapping[str, str] = os.environ) -> bool:
+    """MEMCKPT_DISABLE; False where it is not set.
+
+    Raises:
+        ConfigurationError: it is neither true nor false.
+    """
+    return _truth(DISABLE, environment)
+
+
+def _truth(name: str, environment: Mapping[str, str]) -> bool:
+    found = environment.get(name)
     if found is None:
         return False
     if found.lower() not in TRUTH:
-        raise ConfigurationError(f"{AUTO}: expected 1 or 0, found {found!r}")
+        raise ConfigurationError(f"{name}: expected 1 or 0, found {found!r}")
     return TRUTH[found.lower()]
 
 
@@ -254,7 +269,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 
 def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, AUTO, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, DISABLE, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment:

@@ -9,12 +9,13 @@ from pathlib import Path
 from memckpt.config import ErasureConfig
 from memckpt.drill.draw import Instant, Kind, draw
 from memckpt.drill.job import Start
+from memckpt.drill.overhead import Overhead, first_change
 from memckpt.drill.supervisor import Blow, Limits, Run
 from memckpt.drill.verdict import Verdict, judge
 from memckpt.errors import DrillError
 
 #: Names of the runs, which are those of their directories.
-FIRST, SECOND, KILLED = "undisturbed-1", "undisturbed-2", "killed"
+FIRST, WITHOUT, SECOND, KILLED = "undisturbed-1", "unprotected", "undisturbed-2", "killed"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Plan:
         seed: of the kills' instants.
         kinds: who is killed.
         nodes: number of nodes to simulate, with a command for each.
+        overhead: whether a run without protection is compared, too.
         silence_seconds: seconds without a new step after which a run is given up.
     """
 
@@ -36,6 +38,7 @@ class Plan:
     silence_seconds: float = 300.0
     kinds: tuple[Kind, ...] = ("trainer",)
     nodes: int = 1
+    overhead: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Result:
         blows: kills that were made.
         step_seconds: median duration of a step, by run.
         stall_seconds: median time of a step in which protection kept the process from training, by run.
+        overhead: what protection costs; None: it was not asked for.
         lent_peers: the peers that the drill has configured, as the script configures none; None where it does.
     """
 
@@ -56,6 +60,7 @@ class Result:
     blows: list[Blow]
     step_seconds: dict[str, float]
     stall_seconds: dict[str, float]
+    overhead: Overhead | None
     lent_peers: ErasureConfig | None
 
 
@@ -66,7 +71,7 @@ def drill(
     on_progress: Callable[[str, int, int], None],
     on_undisturbed: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Result:
-    """Train twice undisturbed and once with kills, and compare.
+    """Train twice undisturbed and once with kills, and once without protection if that is asked for, and compare.
 
     Args:
         directory: existing directory, in which each run gets one of its own.
@@ -81,13 +86,19 @@ def drill(
     """
 
     def run(name: str, records: int) -> Run:
-        limits = Limits(records, plan.silence_seconds, plan.nodes)
+        limits = Limits(records, plan.silence_seconds, plan.nodes, name != WITHOUT)
         return Run(directory / name, start, limits, lambda record, kills: on_progress(name, record, kills))
 
     first = run(FIRST, plan.steps)
     first.train()
     records = min(plan.steps, first.history.furthest)
     instants = draw(plan.seed, plan.kills, records, plan.kinds)
+    without, problem = run(WITHOUT, records) if plan.overhead else None, ""
+    if without is not None:  # between the other two: a machine that slows down makes no difference then
+        try:
+            without.train()
+        except DrillError as error:  # its time is not known; all else can be found out
+            problem = str(error)
     second = run(SECOND, records)
     second.train()
     on_undisturbed(judge(first.history, second.history, second.history, records))
@@ -107,4 +118,9 @@ def drill(
     verdict = judge(first.history, second.history, killed.history, records)
     steps = {name: each.step_seconds for name, each in runs.items()}
     stalls = {name: each.stall_seconds for name, each in runs.items()}
-    return Result(verdict, instants, blows, steps, stalls, killed.lent_peers)
+    overhead = None
+    if without is not None:
+        changed = first_change(without.history, first.history, second.history, records) if not problem else None
+        protected = first.step_seconds, second.step_seconds
+        overhead = Overhead(protected, without.step_seconds, changed, problem)
+    return Result(verdict, instants, blows, steps, stalls, overhead, killed.lent_peers)

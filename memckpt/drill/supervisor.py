@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memckpt.config import ErasureConfig
-from memckpt.config.arguments import RESUME, RUN_DIR
+from memckpt.config.arguments import DISABLE, RESUME, RUN_DIR
 from memckpt.config.drill import DRILL, DrillOrders
 from memckpt.drill.draw import Instant, Kind
 from memckpt.drill.history import RunHistory
@@ -68,11 +68,13 @@ class Limits:
         records: number of records after which it is ended.
         silence_seconds: seconds without a new step after which it is given up.
         nodes: number of nodes, with a command for each.
+        protected: whether memckpt is on.
     """
 
     records: int
     silence_seconds: float = 300.0
     nodes: int = 1
+    protected: bool = True
 
 
 class Run:
@@ -298,7 +300,8 @@ class Run:
     # Processes
 
     def _start(self) -> None:
-        self._job.start({DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None})
+        variables = {DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None}
+        self._job.start({**variables, DISABLE: None if self._limits.protected else "1"})
 
     def _until(self, met: Callable[[], bool]) -> bool:
         """Wait until the condition is met: True; False if the command ended by itself, with status 0.

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memckpt.config import AgentConfig, MemckptConfig, ResumeChoice
-from memckpt.config.arguments import with_environment
+from memckpt.config.arguments import disabled_by_environment, with_environment
 from memckpt.config.drill import drill_orders
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.supervised import tell_supervisor
+from memckpt.session.disabled import DisabledSession
 from memckpt.session.drilled import DrilledSession
 from memckpt.session.fabric import bare_model, bare_optimizer
 from memckpt.session.session import Session
@@ -41,6 +42,7 @@ def attach(
 
     Connects to this node's agent (starts it if there is none), agrees with the other ranks on what to resume, and
     installs the taps. Call it when model and optimizers exist and, with several ranks, after the process group does.
+    With MEMCKPT_DISABLE=1 it does none of that, and the session protects nothing.
 
     Args:
         model: the model; a DistributedDataParallel wrapper is taken apart, and what ``fabric.setup`` returned. Its
@@ -62,10 +64,13 @@ def attach(
     arguments = with_environment(run_dir, resume, config)
     _check_metrics(arguments.config.agent)
     model, wrapper = bare_model(model)
+    bare = [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
     orders = drill_orders()
+    if disabled_by_environment():
+        return DisabledSession(model, bare, extra_modules or {}, orders)
     session = (Session if orders is None else partial(DrilledSession, orders))(
         model,
-        [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)],
+        bare,
         arguments,
         data_parallel=data_parallel if wrapper is None else wrapper,
         extra_modules=extra_modules or {},

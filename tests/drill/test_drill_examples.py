@@ -48,6 +48,8 @@ def test_a_drill_of_each_example_passes(example: str, tmp_path: Path) -> None:
     printed, found = drill(tmp_path, ["--kills", "3", "--steps", "16"], script)
     assert "Equal, bit for bit: 3 kills left no trace in the training." in printed
     assert (found["outcome"], found["repeats_itself"], found["differences"]) == ("equal", True, [])
+    assert (found["overhead"]["problem"], found["overhead"]["changed"]) == ("", None)
+    assert found["overhead"]["unprotected"] > 0
     assert {kill["kind"] for kill in found["kills"]} == {"trainer", "agent", "both"}
     assert [kill["check"] for kill in found["kills"] if kill["kind"] == "trainer"] == ["equal"]
 

@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
-from memckpt.cli.drill_text import undisturbed_line
+from memckpt.cli.drill_text import overhead_text, undisturbed_line
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
@@ -24,6 +25,7 @@ from memckpt.drill.fingerprint import Fingerprints
 from memckpt.drill.history import Attempt, Point, RankHistory, RunHistory
 from memckpt.drill.job import Job, kill_processes
 from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
+from memckpt.drill.overhead import Overhead, first_change
 from memckpt.drill.verdict import judge
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
@@ -120,6 +122,21 @@ def test_each_kill_has_its_part_of_the_run_and_the_seed_says_when() -> None:
         parse_kinds("node")
     with pytest.raises(ConfigurationError, match="at most 3 in a training of 10 steps, found 4"):
         draw(7, 4, 10)
+
+
+def test_overhead_has_its_noise_and_says_what_changes_without_protection(tmp_path: Path) -> None:
+    overhead = Overhead((0.011, 0.012), 0.010)
+    text = overhead_text(overhead, repeats=True).plain
+    assert text == (
+        "Overhead: 15.0% ± 10.0% of a step, which takes 10.0 ms without protection (MEMCKPT_DISABLE=1); its losses and "
+        "its state are the same, bit for bit"
+    )
+    assert overhead_text(overhead, repeats=False).plain.endswith("(MEMCKPT_DISABLE=1)")
+    changed = first_change(*(a_run(tmp_path, each) for each in (plain(0.1), plain(), plain())), 4)  # type: ignore[arg-type]
+    assert changed is not None
+    text = overhead_text(replace(overhead, changed=changed), repeats=True).plain
+    assert "another training results, from step 1 on: loss: 1.1 in place of 1;" in text
+    assert overhead_text(Overhead((0.1, 0.1), 0.0, problem="no data"), True).plain == "Overhead: not measured: no data"
 
 
 class Ends:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.cli.drill_text import data_line, holes_text
-from memckpt.config.arguments import RUN_DIR
+from memckpt.cli.drill_text import data_line, holes_text, overhead_text
+from memckpt.config.arguments import DISABLE, RUN_DIR
 from memckpt.drill.carry_out import Plan, Result, drill
 from memckpt.drill.draw import Kind
 from memckpt.drill.job import Start
@@ -41,7 +41,7 @@ class Drills:
         def start(variables: Mapping[str, str | None], log: Path) -> Forked:
             self.starts += 1
             run_dir = Path(variables[RUN_DIR] or "")
-            if not self.lab.agent_answers(run_dir):
+            if not variables[DISABLE] and not self.lab.agent_answers(run_dir):
                 self.lab.start_agent(run_dir)  # forked: the script would start a new interpreter for it
             child = self.lab.fork(partial(_run, script, variables, str(self.own)), "script")
             log.unlink(missing_ok=True)
@@ -51,11 +51,16 @@ class Drills:
         return start
 
     def drill(
-        self, script: Callable[[str], None], kills: int = 2, seed: int = 3, kinds: tuple[Kind, ...] = ("trainer",)
+        self,
+        script: Callable[[str], None],
+        kills: int = 2,
+        seed: int = 3,
+        kinds: tuple[Kind, ...] = ("trainer",),
+        overhead: bool = False,
     ) -> Result:
         directory = self.lab.directory / "drill"
         directory.mkdir()
-        plan = Plan(kills, trainings.STEPS - 5, seed, silence_seconds=60.0, kinds=kinds)
+        plan = Plan(kills, trainings.STEPS - 5, seed, silence_seconds=60.0, kinds=kinds, overhead=overhead)
         return drill(directory, self.start(script), plan, lambda *_: None)
 
 
@@ -74,14 +79,19 @@ def drills(lab: Lab) -> Drills:
 
 
 def test_a_whole_script_passes_and_its_own_run_directory_is_not_touched(drills: Drills) -> None:
-    result = drills.drill(trainings.loop)
+    result = drills.drill(trainings.loop, overhead=True)
     verdict = result.verdict
     assert (verdict.outcome, verdict.repeats, verdict.differences) == ("equal", True, [])
     assert verdict.last_step == trainings.STEPS - 5
     assert verdict.compared["parameter"] == 6
     assert verdict.compared["buffer"] == 3
     assert len(result.blows) == 2
-    assert drills.starts == 2 + 3
+    assert drills.starts == 2 + 1 + 3
+    overhead = result.overhead
+    assert overhead is not None
+    assert (overhead.problem, overhead.changed) == ("", None)
+    assert overhead.unprotected > 0
+    assert "bit for bit" in overhead_text(overhead, repeats=True).plain
     for blow, instant in zip(result.blows, result.instants, strict=True):
         assert blow.record >= instant.record
         assert (blow.check, blow.tier) == ("equal", "local memory"), blow
