@@ -36,6 +36,7 @@ SECTIONS = {
         "docs/operations",
         "docs/observability",
         "docs/security",
+        "docs/faults",
         "docs/troubleshooting",
         "docs/recipes/torchrun",
         "docs/recipes/slurm",

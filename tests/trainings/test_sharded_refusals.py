@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +62,14 @@ def both_ways(job: Job) -> str:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (job.world_size,)))
     return refused(job, DistributedDataParallel(model, init_sync=False), adam(model))
+
+
+def partial_sum(job: Job) -> str:
+    mesh = init_device_mesh("cpu", (job.world_size,), mesh_dim_names=("shard",))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    model.register_parameter("sum", nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()])))
+    return refused(job, model, adam(model))
 
 
 def declared_and_different(job: Job) -> str:
@@ -116,6 +125,7 @@ def uneven_inputs(job: Job) -> str:
         (neither, 2, "fully_shard"),
         (part_of_the_mesh, 4, "mesh"),
         (both_ways, 2, "DistributedDataParallel around sharded parameters"),
+        (partial_sum, 2, "partial sum"),
         (declared_and_different, 2, "2.bias"),
         (pipeline_stage, 2, "pipeline stage"),
         (local_sgd_optimizer, 2, "PostLocalSGDOptimizer"),

@@ -1,0 +1,94 @@
+"""Jobs under faults: their protection, and where it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
+from memckpt.config.schema import RedoChoice
+from tests.faults.cluster import Cluster
+from tests.faults.injector import DiskSwitch, Injector
+from tests.faults.model import Truth
+from tests.support.cluster import netns
+from tests.support.cluster.netns import Network
+from tests.support.cluster.sharded_cases import Setup
+from tests.support.trainings.engine_harness import Lab
+
+#: A stopped process counts as standing still, and a silent peer as overdue, after so many seconds.
+_LIVENESS_SECONDS, _ACK_SECONDS = 4.0, 4.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training and its protection.
+
+    Attributes:
+        nodes: number of nodes, with one rank each; more than one have peers, of which one may be lost.
+        kind: "fsdp" (each node holds its own shards), "ddp" or, on one node, "plain".
+        every_steps: steps between two checkpoints in storage.
+    """
+
+    nodes: int = 3
+    kind: str = "fsdp"
+    redo: RedoChoice = "lazy"
+    every_steps: int = 20
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(self.kind, self.nodes)
+
+    @property
+    def tolerated(self) -> int:
+        return 1 if self.nodes > 1 else 0
+
+    def config(self, store: Path) -> MemckptConfig:
+        peers = None
+        if self.nodes > 1:
+            peers = ErasureConfig(
+                data=self.nodes - 1,
+                tolerate=1,
+                host="127.0.0.1",
+                ack_timeout_seconds=_ACK_SECONDS,
+                recovery_patience_seconds=60.0,
+            )
+        return MemckptConfig(
+            redo=self.redo,
+            anchor_period_steps=4,
+            agent=AgentConfig(linger_seconds=60.0, liveness_seconds=_LIVENESS_SECONDS, niceness=0),
+            peers=peers,
+            storage=StorageConfig(
+                url=str(store), mode="replica", every_steps=self.every_steps, min_seconds=0.0, overhead=1.0
+            ),
+        )
+
+
+@contextlib.contextmanager
+def faulty(
+    job: Job, directory: Path, chance: random.Random, *, paced: bool, truth: Truth | None = None
+) -> Iterator[tuple[Cluster, Injector]]:
+    """A cluster that trains a job, and its faults. At the end all trainers are ended, and all faults."""
+    store = directory / "store"
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(DiskSwitch(directory / "disk").installed())
+        network = None
+        if job.nodes > 1 and netns.problem(as_root=True) is None:
+            network = stack.enter_context(Network(job.nodes))
+        lab = Lab(directory)  # what exists already is not the job's
+        stack.callback(lab.close)
+        cluster = Cluster(
+            lab,
+            job.setup,
+            job.config(store),
+            tolerated=job.tolerated,
+            network=network,
+            paced=paced,
+            truth=truth,
+        )
+        stack.callback(cluster.close)
+        injector = Injector(cluster, store, switch, chance)
+        stack.callback(injector.end_all)
+        yield cluster, injector

@@ -1,0 +1,93 @@
+"""Census of what a job holds: processes, descriptors, memory, and files beyond those that belong to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from memckpt.storage.local_store import LocalStore
+from tests.faults.cluster import Cluster
+
+#: Files that a run directory may hold after a run.
+_EXPECTED = re.compile(r"run\.json|journal.*|agent-node\d+\.(log|json|journal|jsonl)|.*\.log(\.\d+)?|.*\.jsonl")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What the agents of a job and their helpers hold, in sum.
+
+    Attributes:
+        processes: number of processes.
+        descriptors: number of open descriptors; `sockets` are those of sockets.
+        memory_bytes: size of all shared memory that they hold, each region once.
+        resident_bytes: their private resident memory.
+    """
+
+    processes: int
+    descriptors: int
+    sockets: int
+    memory_bytes: int
+    resident_bytes: int
+
+
+def holdings(cluster: Cluster) -> Holdings:
+    """What is held now."""
+    agents = [pid for node in cluster.nodes if (pid := cluster.agent_of(node)) is not None]
+    helpers = [pid for node in cluster.nodes for pid in cluster.helpers_of(node, "")]
+    pids = [*agents, *helpers]
+    targets = [target for pid in pids for target in _descriptors(pid)]
+    regions: dict[int, int] = {}
+    for pid in pids:
+        regions |= _regions(pid)
+    return Holdings(
+        processes=len(pids),
+        descriptors=len(targets),
+        sockets=sum(target.startswith("socket:") for target in targets),
+        memory_bytes=sum(regions.values()),
+        resident_bytes=sum(_private(pid) for pid in pids),
+    )
+
+
+def own_descriptors() -> list[str]:
+    """What this process has open."""
+    return sorted(_descriptors(os.getpid()))
+
+
+def strange_files(cluster: Cluster, store: Path) -> list[str]:
+    """Files that a finished run should not leave: half-written ones, sockets, locks."""
+    store_files = LocalStore(store)
+    partial = set(store_files.find("", unfinished=True)) - set(store_files.find(""))
+    run_dir = cluster.lab.run_dir
+    others = [path.name for path in run_dir.rglob("*") if path.is_file() and not _EXPECTED.fullmatch(path.name)]
+    return sorted(partial) + sorted(others)
+
+
+def _descriptors(pid: int) -> list[str]:
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(fd))
+    return found
+
+
+def _regions(pid: int) -> dict[int, int]:
+    """Size by inode of the memory files that a process holds."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if "memfd:memckpt" in os.readlink(fd):
+                    stat = fd.stat()
+                    found[stat.st_ino] = stat.st_blocks * 512
+    return found
+
+
+def _private(pid: int) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return 0

@@ -1,0 +1,179 @@
+"""Trivially correct model of what a resume owes: a few numbers, a set of weak nodes, and the undisturbed training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Steps after the end of a fault from which on what ranks say of their protection counts. They say it at each step, and
+#: each has heard of the fault after one.
+_HEARD_STEPS = 3
+
+
+@dataclass
+class Truth:
+    """Losses and digests by rank and step, which all attempts share.
+
+    Attributes:
+        known: by rank, step and kind ("loss" or "digest") the value: that of the undisturbed training, or the one first
+            seen, which :meth:`confirm` compares with it at the end.
+        checked: number of comparisons.
+    """
+
+    known: dict[tuple[int, int, str], str] = field(default_factory=dict)
+    checked: int = 0
+
+    def see(self, rank: int, step: int, **values: str) -> None:
+        """Compare values of a step with what is known of it."""
+        for kind, value in values.items():
+            expected = self.known.setdefault((rank, step, kind), value)
+            self.checked += 1
+            assert value == expected, f"rank {rank}: the {kind} of step {step} is {value}, and was {expected}"
+
+    def confirm(self, undisturbed: Truth) -> int:
+        """Compare all that was seen with the undisturbed training; returns the number of values."""
+        wrong = [place for place, seen in self.known.items() if undisturbed.known.get(place) != seen]
+        assert not wrong, f"differ from the undisturbed training: {sorted(wrong)[:10]} of {len(wrong)}"
+        return len(self.known)
+
+
+@dataclass
+class Model:
+    """What is committed, acknowledged and stored, and whose memory may be incomplete.
+
+    Attributes:
+        ranks: number of ranks, each on its own node.
+        tolerated: number of nodes whose loss peers make up for; 0 without peers.
+        committed: newest committed step of each rank.
+        acknowledged: newest step that some rank knew to be with all peers.
+        stored: by rank, the steps of which its own agent has said that it has written them.
+        weak: nodes whose memory may lack something since all was protected; by node, the step from which on the ranks'
+            word that all is protected counts; None while the fault lasts.
+        apart: nodes that others cannot reach.
+    """
+
+    ranks: int
+    tolerated: int
+    truth: Truth = field(default_factory=Truth)
+    committed: dict[int, int] = field(default_factory=dict)
+    acknowledged: int = 0
+    stored: dict[int, set[int]] = field(default_factory=dict)
+    weak: dict[int, int | None] = field(default_factory=dict)
+    apart: set[int] = field(default_factory=set)
+    _protected: dict[int, int] = field(default_factory=dict)
+    _began: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    #: Number of the attempt that runs, and the step at which it began.
+    attempt: int = -1
+    begun_at: int = 0
+    #: How often a rank has lost its agent without a fault: on a machine that is too busy.
+    unprovoked: int = 0
+    #: How many attempts have resumed from each tier.
+    resumes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The newest step that a rank has committed."""
+        return max(self.committed.values(), default=0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all is protected, as far as all ranks know, and no node is weak."""
+        said = len(self._protected) == self.ranks and min(self._protected.values()) > 0
+        return said and not self.weak and not self.apart
+
+    def owed(self) -> tuple[int, int]:
+        """The lowest and the highest step at which the next attempt may resume."""
+        whole = min((self.committed.get(rank, 0) for rank in range(self.ranks)), default=0)
+        highest = whole + 1  # a rank may die between a commit and its note
+        if not self.weak:
+            return whole, highest
+        if len(self.weak.keys() | self.apart) <= self.tolerated:
+            return min(self.acknowledged, whole), highest
+        return max((step for step in self.in_storage if step <= whole), default=0), highest
+
+    @property
+    def in_storage(self) -> set[int]:
+        """The steps that all nodes have written."""
+        return set.intersection(*(self.stored.get(rank, set()) for rank in range(self.ranks)))
+
+    def _keep_stored(self, upto: int) -> None:
+        """Forget stored steps beyond this one."""
+        self.stored = {rank: {step for step in steps if step <= upto} for rank, steps in self.stored.items()}
+
+    # Faults
+
+    def weaken(self, nodes: Iterable[int], lasting: bool = False) -> None:
+        """Memory of these nodes is lost or out of reach from now on."""
+        for node in nodes:
+            self.weak[node] = None if lasting else self.newest + _HEARD_STEPS
+
+    def strengthen(self, node: int) -> None:
+        """A fault of this node is over: it counts again once all ranks say that all is protected."""
+        if node in self.weak:
+            self.weak[node] = self.newest + _HEARD_STEPS
+
+    def damage_stored(self, step: int) -> None:
+        """What is stored of this step, and what builds on it, cannot be read."""
+        self._keep_stored(step - 1)
+
+    # Notes of the ranks
+
+    def hear(self, note: Mapping[str, Any]) -> None:
+        """Take a rank's note, and check it.
+
+        Raises:
+            AssertionError: it breaks a promise.
+        """
+        rank = note["rank"]
+        if note["event"] == "began":
+            self._begin(rank, note)
+        elif note["event"] == "step":
+            self.truth.see(rank, note["step"], loss=note["loss"], digest=note["digest"])
+            self.committed[rank] = note["step"]
+        if "protected" in note:
+            self._hear_protection(rank, note)
+
+    def _begin(self, rank: int, note: Mapping[str, Any]) -> None:
+        """A rank has resumed; once all have, they are where they are owed to be."""
+        assert note["exact"], f"rank {rank} resumed at step {note['step']} from {note['tier']}, and not exactly"
+        if note["step"]:
+            self.truth.see(rank, note["step"], digest=note["digest"])
+        lowest, highest = self.owed()
+        self._began = {each: one for each, one in self._began.items() if one["number"] == note["number"]}
+        self._began[rank] = note
+        steps = {one["step"] for one in self._began.values()}
+        assert len(steps) == 1, f"ranks resumed at different steps: {sorted(steps)}"
+        (step,) = steps
+        assert lowest <= step <= highest, (
+            f"resumed at step {step} from {note['tier']}, owed {lowest} to {highest}: committed {self.committed}, "
+            f"acknowledged {self.acknowledged}, stored {sorted(self.in_storage)[-3:]}, weak nodes {self.weak}"
+        )
+        if len(self._began) == self.ranks:
+            self._go_on(step, str(note["tier"]))
+
+    def _go_on(self, step: int, tier: str) -> None:
+        if len(self.weak) > self.tolerated:
+            self.acknowledged = 0
+        self.acknowledged = min(self.acknowledged, step)
+        self._keep_stored(step)
+        self.committed = dict.fromkeys(range(self.ranks), step)
+        self.weak = {node: None if since is None else step + _HEARD_STEPS for node, since in self.weak.items()}
+        self._protected = {}
+        self.attempt, self.begun_at = next(iter(self._began.values()))["number"], step
+        self._began = {}
+        self.resumes[tier] = self.resumes.get(tier, 0) + 1
+
+    def _hear_protection(self, rank: int, note: Mapping[str, Any]) -> None:
+        if not note["connected"] and rank not in self.weak:
+            self.weaken([rank])  # its agent was too slow, and nothing was injected: as if it had been stopped
+            self.unprovoked += 1
+        assert note["check"] != "different", f"rank {rank}: the resume check says that the state differs"
+        self.acknowledged = max(self.acknowledged, note["acknowledged"])
+        if note["stored"]:
+            self.stored.setdefault(rank, set()).add(note["stored"])
+        if note["event"] == "step":
+            self._protected[rank] = note["step"] if note["protected"] else -1
+        if len(self._protected) == self.ranks:
+            said = min(self._protected.values())
+            self.weak = {node: since for node, since in self.weak.items() if since is None or said < since}
