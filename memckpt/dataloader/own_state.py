@@ -24,6 +24,8 @@ Progress = dict[str, list[str]]
 
 # Attributes that refer from a sampler or dataset to the one it wraps.
 _EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dataset", "data_source"})
+#: Beginning of the paths below a loader's dataset.
+_DATASET = "dataset."
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _LARGEST_INT = 2**63
 #: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
@@ -46,6 +48,8 @@ def capture(roots: Mapping[str, object]) -> OwnState:
 def restore(roots: Mapping[str, object], state: OwnState, progress: Progress | None = None) -> None:
     """Set everything that can be reached from `roots` to `state`.
 
+    A generator that a dataset has not made yet, as it makes it with its first sample, is made here.
+
     Args:
         progress: the sampler attributes to set; None for all of them. It excludes a sampler's configuration (batch
             size, rank): a difference there has to show as different indices.
@@ -55,19 +59,26 @@ def restore(roots: Mapping[str, object], state: OwnState, progress: Progress | N
     """
     generators: dict[str, rng.AnyGenerator] = {}
     samplers: dict[str, object] = {}
+    others: dict[str, object] = {}
     for path, found in _walk(roots):
+        others[path] = found
         if isinstance(found, rng.GENERATOR_TYPES):
             generators[path] = found
         elif _is_sampler(path, found):
             samplers[path] = found
     for path, generator_state in state["generators"].items():
         try:
-            rng.restore_generator(generators[path], generator_state)
-        except KeyError:
+            if path in generators:
+                rng.restore_generator(generators[path], generator_state)
+                continue
+            owner, name = others.get(path.rpartition(".")[0]), path.rpartition(".")[2]
+            if path.startswith(_DATASET) and owner is not None and getattr(owner, name, None) is None:
+                setattr(owner, name, rng.make_generator(generator_state))
+                continue
             raise DataPositionError(
                 f"expected a random generator at loader.{path}, as in the run that is continued, found none; "
                 "build the loader in the same way in both runs"
-            ) from None
+            )
         except ValueError as error:
             raise DataPositionError(f"the generator at loader.{path} cannot be restored: {error}") from error
     for path, values in state["attributes"].items():

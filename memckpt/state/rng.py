@@ -27,6 +27,10 @@ AnyGenerator: TypeAlias = "torch.Generator | random.Random | np.random.Generator
 
 GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
+_BIT_GENERATORS: dict[str, Any] = {
+    each.__name__: each
+    for each in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
 _STATE_KEYS = frozenset({"torch", "python", "numpy", "cuda"})
 _PYTHON_WORDS_BYTES = 625 * array("I").itemsize
 _MT19937_KEY_BYTES = 624 * 4
@@ -172,6 +176,32 @@ def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
             generator.set_state(_decode(data))
     except (TypeError, KeyError, RuntimeError) as error:
         raise ValueError(f"expected the state of this {expected} generator, found a damaged one: {error}") from error
+
+
+def make_generator(state: dict[str, Any]) -> AnyGenerator:
+    """A new generator with a state that :func:`capture_generator` took.
+
+    Raises:
+        ValueError: the state is of no known kind of generator, or damaged.
+    """
+    kind = state.get("kind") if isinstance(state, dict) else type(state).__name__
+    generator: AnyGenerator
+    match kind:
+        case "torch":
+            generator = torch.Generator("cpu")
+        case "python":
+            generator = random.Random(0)
+        case "numpy.RandomState":
+            generator = np.random.RandomState(0)
+        case "numpy.Generator":
+            name = state["data"].get("bit_generator") if isinstance(state.get("data"), dict) else None
+            if name not in _BIT_GENERATORS:
+                raise ValueError(f"expected one of {sorted(_BIT_GENERATORS)}, found {name!r}")
+            generator = np.random.Generator(_BIT_GENERATORS[name](0))
+        case _:
+            raise ValueError(f"expected the state of a generator, found one of {kind!r}")
+    restore_generator(generator, state)
+    return generator
 
 
 def _kind_of(generator: AnyGenerator) -> str:

@@ -60,7 +60,16 @@ CHAINS = [
     *((name, NONE) for name in NAMES),
     *(
         (name, TWO)
-        for name in ("shuffle", "own-generator", "random-object", "distributed", "unbatched", "stateful", "init-fn")
+        for name in (
+            "shuffle",
+            "own-generator",
+            "random-object",
+            "distributed",
+            "unbatched",
+            "stateful",
+            "init-fn",
+            "lazy-generators",
+        )
     ),
     *(pytest.param(name, PERSISTENT, marks=() if name == "shuffle" else pytest.mark.slow) for name in NAMES),
 ]

@@ -56,14 +56,19 @@ def test_a_damaged_state_changes_nothing(key: str, value: Any, message: str) -> 
     ids=lambda generator: type(generator).__name__,
 )
 def test_a_users_generator_repeats_after_restore(generator: Any) -> None:
-    def draw() -> float:
+    def draw(generator: Any) -> float:
         if isinstance(generator, torch.Generator):
             return torch.rand((), generator=generator).item()
         return float(generator.random() if hasattr(generator, "random") else generator.rand())
 
     state = codec.decode(codec.encode(rng.capture_generator(generator)))
-    first = draw()
+    first = draw(generator)
     rng.restore_generator(generator, state)
-    assert draw() == first
+    made = rng.make_generator(state)
+    assert type(made) is type(generator)
+    assert draw(made) == draw(generator) == first
     with pytest.raises(ValueError, match="expected the state of a"):
         rng.restore_generator(generator, {"kind": "other", "data": None})
+    for damaged in ({"kind": "other"}, {"kind": "numpy.Generator", "data": {"bit_generator": "eval"}}, None):
+        with pytest.raises(ValueError, match="expected"):
+            rng.make_generator(damaged)  # type: ignore[arg-type]  # what a file might hold

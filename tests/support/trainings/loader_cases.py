@@ -57,6 +57,23 @@ class OwnGenerator(Augmented):
         return index, self.numpy.random(), self.python.random()
 
 
+class LazyGenerators(Augmented):
+    """Makes its generators with its first sample, in the process that loads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy: np.random.Generator | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.numpy is None:
+            worker = get_worker_info()
+            seed = 5 if worker is None else worker.id
+            self.numpy, self.python = np.random.default_rng(seed), random.Random(seed)
+            self.torch, self.legacy = torch.Generator().manual_seed(seed), np.random.RandomState(seed)
+        drawn = torch.rand((), generator=self.torch).item(), self.legacy.rand()
+        return index, self.numpy.random(), self.python.random(), drawn
+
+
 class Counting(IterableDataset[Any]):
     """A stream, divided among the workers."""
 
@@ -188,6 +205,7 @@ MAKERS: dict[str, Callable[[dict[str, Any]], DataLoader[Any]]] = {
     "unbatched": lambda kw: DataLoader(Augmented(7), batch_size=None, shuffle=True, **kw),
     "stateful": lambda kw: StatefulDataLoader(Augmented(), BATCH, shuffle=True, **kw),
     "dataset-generators": lambda kw: DataLoader(OwnGenerator(), BATCH, shuffle=True, **kw),
+    "lazy-generators": lambda kw: DataLoader(LazyGenerators(), BATCH, shuffle=True, **kw),
     "generator-iter": lambda kw: Doubling(Augmented(), BATCH, shuffle=True, **kw),
     "init-fn": lambda kw: DataLoader(Augmented(), BATCH, shuffle=True, worker_init_fn=seeding_init, **kw),
     "iterable": lambda kw: DataLoader(Counting(draws=bool(kw)), BATCH, **kw),
