@@ -41,11 +41,13 @@ class Stored:
         points: its complete states, newest first.
         latest_attempt: the highest number of an attempt that has begun to write to it.
         name: name of the store, in words.
+        stranded: what it has of which no state can be made, in words; empty if there is nothing.
     """
 
     points: Sequence[StoredPoint] = ()
     latest_attempt: int = 0
     name: str = "storage"
+    stranded: str = ""
 
 
 NOTHING_STORED = Stored()
@@ -161,6 +163,8 @@ def make_plan(
         return RestoreStored(timeline, candidates, reason, max(known, default=None), stored.name)
     if isinstance(resume, int) and stored.points:
         reason += f"; {stored.name} has steps {sorted({one.step for one in stored.points})}"
+    if not stored.points and stored.stranded:
+        reason += f"; {stored.name} has {stored.stranded}"
     if resume == "auto":
         # State of some nodes is useless without the others; nothing that could still be restored is dropped.
         return StartOver(timeline, reason, discard=something)

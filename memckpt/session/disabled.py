@@ -51,7 +51,7 @@ class DisabledSession(Session):
         distributed = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self._closed = self._stepped = False
-        self._record = self._epoch = self._batch = 0
+        self._step = self._record = self._epoch = self._batch = 0
         self._nothing = StallClock()
         self._hooks = [each.register_step_post_hook(self._note_step) for each in optimizers]
         self._probe: Probe | None = None
@@ -131,10 +131,11 @@ class DisabledSession(Session):
             return False
         self._stepped = False
         self._record += 1
+        self._step = self._step + 1 if step is None else step
         self._batch += 1
         if self._probe is not None:
             self._probe.taken(
-                self._record if step is None else step,
+                self._step,
                 self._record,
                 (),
                 caller=sys._getframe(1),

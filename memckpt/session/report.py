@@ -37,7 +37,7 @@ class HeldState:
     newest_step: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RestoreReport:
     """A completed restore.
 
@@ -63,6 +63,13 @@ class RestoreReport:
     exact: bool = True
     check: ResumeCheck = field(default_factory=lambda: ResumeCheck("off", "off"))
     repeated: int | None = None
+
+    def __repr__(self) -> str:
+        # For a script's log: the check as its verdict, and no more digits than anybody reads.
+        return (
+            f"RestoreReport(step={self.step}, record={self.record}, tier={self.tier!r}, seconds={self.seconds:.3g}, "
+            f"steps_lost={self.steps_lost}, exact={self.exact}, check={self.check.verdict!r}, repeated={self.repeated})"
+        )
 
 
 def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, caveats: Sequence[str]) -> str:

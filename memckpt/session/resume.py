@@ -141,7 +141,7 @@ class Resumption:
         self._link.owner = tier.run
 
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
-            stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name)
+            stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
             return make_plan(held, resume, attempt, stored, fragments, bad, before)
 
         repeat = self._repeat.wanted and step is None

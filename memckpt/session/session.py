@@ -288,7 +288,7 @@ class Session(Information):
         """End a record here, if this is a restore point: after the optimizer's step, with no gradient pending.
 
         Args:
-            step: the framework's step number; None takes the record's number.
+            step: the framework's step number; None takes the one behind the last, which begins with 1.
             gradients_pending: whether a backward has run whose gradients no step has used yet; None lets the taps
                 decide. Pass False where a scaler skipped the step, or where unused gradients are dropped.
             epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
@@ -316,7 +316,7 @@ class Session(Information):
             if self._last is None:
                 note_imports()
             self._tuning.end_record(record)
-            self._last = RestorePoint(record, record if step is None else step, rank_state)
+            self._last = RestorePoint(record, self._next_step(record) if step is None else step, rank_state)
             self._rank_state.unrepeatable = ""
             self._loop.end_commit()
             if self._proof.repetition is not None:
@@ -330,6 +330,11 @@ class Session(Information):
         finally:
             inner = self._clock.total - self._clock.commit - inner
             self._clock.commit += time.perf_counter() - started - inner
+
+    def _next_step(self, record: int) -> int:
+        """The step number behind the last commit's, or behind the restored one; the record's where there is neither."""
+        last = self._last if self._last is not None else self.held
+        return record if last is None else last.step + 1
 
     def _end_repetition(self, point: RestorePoint) -> None:
         """End the repeated step of the resumed record: compare, and go on from the held state."""

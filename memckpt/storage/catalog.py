@@ -142,6 +142,18 @@ class Catalog:
         return tuple(one for one in self.checkpoints if one.complete)
 
     @property
+    def stranded(self) -> str:
+        """What no state can be made of where there is no complete checkpoint, in words; empty if there is nothing."""
+        steps = [step for one in self.batches for step in one.steps]
+        parts = [part.step for one in self.checkpoints if not one.complete for part in one.parts.values()]
+        said = []
+        if steps:
+            said.append(f"records of steps {min(steps)} to {max(steps)}, without a checkpoint to redo them on")
+        if parts:
+            said.append(f"parts of a checkpoint of step {max(parts)}, which is not complete")
+        return " and ".join(said)
+
+    @property
     def unsure(self) -> frozenset[Key]:
         """Keys that retention must keep, as they may be complete: skipped checkpoints, and those with unread parts."""
         places = (place_of(path) for path in self.unreadable)

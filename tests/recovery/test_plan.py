@@ -251,6 +251,15 @@ def test_memory_comes_before_storage() -> None:
     assert plan.record == 8
 
 
+def test_starting_over_says_what_storage_has_of_no_use() -> None:
+    rest = Stored(stranded="records of steps 5 to 9, without a checkpoint to redo them on")
+    plan = make_plan([HeldRecords(node="a")], "auto", NewAttempt(RANKS, "n"), rest)
+    assert isinstance(plan, StartOver)
+    assert plan.reason.endswith("; storage has records of steps 5 to 9, without a checkpoint to redo them on")
+    used = Stored([stored(1, 6)], stranded=rest.stranded)
+    assert "of steps 5" not in make_plan([HeldRecords(node="a")], "auto", NewAttempt(RANKS, "n"), used).reason
+
+
 @pytest.mark.parametrize("resume", ["auto", "require"])
 def test_storage_serves_where_memory_cannot(resume: Any) -> None:
     checkpoints = [stored(1, 6), stored(1, 5)]

@@ -181,6 +181,16 @@ def test_a_batch_that_follows_what_is_not_there_is_of_no_use() -> None:
     assert reached(found) == [(1, 4, 2), (1, 2, 2)]
 
 
+def test_what_is_of_no_use_is_named() -> None:
+    assert catalog().stranded == ""
+    assert catalog(batch(T1, 3, 4), batch(T1, 5, 6)).stranded == (
+        "records of steps 30 to 60, without a checkpoint to redo them on"
+    )
+    half = Checkpoint(T1, 2, {"a": msgspec.structs.replace(checkpoint(T1, 2).parts["n"], world_size=2)})
+    assert catalog(half).stranded == "parts of a checkpoint of step 20, which is not complete"
+    assert " and parts of" in catalog(half, batch(T1, 3, 4)).stranded
+
+
 def test_records_of_another_content_or_another_number_of_ranks_are_not_redone() -> None:
     other = batch(T1, 5, 6, content="other")
     more = batch(T1, 5, 6, world_size=2)

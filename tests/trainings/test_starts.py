@@ -18,6 +18,8 @@ from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError, UnsupportedError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
+from memckpt.session.report import RestoreReport
+from memckpt.session.resume_check import ResumeCheck
 from memckpt.user_messages import show_by_default
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.engine_harness import Lab
@@ -33,26 +35,27 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     own.close()
 
 
-def train(run_dir: Path, resume: str = "auto") -> None:
+def train(run_dir: Path, resume: str = "auto", first: int | None = None) -> None:
+    """Three steps, and the end; `first`: number that the user gives the first of them, and none to the others."""
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     session = memckpt.attach(net, optimizer, run_dir=run_dir, config=CONFIG, resume=resume)  # type: ignore[arg-type]
     session.restore()
-    for _ in range(3):
+    for index in range(3):
         net(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        session.commit()
+        session.commit(first if index == 0 else None)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def said(lab: Lab, resume: str = "auto") -> list[str]:
+def said(lab: Lab, resume: str = "auto", first: int | None = None) -> list[str]:
     """The lines about its start of a training in a process that has not configured logging."""
 
     def body() -> None:
         logging.root.handlers.clear()
         logging.root.setLevel(logging.WARNING)
-        train(lab.run_dir, resume)
+        train(lab.run_dir, resume, first)
 
     child = lab.fork(body, "train")
     assert child.wait() == -signal.SIGKILL, child.log.read_text()
@@ -64,7 +67,9 @@ def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
     assert said(lab) == [f"memckpt: starting over: {nothing}"]
     assert said(lab) == ["memckpt: resuming from local memory at step 3"]
     assert said(lab) == ["memckpt: resuming from local memory at step 6"]
-    assert said(lab, resume="never") == ["memckpt: starting over: resume='never'"]
+    assert said(lab, resume="never", first=20) == ["memckpt: starting over: resume='never'"]
+    assert said(lab) == ["memckpt: resuming from local memory at step 22"]
+    assert said(lab) == ["memckpt: resuming from local memory at step 25"]
 
 
 @pytest.mark.parametrize("adopts", [False, True])
@@ -131,3 +136,11 @@ def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.Log
     optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam([temperature])]
     LiveState(model, optimizers, {})
     assert [record.getMessage() for record in caplog.records if "optimizer 1 (Adam) steps none" in record.getMessage()]
+
+
+def test_a_report_is_one_short_line() -> None:
+    report = RestoreReport(7, 9, "peers", 0.123456, 2, check=ResumeCheck("replay", "pending", "a long line"))
+    assert str(report) == (
+        "RestoreReport(step=7, record=9, tier='peers', seconds=0.123, steps_lost=2, exact=True, check='pending', "
+        "repeated=None)"
+    )
