@@ -41,6 +41,7 @@ from tests.support.cluster.processes import (
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_child import REFERENCE_SEED, Attempt, kill_self, train
 from tests.support.trainings.engine_training import Case
+from tests.support.trainings.forked_helpers import fork_helpers
 from tests.support.trainings.resume_history import journal_of, why_unproved
 
 
@@ -151,6 +152,7 @@ class Lab:
         def body() -> None:
             os.setsid()
             faulthandler.cancel_dump_traceback_later()
+            fork_helpers()
             serve(address, linger_seconds, lambda: os.close(write_fd) if os.write(write_fd, b"1") else None)
 
         child = self.fork(body, "agent")
