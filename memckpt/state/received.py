@@ -20,7 +20,10 @@ def read_spec(data: bytes) -> StateSpec:
     Raises:
         ValueError: it cannot.
     """
-    spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's errors are ValueErrors
+    try:
+        spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's other errors are ValueErrors
+    except RecursionError as error:
+        raise ValueError("expected a layout spec, found lists in lists in lists") from error
     problem = problem_of(spec)
     if problem:
         raise ValueError(f"expected a valid layout spec, found {problem}")

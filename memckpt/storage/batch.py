@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memckpt.errors import DamagedStateError, StorageError
-from memckpt.state.encoding_spec import GradientEncoding, encoded_parts
+from memckpt.state.encoding_spec import GradientEncoding, encoded_parts, is_possible
 from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.spec import ITEM_BYTES, StateSpec
@@ -345,7 +345,7 @@ class RecordReader:
             from memckpt.state import encodings
 
             dtype = layout.spec.params[param].grad_dtype
-            parts = self._parts(batch, name, encoding, spec.numel, dtype)
+            encoding, parts = self._parts(batch, name, encoding, spec.numel, dtype)
             found = encodings.decode(encoding, parts, spec.numel, getattr(torch, dtype), cut, device)
             return found.view(spec.shape) if cut is None else found
         dense = self.tensor(batch, name)
@@ -355,6 +355,25 @@ class RecordReader:
             )
         return dense if cut is None else dense.view(-1)[cut[0] : cut[1]]
 
-    def _parts(self, batch: Batch, name: str, encoding: GradientEncoding, numel: int, dtype: str) -> list[torch.Tensor]:
-        count = len(encoded_parts(encoding, numel, dtype))
-        return [self.tensor(batch, f"{name}/{_encoding_name(encoding)}/{index}") for index in range(count)]
+    def _parts(
+        self, batch: Batch, name: str, encoding: GradientEncoding, numel: int, dtype: str
+    ) -> tuple[GradientEncoding, list[torch.Tensor]]:
+        """The parts of an encoded gradient, and its encoding: that of a sparse one has as many entries as are there."""
+        import torch
+
+        from memckpt.state import encodings
+
+        if encoding.kind == "sparse":
+            values = self.tensor(batch, f"{name}/sparse/{_ENTRIES_FROM + 1}")
+            encoding = GradientEncoding("sparse", values.numel(), str(values.dtype).removeprefix("torch."))
+        parts: list[torch.Tensor] = []
+        if is_possible(encoding, numel, dtype):
+            count = len(encoded_parts(encoding, numel, dtype))
+            parts = [self.tensor(batch, f"{name}/{_encoding_name(encoding)}/{index}") for index in range(count)]
+        fit = parts and encodings.fits(encoding, parts, numel, getattr(torch, dtype))
+        if not fit or any(part.dim() != 1 for part in parts):
+            raise DamagedStateError(
+                f"{batch.log_path}: expected {name} as the parts of {numel} elements of {dtype}, found "
+                f"{encoding} in tensors of the shapes {[list(part.shape) for part in parts]}"
+            )
+        return encoding, parts

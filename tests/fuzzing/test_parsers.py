@@ -31,9 +31,11 @@ from memckpt.journal.reading import entries_of
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol import channel
 from memckpt.protocol.channel import Channel
+from memckpt.protocol.status import Status
 from memckpt.protocol.trainer import Alarm
 from memckpt.replication.transport import envelope, wire
 from memckpt.state import codec
+from memckpt.state.received import read_spec
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.dcp_metadata import encode_metadata, read_metadata
 from memckpt.storage.format import Part, decode_commit, decode_node_state, encode_commit
@@ -41,6 +43,7 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import Claim, Kept, original_of, read_claim, read_kept
 from memckpt.storage.store import StoredFile
 from memckpt.storage.tidying import read_pins
+from tests.support.cluster.peers_records import layout_spec
 
 FUZZ = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -106,6 +109,9 @@ PARSERS = {
     "codec": Parser(lambda data, _: codec.decode(data), codec.encode(TREE)),
     "record": Parser(lambda data, _: decode_meta(data), b""),
     "node state": Parser(lambda data, _: decode_node_state(data), msgspec.msgpack.encode({"spec": {}, "missing": []})),
+    "layout spec": Parser(
+        lambda data, _: read_spec(data), msgspec.msgpack.encode(layout_spec(elements=9)), (ValueError,)
+    ),
     "commit file": Parser(_commit, encode_commit(part("base/x"))),
     "metadata": Parser(lambda data, _: read_metadata(data), encode_metadata(Metadata({}, {}, {}))),
     "journal": Parser(
@@ -222,14 +228,15 @@ def said(ends: tuple[socket.socket, Channel[Any, Any]], packet: bytes, *fds: int
     return received[0]
 
 
-MESSAGE = channel.encode(Alarm("what"))
+SHOWN = Status(4711, "/run", "node", "eager", ((0, 42),), ((0, 9),), 7, 10, 3 << 20, 2, 1.0, None)
+MESSAGE, STATUS = channel.encode(Alarm("what")), channel.encode(SHOWN)
 
 
-@given(
-    packet=st.one_of(
-        changed(b"i" + MESSAGE), st.binary(min_size=1, max_size=200), st.sampled_from([b"i" + each for each in NASTY])
-    )
-)
+VALID = [b"i" + MESSAGE, b"i" + STATUS]
+PACKETS = st.one_of(*map(changed, VALID), st.binary(min_size=1, max_size=200), st.sampled_from(NASTY).map(b"i".__add__))
+
+
+@given(packet=PACKETS)
 @FUZZ
 def test_packets(packet: bytes, ends: tuple[socket.socket, Channel[Any, Any]]) -> None:
     if not 0 < len(packet) <= channel.INLINE_BYTES:

@@ -12,6 +12,8 @@ import pytest
 
 from memckpt.errors import AgentError
 from memckpt.processes.address import AgentAddress
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.owner import keep_run
 from tests.support.trainings.engine_harness import Lab
 
 NOBODY = 65534
@@ -78,4 +80,41 @@ def test_a_trainer_does_not_take_another_user_s_agent_for_its_own(lab: Lab) -> N
         return "connected"
 
     assert f"runs as uid 0; expected this user, {NOBODY}" in as_nobody(lab, connect)
+    lab.stop()
+
+
+@pytest.mark.parametrize(("umask", "read"), [(0o022, True), (0o077, False)])
+def test_what_another_user_can_do_to_the_files_of_a_run(lab: Lab, umask: int, read: bool) -> None:
+    """It reads them where the umask says so, and changes none: neither the agent's files nor those in storage."""
+    before = os.umask(umask)
+    try:
+        lab.start_agent()
+        LocalStore(lab.run_dir / "storage").write("base/x", b"weights")
+        keep_run(lab.run_dir, "run")
+        place = os.open(lab.run_dir, os.O_PATH)
+    finally:
+        os.umask(before)
+    names = sorted(str(each.relative_to(lab.run_dir)) for each in lab.run_dir.rglob("*") if each.is_file())
+    assert {"storage/base/x", "run.json"} <= set(names)
+    assert any(name.startswith("agent-") for name in names)
+
+    def tried() -> str:
+        done = []
+        for what, flags in {"read": os.O_RDONLY, "write": os.O_WRONLY, "append": os.O_APPEND | os.O_WRONLY}.items():
+            for name in names:
+                with contextlib.suppress(PermissionError):
+                    os.close(os.open(name, flags, dir_fd=place))
+                    done.append(f"{what} {name}")
+        for name in names:
+            with contextlib.suppress(PermissionError):
+                os.unlink(name, dir_fd=place)
+                done.append(f"remove {name}")
+        for directory in (".", "storage", "storage/base"):
+            with contextlib.suppress(PermissionError):
+                os.close(os.open(f"{directory}/new", os.O_CREAT | os.O_WRONLY, dir_fd=place))
+                done.append(f"make one in {directory}")
+        return repr(done)
+
+    assert as_nobody(lab, tried) == repr([f"read {name}" for name in names] if read else [])
+    os.close(place)
     lab.stop()

@@ -12,6 +12,7 @@ import torch
 
 from memckpt.checkpointing.writer.complaints import Complaints
 from memckpt.errors import (
+    MALFORMED,
     DamagedStateError,
     ForeignStateError,
     MemckptError,
@@ -155,7 +156,7 @@ def announced(job: LookForAnnounced) -> int | None:
         if not isinstance(error.__cause__, FileNotFoundError):
             _log.warning("whether a checkpoint is announced is not known: %s", error)
         return None
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         _log.warning("expected an announced checkpoint in %s, found something else: %s", _ANNOUNCED, error)
         return None
     return record if timeline == job.timeline else None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memckpt.errors import DamagedStateError
+from memckpt.errors import MALFORMED, DamagedStateError
 from memckpt.replication.coding.code import STRIPE_BYTES
 
 _HEAD = struct.Struct("<Q")  # length of the encoded tail
@@ -144,7 +144,7 @@ class BlobReader:
             return False
         try:
             tail = msgspec.msgpack.decode(bytes(self._first[_HEAD.size : self._size]), type=RecordTail)
-        except ValueError as error:  # of msgspec, or of text that is no UTF-8
+        except MALFORMED as error:
             raise DamagedStateError(f"a record of fragments: its tail cannot be read: {error}") from error
         self._targets = [view for extent in tail.extents if (view := self._target(extent)).nbytes]
         self.tail = tail
