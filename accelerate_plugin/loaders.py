@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_plugin.support import other_objects
 from memckpt import dataloader
+from memckpt.dataloader.followers import FollowedLoaders
 from memckpt.dataloader.places import Place
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
@@ -107,6 +108,10 @@ class Follower:
     def over(self) -> bool:
         """Whether the user's current iteration has no further batch."""
         return self.active and (self._left or bool(self._loader.end_of_dataloader))
+
+    def place(self) -> Place:
+        """The user's position in it."""
+        return Place(self.at, self.active, self.over)
 
     def state(self) -> dict[str, Any]:
         """The user's position in it, as plain values."""
@@ -226,60 +231,33 @@ class Follower:
         dataloader.release(self._base)
 
 
-class Followers:
+class Followers(FollowedLoaders[Follower]):
     """The followed loaders of one training, in the order of `prepare`.
 
     Args:
         begin: called when an iteration begins, before anything else.
         on_live: called when a resumed iteration is about to yield new batches; restores the global generators.
-
-    Attributes:
-        ended: number of iterations over them, and of epochs, that have ended.
     """
 
     def __init__(self, begin: Callable[[], None], on_live: Callable[[], None]) -> None:
+        super().__init__(on_live)
         self.begin = begin
-        self.on_live = on_live
-        self.ended = 0
-        self._all: list[Follower] = []
-
-    def __iter__(self) -> Iterator[Follower]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def follow(self, loaders: Sequence[Any]) -> None:
         """Follow these loaders until :meth:`release`. Raises as :class:`Follower`."""
         for number, loader in enumerate(loaders):
             self._all.append(Follower(loader, f"loader {number}", self))
 
-    @property
-    def active(self) -> bool:
-        """Whether the user is iterating over one of them."""
-        return any(each.active for each in self._all)
-
-    def places(self) -> list[Place]:
-        """The user's position in each."""
-        return [Place(each.at, each.active, each.over) for each in self._all]
-
-    def hold(self, states: list[Any]) -> None:
+    def hold(self, states: Sequence[dict[str, Any]]) -> None:
         """Have each continue after its state.
 
         Raises:
             ForeignStateError: there are more or fewer loaders than states.
             DataPositionError: as :meth:`Follower.hold`.
         """
-        if len(states) != len(self._all):
-            raise other_objects(f"{len(states)} prepared loader(s) and not {len(self._all)}")
-        for follower, state in zip(self._all, states, strict=True):
-            follower.hold(state)
-
-    def release(self) -> None:
-        """Restore all of them."""
-        for follower in self._all:
-            follower.release()
-        self._all.clear()
+        if len(states) != len(self):
+            raise other_objects(f"{len(states)} prepared loader(s) and not {len(self)}")
+        super().hold(states)
 
 
 def _iterate(loader: Any) -> Iterator[Any]:

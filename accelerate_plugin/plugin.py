@@ -251,8 +251,7 @@ class MemCheckpointPlugin:
         place = tuple(each.at for each in self._followers) if self._followers.active else None
         self._watch.check_commit(place, bool(self._followers))
         if epoch_over:
-            for each in self._followers:
-                each.leave()
+            self._followers.leave()
         stepped = self._watch.stepped
         skipped = self.accelerator.sync_gradients and self._objects.scaler_skipped(stepped)
         pending = False if skipped and not stepped else None
@@ -261,7 +260,8 @@ class MemCheckpointPlugin:
             return False
         before = self._step, self._batch
         self._step += int(stepped)
-        self._batch = max((each.batches for each in self._followers if each.active), default=self._batch + 1)
+        batches = self._followers.batches
+        self._batch = self._batch + 1 if batches is None else batches
         if self._followers.ended != self._ended_at_commit:
             session.unrepeatable("an epoch, or another iteration over a loader, ended before it")
         if not session.commit(step=self._step, gradients_pending=pending):
@@ -306,7 +306,7 @@ class MemCheckpointPlugin:
             "models": len(self._objects.prepared.models),
             "micro_step": self.accelerator.step,
             **self._objects.capture(),
-            "loaders": [each.state() for each in self._followers],
+            "loaders": self._followers.states(),
         }
 
     def _begin_loop(self) -> None:
@@ -348,7 +348,7 @@ class MemCheckpointPlugin:
         return self._session
 
     def _look_at_loaders(self) -> None:
-        for line in filter(None, (each.unreplayable() for each in self._followers)):
+        for line in self._followers.unreplayable():
             self._warn_inexact(line)
 
     # The end

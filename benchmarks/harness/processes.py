@@ -6,11 +6,49 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 from pathlib import Path
 
 #: Seconds until a process that does not answer is given up.
 PATIENCE_SECONDS = 300.0
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Lines:
+    """The lines that a process writes to its standard output, as they come.
+
+    Args:
+        process: started with a pipe for its standard output, in binary mode.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._pipe = process.stdout
+        self._buffer = b""
+
+    def next(self) -> bytes:
+        """The next line.
+
+        Raises:
+            RuntimeError: the process has ended, or has said nothing for minutes.
+        """
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._pipe], [], [], PATIENCE_SECONDS)
+            chunk = os.read(self._pipe.fileno(), 1 << 16) if ready else b""
+            if not chunk:
+                raise RuntimeError("the trainee has ended" if ready else "the trainee says nothing")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line
+
+    @property
+    def ready(self) -> bool:
+        """Whether something has come that is not taken yet."""
+        return b"\n" in self._buffer or bool(select.select([self._pipe], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._pipe.close()
 
 
 def end_agent(pid: int) -> None:

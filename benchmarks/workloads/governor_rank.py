@@ -49,7 +49,7 @@ def compute_elsewhere(model: GPT, seconds: float) -> None:
     share = seconds / 3 / len(model.blocks)
 
     def wait(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _Elsewhere.apply(args[0], share, 2 * share), *args[1:]  # type: ignore[no-untyped-call]
+        return _Elsewhere.apply(args[0], share, 2 * share), *args[1:]  # type: ignore[no-untyped-call]  # torch's apply is not typed
 
     for block in model.blocks:
         assert isinstance(block, Block)

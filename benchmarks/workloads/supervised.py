@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.harness.processes import PATIENCE_SECONDS, end_agent
+from benchmarks.harness.processes import Lines, end_agent
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +30,7 @@ class Supervised:
         command = [*supervisor, sys.executable, "-m", "benchmarks.workloads.trainee_process", *arguments]
         # One pipe: what the supervisor says stands among the trainee's events.
         self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self._buffer = b""
+        self._lines = Lines(self._process)
         self._agent: int | None = None
         self._trainee = 0
         self._killed = 0
@@ -45,8 +44,7 @@ class Supervised:
     ) -> None:
         self._process.terminate()
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._lines.close()
         if self._agent is not None:
             end_agent(self._agent)
 
@@ -72,8 +70,7 @@ class Supervised:
 
     def skip(self) -> None:
         """Drop what has been said so far."""
-        assert self._process.stdout is not None
-        while b"\n" in self._buffer or select.select([self._process.stdout], [], [], 0)[0]:
+        while self._lines.ready:
             self._next()
 
     def kill(self) -> None:
@@ -82,7 +79,7 @@ class Supervised:
         os.kill(self._trainee, signal.SIGKILL)
 
     def _next(self) -> dict[str, Any]:
-        line = self._line()
+        line = self._lines.next()
         if not line.startswith(b"{"):
             if b"restarts will be cold" in line or b"start is cold" in line:
                 raise RuntimeError(line.decode())
@@ -92,14 +89,3 @@ class Supervised:
         self._agent = said.get("pid", self._agent)
         self._trainee = said.get("trainee", self._trainee)
         return said
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE_SECONDS)
-            chunk = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
-            if not chunk:
-                raise RuntimeError("the trainee has ended" if ready else "the trainee says nothing")
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return line

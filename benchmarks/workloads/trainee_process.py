@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import memckpt
-from benchmarks.harness.processes import PATIENCE_SECONDS, end_agent
+from benchmarks.harness.processes import Lines, end_agent
 from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, redo_config
 
 IMPORTED_AT = time.monotonic()
@@ -43,7 +42,7 @@ class TraineeProcess:
         command = [sys.executable, "-m", "benchmarks.workloads.trainee_process", *arguments]
         self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE)
         self.pid = self._process.pid
-        self._buffer = b""
+        self._lines = Lines(self._process)
 
     def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:
         """Wait until it reports `event` for the `count`-th time from now on. The time of the first one is kept.
@@ -52,7 +51,7 @@ class TraineeProcess:
             RuntimeError: it ended, or reported nothing for minutes.
         """
         while True:
-            said: dict[str, Any] = json.loads(self._line())
+            said: dict[str, Any] = json.loads(self._lines.next())
             self.moments.setdefault(said["event"], said["at"])
             self.agent_pid = said.get("pid", self.agent_pid)
             self.numel = said.get("numel", self.numel)
@@ -60,17 +59,6 @@ class TraineeProcess:
                 count -= 1
                 if count == 0:
                     return said
-
-    def _line(self) -> bytes:
-        assert self._process.stdout is not None
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE_SECONDS)
-            chunk = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
-            if not chunk:
-                raise RuntimeError("the trainee has ended" if ready else "the trainee says nothing")
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return line
 
     def kill(self) -> tuple[float, float]:
         """Send SIGKILL; returns the times of the signal and of the process's end, in seconds."""
@@ -83,8 +71,7 @@ class TraineeProcess:
         """End it, and its agent."""
         if self._process.poll() is None:
             self.kill()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._lines.close()
         if self.agent_pid is not None:
             end_agent(self.agent_pid)
 

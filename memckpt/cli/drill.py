@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -101,7 +104,8 @@ def drill(
                 progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
 
             plan = Plan(kills, steps, seed, patience, chosen, nodes, overhead)
-            result = carry_out(place, _start(command), plan, show, undisturbed.append)
+            with _ending_by_signal():
+                result = carry_out(place, _start(command), plan, show, undisturbed.append)
         if json is not None:
             _write(json, as_json(result, command, seed))
         print_undisturbed(undisturbed.pop())
@@ -116,6 +120,21 @@ def drill(
             shutil.rmtree(place, ignore_errors=True)
     if result.verdict.outcome == "different":
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _ending_by_signal() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does: with all that it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _make(directory: Path | None) -> Path:

@@ -10,6 +10,7 @@ and no skipped sample is loaded.
     worker_rng.py   in the workers: sends their generators' states with each batch, restores them
     own_state.py    generators and sampler counters of the loader's own objects
     passes.py       bookkeeping of one pass
+    followers.py    the loaders of one training, whichever adapter follows them
     follower.py     the same for loops written by hand: `Followers` know which iterations the user is in
     places.py       places of a loop in its loaders, and whether a restart there would be exact
 """

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from memckpt import dataloader
+from memckpt.dataloader.followers import FollowedLoaders
 from memckpt.dataloader.iteration import LoaderRecord, record_of
 from memckpt.dataloader.places import Place
 from memckpt.errors import ForeignStateError, UsageError
@@ -234,70 +235,13 @@ class Follower:
             dataloader.release(self.loader)
 
 
-class Followers:
-    """The followed loaders of one training, in the order in which they were given.
-
-    Args:
-        on_live: called when a resumed iteration is about to yield its first batch, or to end; restores the global
-            generators.
-
-    Attributes:
-        ended: number of iterations over them, and of epochs, that have ended.
-    """
-
-    def __init__(self, on_live: Callable[[], None]) -> None:
-        self.on_live = on_live
-        self.ended = 0
-        self._all: list[Follower] = []
-
-    def __iter__(self) -> Iterator[Follower]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
+class Followers(FollowedLoaders[Follower]):
+    """The followed loaders of one training that is a loop written by hand."""
 
     def follow(self, loader: DataLoader[Any], counter: CountsIterations | None) -> None:
         """Follow a loader until :meth:`release`; once, however often it is given. Raises as :class:`Follower`."""
         if all(each.loader is not loader for each in self._all):
             self._all.append(Follower(loader, counter, f"loader {len(self._all)}", self))
-
-    @property
-    def active(self) -> bool:
-        """Whether the user is iterating over one of them."""
-        return any(each.active for each in self._all)
-
-    @property
-    def batches(self) -> int | None:
-        """Number of batches of the current iteration that the user was given; None outside of iterations."""
-        return max((each.batches for each in self._all if each.active), default=None)
-
-    def places(self) -> list[Place]:
-        """The user's position in each."""
-        return [each.place() for each in self._all]
-
-    def leave(self) -> None:
-        """Note that the user takes no further batch from the current iterations."""
-        for each in self._all:
-            each.leave()
-
-    def states(self) -> list[dict[str, Any]]:
-        """The user's positions, as plain values."""
-        return [each.state() for each in self._all]
-
-    def hold(self, states: Sequence[dict[str, Any]]) -> None:
-        """Have each continue after its state. Raises as :meth:`Follower.hold`."""
-        for follower, state in zip(self._all, states, strict=True):
-            follower.hold(state)
-
-    def unreplayable(self) -> Iterator[str]:
-        """One line for each reason why an exact resume cannot be promised."""
-        yield from filter(None, (each.unreplayable() for each in self._all))
-
-    def release(self) -> None:
-        """Restore all of them."""
-        for each in self._all:
-            each.release()
-        self._all.clear()
 
 
 def check_parts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from memckpt.drill.overhead import Overhead, first_change
 from memckpt.drill.verdict import judge
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
+from tests.storage.test_storage_runs import until
 
 KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))
 BEGUN = Begun(1, 2, 0, 1, 0.0, None, "node")
@@ -185,6 +187,24 @@ def test_a_process_is_killed_with_those_that_it_has_started(tmp_path: Path) -> N
     killer.join()
     assert process.returncode == -signal.SIGKILL
     assert [start_ticks(pid) for pid in children] == [0, 0]
+
+
+def test_a_drill_that_is_ended_ends_what_it_has_started(tmp_path: Path) -> None:
+    """By a CI's time limit, say."""
+    script = ["sh", "-c", "echo $$ > started; mv started pid; exec sleep 600"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "memckpt", "drill", "--dir", "drill", "--", *script],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as command:
+        until((tmp_path / "pid").exists)
+        pid = int((tmp_path / "pid").read_text())
+        assert start_ticks(pid)
+        command.terminate()
+        said, _ = command.communicate(timeout=60)
+        assert command.returncode == 128 + signal.SIGTERM, said
+    assert start_ticks(pid) == 0
 
 
 def test_the_first_difference_is_named_with_its_distance(tmp_path: Path) -> None:
