@@ -90,10 +90,13 @@ def overhead_text(overhead: Overhead, repeats: bool) -> Text:
         )
     elif repeats:
         changed = "; its losses and its state are the same, bit for bit"
+    lost = ""
+    if overhead.noise > abs(overhead.share):
+        lost = ". The noise hides it: drill more --steps, or where nothing else runs"
     return Text.assemble(
         label,
         f"{100 * overhead.share:.1f}% ± {100 * overhead.noise:.1f}% of a step, which takes "
-        f"{1e3 * overhead.unprotected:.1f} ms without protection (MEMCKPT_DISABLE=1){changed}",
+        f"{1e3 * overhead.unprotected:.1f} ms without protection (MEMCKPT_DISABLE=1){changed}{lost}",
     )
 
 

@@ -134,6 +134,10 @@ def test_overhead_has_its_noise_and_says_what_changes_without_protection(tmp_pat
         "its state are the same, bit for bit"
     )
     assert overhead_text(overhead, repeats=False).plain.endswith("(MEMCKPT_DISABLE=1)")
+    noisy = Overhead((0.008, 0.012), 0.0099)
+    assert overhead_text(noisy, repeats=False).plain.endswith(
+        "The noise hides it: drill more --steps, or where nothing else runs"
+    )
     changed = first_change(*(a_run(tmp_path, each) for each in (plain(0.1), plain(), plain())), 4)  # type: ignore[arg-type]
     assert changed is not None
     text = overhead_text(replace(overhead, changed=changed), repeats=True).plain
