@@ -31,14 +31,14 @@ def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold 
     from memckpt.supervision.supervisor import Supervisor
     from memckpt.supervision.warm import WarmStarter
 
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="memckpt run: %(message)s", stream=sys.stderr)
     logging.getLogger("memckpt.run").setLevel(logging.INFO)
     starter: Starter = ColdStarter(command)
     notes = Notes()
     if not cold:
         python = python_command(command)
         if isinstance(python, str):
-            logging.getLogger("memckpt.run").info("memckpt run: restarts will be cold: %s", python)
+            logging.getLogger("memckpt.run").info("restarts will be cold: %s", python)
         else:
             starter = WarmStarter(python, starter, notes, [name for name in warm.split(",") if name])
     with contextlib.closing(Supervisor(starter, restarts, notes)) as supervisor:

@@ -1,25 +1,26 @@
-"""Notes of a trainer to the ``memckpt run`` that supervises it: files in a private directory.
+"""Notes of a trainer to the process that supervises it (``memckpt run``, the keeper of a ``memckpt worker``).
 
-The environment names the directory. Notes are written at the start of protection, so that a training step pays nothing
-for them.
+They are lines of an anonymous memory file of the supervisor's, which the environment names by its path in ``/proc``. So
+nothing stays behind it, however it ends. Notes are written at the start of protection: a training step pays nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
-from memckpt.config.arguments import RESTART_COUNT, SUPERVISOR
+from memckpt.config.arguments import SUPERVISOR
+from memckpt.errors import MALFORMED
 from memckpt.processes.address import AgentAddress
 
 _log = logging.getLogger("memckpt")
+_NAME = "memckpt:notes"
+#: What its path in /proc refers to. Another file there: the supervisor is gone, and its process id is another one's.
+_TARGET = f"/memfd:{_NAME} (deleted)"
+_RUN, _IMPORTS = "run", "imports"
 
 
 class _Run(msgspec.Struct, frozen=True):
@@ -29,59 +30,86 @@ class _Run(msgspec.Struct, frozen=True):
     node: str
 
 
+class _Note(msgspec.Struct, frozen=True):
+    """One line: what the process `pid` tells."""
+
+    name: str
+    pid: int
+    content: msgspec.Raw
+
+
 class Notes:
-    """The supervisor's end. Owns the directory; :meth:`close` removes it."""
+    """The supervisor's end. Owns the memory file; :meth:`close` it."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="memckpt-run-"))
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._read = 0
+        self._run: AgentAddress | None = None
+        self._imports: dict[int, bytes] = {}
 
-    def environment(self, restarts: int) -> dict[str, str]:
-        """Variables of the attempt with this number of restarts before it."""
-        return {SUPERVISOR: str(self.directory), RESTART_COUNT: str(restarts)}
+    def environment(self) -> dict[str, str]:
+        """Variables of an attempt. Another supervisor above this one gets the notes, too."""
+        above = os.environ.get(SUPERVISOR)
+        return {SUPERVISOR: self._path if above is None else f"{self._path}{os.pathsep}{above}"}
 
     def run(self) -> AgentAddress | None:
         """The address of the agent that protects the training; None as long as no session has begun."""
-        try:
-            found = msgspec.json.decode((self.directory / "run.json").read_bytes(), type=_Run)
-        except FileNotFoundError:
-            return None
-        return AgentAddress.of(found.run_dir, found.node)
+        self._update()
+        return self._run
 
-    def of_attempt(self, name: str, pid: int) -> bytes | None:
-        """The note of this name that a process has left; None if it has not."""
-        try:
-            return self.place(name, pid).read_bytes()
-        except FileNotFoundError:
-            return None
+    def imports_of(self, pid: int) -> bytes | None:
+        """What a process has noted of its imports; None if it has not."""
+        self._update()
+        return self._imports.get(pid)
 
-    def place(self, name: str, pid: int) -> Path:
-        """Where a process leaves its note of this name."""
-        return self.directory / f"{name}-{pid}.json"
+    def _update(self) -> None:
+        """Read what has been written since the last look."""
+        new = os.pread(self._fd, os.fstat(self._fd).st_size - self._read, self._read)
+        whole = new.rfind(b"\n") + 1
+        self._read += whole
+        for line in new[:whole].split(b"\n"):
+            if not line:
+                continue
+            try:
+                note = msgspec.json.decode(line, type=_Note)
+                if note.name == _RUN:
+                    found = msgspec.json.decode(note.content, type=_Run)
+                    self._run = AgentAddress.of(found.run_dir, found.node)
+                elif note.name == _IMPORTS:
+                    self._imports = {note.pid: bytes(note.content)}
+            except MALFORMED as error:  # its writer was killed in the middle of it
+                _log.debug("memckpt: a note that cannot be read: %s", error)
 
     def close(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._fd)
 
 
 def tell_supervisor(address: AgentAddress) -> None:
     """Tell a supervisor, if there is one, which agent protects this training."""
-    leave_note("run.json", lambda: msgspec.json.encode(_Run(str(address.run_dir), address.node)))
+    _leave(_RUN, lambda: msgspec.json.encode(_Run(str(address.run_dir), address.node)))
 
 
-def own_note(name: str) -> str:
-    """File name of a note that only this process leaves."""
-    return f"{name}-{os.getpid()}.json"
+def tell_imports(content: Callable[[], bytes]) -> None:
+    """Tell a supervisor, if there is one, what this process has imported, as JSON without a line break."""
+    _leave(_IMPORTS, content)
 
 
-def leave_note(name: str, content: Callable[[], bytes]) -> None:
-    """Write a file for the supervisor if there is one, whole or not at all; several ranks may write the same."""
-    place = os.environ.get(SUPERVISOR)
-    if place is None:
+def _leave(name: str, content: Callable[[], bytes]) -> None:
+    """Add a line to the notes of each supervisor."""
+    places = os.environ.get(SUPERVISOR)
+    if not places:
         return
-    own = Path(place) / f"{name}.{os.getpid()}"
-    try:
-        own.write_bytes(content())
-        own.replace(Path(place) / name)
-    except OSError as error:  # the supervisor is gone, or its disk is full: training goes on without it
-        _log.debug("memckpt: no note for the supervisor: %s", error)
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
+    note = msgspec.json.encode(_Note(name, os.getpid(), msgspec.Raw(content())))
+    for place in places.split(os.pathsep):
+        try:
+            if os.readlink(place) != _TARGET:
+                raise FileNotFoundError(f"{place} is no supervisor's")
+            fd = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                # A line that was cut off by a kill ends with it.
+                os.write(fd, b"\n" + note + b"\n")
+            finally:
+                os.close(fd)
+        except OSError as error:  # the supervisor is gone: training goes on without it
+            _log.debug("memckpt: no note for the supervisor: %s", error)

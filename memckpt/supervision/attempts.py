@@ -7,12 +7,31 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, Union
 
 from memckpt.errors import ConfigurationError
+from memckpt.supervision.kin import end_with_parent
 
 #: Signals as Python gives them: some have no name.
 Mask = set[Union[int, signal.Signals]]  # noqa: UP007
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an attempt is given.
+
+    Attributes:
+        environment: its variables.
+        mask: its signal mask.
+        farewell: signal that the kernel sends it when its parent has ended.
+        streams: its standard streams, and it gets a session of its own; None: it shares both with its parent.
+    """
+
+    environment: Mapping[str, str]
+    mask: Mask
+    farewell: int = signal.SIGTERM
+    streams: tuple[int, int, int] | None = None
 
 
 class Attempt(Protocol):
@@ -28,13 +47,8 @@ class Attempt(Protocol):
 class Starter(Protocol):
     """A way to start attempts."""
 
-    def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
-        """Start one.
-
-        Args:
-            environment: its variables.
-            mask: its signal mask.
-        """
+    def start(self, given: Given) -> Attempt:
+        """Start one."""
 
     def look(self, attempt: Attempt) -> float | None:
         """Prepare the next start while this attempt runs; seconds until the next call, None if none is needed."""
@@ -47,16 +61,21 @@ class Cold:
 
     Args:
         command: program and arguments.
-        environment: variables of the attempt.
-        mask: its signal mask.
+        given: what it is given; no streams.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], mask: Mask) -> None:
+    def __init__(self, command: Sequence[str], given: Given) -> None:
+        parent = os.getpid()
+
+        def prepare() -> None:
+            end_with_parent(given.farewell, parent)
+            signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
+
         self._process = subprocess.Popen(
             command,
-            env=environment,
+            env=given.environment,
             close_fds=False,  # what the supervisor was given is the training's; its own descriptors close themselves
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            preexec_fn=prepare,
         )
 
     @property
@@ -83,8 +102,8 @@ class ColdStarter:
             )
         self._command = command
 
-    def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
-        return Cold(self._command, environment, mask)
+    def start(self, given: Given) -> Attempt:
+        return Cold(self._command, given)
 
     def look(self, attempt: Attempt) -> float | None:
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.processes.supervised import leave_note, own_note
+from memckpt.processes.supervised import tell_imports
 
 #: Set in a process that was forked from a warm one: its modules are not a cold start's.
 forked = False
@@ -38,7 +38,7 @@ class Recorded(msgspec.Struct, frozen=True):
 def note_imports() -> None:
     """Tell a supervisor, if there is one, what this process has imported so far."""
     if not forked:
-        leave_note(own_note("imports"), lambda: msgspec.json.encode(_record()))
+        tell_imports(lambda: msgspec.json.encode(_record()))
 
 
 def _record() -> Recorded:

@@ -7,16 +7,19 @@ import os
 import signal
 import time
 
+from memckpt.config.arguments import RESTART_COUNT
 from memckpt.errors import AgentError
 from memckpt.processes.control import ask_status
 from memckpt.processes.supervised import Notes
-from memckpt.supervision.attempts import Attempt, Starter
+from memckpt.supervision.attempts import Attempt, Given, Starter
 from memckpt.supervision.policy import End, Finished, GiveUp, Policy
 from memckpt.supervision.signals import ENDING, Inbox, has_it_already
 
 _log = logging.getLogger("memckpt.run")
 #: Longest wait, in seconds, for the agent's word on the newest step. It only decides about pauses, and about giving up.
 _STATUS_SECONDS = 2.0
+#: Has torchrun, behind `memckpt run`, make a store of its own for each restart: in a shared one Gloo finds the dead.
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Supervisor:
@@ -48,16 +51,17 @@ class Supervisor:
                 return code
             if isinstance(verdict, GiveUp):
                 if verdict.reason is not None:
-                    _log.error("memckpt run: %s; no restart: %s", end, verdict.reason)
+                    _log.error("%s; no restart: %s", end, verdict.reason)
                 return code
             pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
-            _log.warning("memckpt run: %s; restart %d%s", end, self._policy.restarts, pause)
+            _log.warning("%s; restart %d%s", end, self._policy.restarts, pause)
             if not self._pause(verdict.pause):
                 return code
 
     def _start(self) -> Attempt:
-        environment = {**os.environ, **self._notes.environment(self._policy.restarts)}
-        return self._starter.start(environment, self._inbox.before)
+        added = {**self._notes.environment(), RESTART_COUNT: str(self._policy.restarts)}
+        environment = {_NO_SHARED_STORE: "1", **os.environ, **added}
+        return self._starter.start(Given(environment, self._inbox.before))
 
     def _wait(self, attempt: Attempt) -> int:
         """Pass signals on until the attempt has ended."""
@@ -77,7 +81,7 @@ class Supervisor:
             if received is None:
                 return True
             if received.si_signo in ENDING:
-                _log.warning("memckpt run: %s; no restart", signal.Signals(received.si_signo).name)
+                _log.warning("%s; no restart", signal.Signals(received.si_signo).name)
                 return False
 
     def _newest_step(self) -> int | None:
@@ -88,7 +92,7 @@ class Supervisor:
         try:
             status = ask_status(address, _STATUS_SECONDS)
         except AgentError as error:
-            _log.debug("memckpt run: no word from the agent: %s", error)
+            _log.debug("no word from the agent: %s", error)
             return None
         return None if status is None else status.step
 

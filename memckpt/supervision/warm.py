@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -12,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from memckpt.processes.supervised import Notes
-from memckpt.supervision.attempts import Attempt, Mask, Starter
+from memckpt.supervision.attempts import Attempt, Given, Starter
 from memckpt.supervision.command import PythonCommand
+from memckpt.supervision.kin import adopting_orphans
 from memckpt.supervision.warm_messages import (
     Fork,
     Forked,
@@ -32,7 +32,6 @@ _SITE = Path(__file__).parent / "warm_site"
 _LOOK_SECONDS = 0.5
 #: Longest wait for a fork, in seconds.
 _FORK_SECONDS = 10.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Warm:
@@ -69,10 +68,10 @@ class WarmProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def order(self, message: Import | Fork) -> bool:
-        """Ask for something; False if the process is gone."""
+    def order(self, message: Import | Fork, fds: Sequence[int] = ()) -> bool:
+        """Ask for something; False if the process is gone. Descriptors are duplicated into it."""
         try:
-            send(self._link, message)
+            send(self._link, message, fds)
         except OSError:
             return False
         return True
@@ -118,13 +117,13 @@ class WarmStarter:
         """Process id of the warm process, if there is one."""
         return None if self._process is None else self._process.pid
 
-    def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
+    def start(self, given: Given) -> Attempt:
         if self._ready:
-            pid = self._fork(environment, mask)
+            pid = self._fork(given)
             if pid is not None:
                 return Warm(pid)
-        self._environment = environment
-        return self._cold.start(environment, mask)
+        self._environment = given.environment
+        return self._cold.start(given)
 
     def look(self, attempt: Attempt) -> float | None:
         """Bring the warm process nearer to its end; seconds until the next look, None if none is needed."""
@@ -136,8 +135,9 @@ class WarmStarter:
 
     def _await_note(self, attempt: Attempt) -> None:
         """The attempt has not told yet what it has imported."""
-        if self._notes.of_attempt("imports", attempt.pid) is not None:
-            self._recorded = self._notes.place("imports", attempt.pid)
+        recorded = self._notes.imports_of(attempt.pid)
+        if recorded is not None:
+            self._recorded = recorded
             self._process = WarmProcess([*self._command.interpreter, "-c", "pass"], self._environment)
             self._step = self._await_trial
 
@@ -147,19 +147,28 @@ class WarmStarter:
         if isinstance(answer, Here):
             self._end_process()
             self._process = WarmProcess(self._command.words, self._environment)
-            if self._process.order(Import(str(self._recorded), list(self._also))):
+            if self._order_imports(self._process):
                 self._step = self._await_imports
             else:
                 self._give_up("the warm process has died")
         elif answer is not None:
             self._give_up("this Python does not run memckpt's sitecustomize")
 
+    def _order_imports(self, process: WarmProcess) -> bool:
+        file = os.memfd_create("memckpt:imports", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(file), "wb") as stream:
+                stream.write(self._recorded)
+            return process.order(Import(list(self._also)), [file])
+        finally:
+            os.close(file)
+
     def _await_imports(self, attempt: Attempt) -> None:
         answer = self._answered()
         if isinstance(answer, Ready):
             self._ready, self._step = True, None
             _log.info(
-                "memckpt run: %d modules are imported ahead of the next start, in %.1f s",
+                "%d modules are imported ahead of the next start, in %.1f s",
                 answer.modules,
                 answer.seconds,
             )
@@ -177,31 +186,30 @@ class WarmStarter:
             return None
 
     def _give_up(self, reason: str) -> None:
-        _log.warning("memckpt run: restarts will be cold: %s", reason)
+        _log.warning("restarts will be cold: %s", reason)
         self._end_process()
         self._step = None
 
     # Forks
 
-    def _fork(self, environment: Mapping[str, str], mask: Mask) -> int | None:
+    def _fork(self, given: Given) -> int | None:
         """Process id of an attempt; None if there is none, and the next one has to be cold."""
         process = self._process
         assert process is not None
-        before = process.environment
+        before, environment = process.environment, given.environment
         names = before.keys() | environment.keys()
         variables = {name: environment.get(name) for name in names if before.get(name) != environment.get(name)}
-        _adopt_orphans(True)
-        try:
-            asked = process.order(Fork(variables, [int(number) for number in mask]))
-            answer = process.answer(_FORK_SECONDS) if asked else None
-        except TimeoutError:
-            answer = None
-        finally:
-            _adopt_orphans(False)
+        order = Fork(variables, [int(number) for number in given.mask], os.getpid(), int(given.farewell))
+        with adopting_orphans():
+            try:
+                asked = process.order(order, given.streams or ())
+                answer = process.answer(_FORK_SECONDS) if asked else None
+            except TimeoutError:
+                answer = None
         if isinstance(answer, Forked):
             return answer.pid
         reason = answer.reason if isinstance(answer, Refused) else "the warm process is gone"
-        _log.warning("memckpt run: this start is cold: %s", reason)
+        _log.warning("this start is cold: %s", reason)
         self._end_process()
         self._ready, self._step = False, self._await_note
         return None
@@ -213,9 +221,3 @@ class WarmStarter:
 
     def close(self) -> None:
         self._end_process()
-
-
-def _adopt_orphans(on: bool) -> None:
-    """Whether processes below this one become its children when their own parents end."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

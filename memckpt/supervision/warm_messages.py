@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Union
 
 import msgspec
 
-#: Largest packet, in bytes. What is larger goes through files.
-_PACKET_BYTES = 1 << 16
+from memckpt.supervision.packets import receive_packet, send_packet
 
 
 class Import(msgspec.Struct, frozen=True, tag="import"):
-    """Import these, and wait.
+    """Import what a cold start has, and wait. Its :class:`Recorded` is a file that comes along as a descriptor.
 
     Attributes:
-        recorded: file with a cold start's :class:`Recorded`.
         also: modules of the user's own that are imported, too, with all below them.
     """
 
-    recorded: str
     also: list[str]
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Start an attempt.
+    """Start an attempt. Three descriptors that come along are its standard streams; then it begins a session.
 
     Attributes:
         variables: changes of the environment since the warm process's start; None: remove.
         mask: numbers of blocked signals.
+        parent: process id of the supervisor.
+        farewell: signal that it gets when the supervisor has ended.
     """
 
     variables: dict[str, str | None]
     mask: list[int]
+    parent: int
+    farewell: int
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
@@ -64,20 +66,17 @@ _to_warm = msgspec.json.Decoder(ToWarm)
 _from_warm = msgspec.json.Decoder(FromWarm)
 
 
-def send(link: socket.socket, message: ToWarm | FromWarm) -> None:
-    link.send(msgspec.json.encode(message))
+def send(link: socket.socket, message: ToWarm | FromWarm, fds: Sequence[int] = ()) -> None:
+    send_packet(link, msgspec.json.encode(message), fds)
 
 
-def receive_order(link: socket.socket) -> ToWarm | None:
-    """The next one, in the warm process; None if the supervisor is gone."""
-    packet = link.recv(_PACKET_BYTES)
-    return _to_warm.decode(packet) if packet else None
+def receive_order(link: socket.socket) -> tuple[ToWarm, list[int]] | None:
+    """The next one, in the warm process, which owns the descriptors; None if the supervisor is gone."""
+    packet, fds = receive_packet(link)
+    return (_to_warm.decode(packet), fds) if packet else None
 
 
 def receive_answer(link: socket.socket) -> FromWarm | None:
     """The next one, in the supervisor; None if the warm process is gone."""
-    try:
-        packet = link.recv(_PACKET_BYTES)
-    except ConnectionResetError:
-        return None
+    packet, _ = receive_packet(link)
     return _from_warm.decode(packet) if packet else None

@@ -18,11 +18,13 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from memckpt.supervision import recording
+from memckpt.supervision.kin import end_with_parent
 from memckpt.supervision.recording import Module, Recorded
 from memckpt.supervision.warm_messages import Fork, Forked, Here, Import, Ready, Refused, receive_order, send
 from memckpt.supervision.watched_imports import Traces
@@ -32,6 +34,30 @@ _COMM = Path("/proc/self/comm")
 _BACKGROUND = 5
 #: Packages that are imported ahead wherever they lie.
 _OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt", "memckpt_hydra"})
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What has been imported ahead.
+
+    Attributes:
+        files: time of change, in nanoseconds, and size of each module's file.
+        readers: modules that have read a variable of the environment as they were imported, by its name.
+    """
+
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    readers: dict[str, str] = field(default_factory=dict)
+
+    def refusal(self, order: Fork, streams: Sequence[int]) -> str | None:
+        """Why no attempt can be forked from it; None if one can."""
+        stale = _changed(self.files)
+        if stale is not None:
+            return f"{stale} has changed since it was imported"
+        for name in order.variables.keys() & self.readers.keys():
+            return f"the environment variable {name} has changed, which {self.readers[name]} reads as it is imported"
+        if any(os.isatty(fd) is not os.isatty(new) for fd, new in enumerate(streams)):
+            return "a standard stream was a terminal at the first start and is none now, or the reverse"
+        return None
 
 
 def serve(number: int) -> None:
@@ -45,24 +71,28 @@ def serve(number: int) -> None:
     send(link, Here())
     comm = _COMM.read_text()
     _COMM.write_text("memckpt-warm")
-    files: dict[str, tuple[int, int]] = {}
+    imported = Imported()
     while True:
-        order = receive_order(link)
+        received = receive_order(link)
+        if received is None:
+            os._exit(0)  # the supervisor is gone
+        order, fds = received
         if isinstance(order, Import):
-            answer, files = _import(order)
-            send(link, answer)
-        elif isinstance(order, Fork):
-            stale = _changed(files)
-            if stale:
-                send(link, Refused(f"{stale} has changed since it was imported"))
-            elif _fork(link, order):
+            answer, imported = _import(order, *fds)
+            with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, which the next order says
+                send(link, answer)
+        else:
+            refusal = imported.refusal(order, fds)
+            if refusal is not None:
+                send(link, Refused(refusal))
+            elif _fork(link, order, fds):
                 _COMM.write_text(comm.rstrip("\n"))
                 return
-        else:
-            os._exit(0)  # the supervisor is gone
+        for fd in fds:
+            os.close(fd)
 
 
-def _fork(link: socket.socket, order: Fork) -> bool:
+def _fork(link: socket.socket, order: Fork, streams: Sequence[int]) -> bool:
     """Start an attempt that is no child of this process; True in the attempt.
 
     The process between them ends at once, so that the supervisor adopts the attempt. That begins when it has.
@@ -81,7 +111,7 @@ def _fork(link: socket.socket, order: Fork) -> bool:
             os._exit(75)  # the warm process has died meanwhile
         os.close(waits)
         link.close()
-        _become(order)
+        _become(order, streams)
         return True
     os.close(saying)
     os.close(waits)
@@ -94,8 +124,14 @@ def _fork(link: socket.socket, order: Fork) -> bool:
     return False
 
 
-def _become(order: Fork) -> None:
+def _become(order: Fork, streams: Sequence[int]) -> None:
     """What a start has of its own, in an attempt."""
+    end_with_parent(order.farewell, order.parent)
+    if streams:
+        os.setsid()
+    for fd, stream in enumerate(streams):
+        os.dup2(stream, fd)
+        os.close(stream)
     for name, value in order.variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -109,26 +145,26 @@ def _become(order: Fork) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, order.mask)
 
 
-def _import(order: Import) -> tuple[Ready | Refused, dict[str, tuple[int, int]]]:
-    """Import ahead; and the state of the files by then."""
+def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
+    """Import ahead what the file names."""
     began = time.monotonic()
-    recorded = msgspec.json.decode(Path(order.recorded).read_bytes(), type=Recorded)
+    recorded = msgspec.json.decode(os.pread(file, os.fstat(file).st_size, 0), type=Recorded)
     before = list(sys.path)
     environment = dict(os.environ)
     traces = Traces()
     sys.path[:] = recorded.path
     try:
         with _in_background(), traces.watching():
-            imported = import_modules(recorded.modules, order.also)
+            count = import_modules(recorded.modules, order.also)
     finally:
         sys.path[:] = before
     problems = traces.problems() + _environment_problems(recorded, environment, traces) + _misplaced(recorded.modules)
     if problems:
-        return Refused("; ".join(problems[:3])), {}
+        return Refused("; ".join(problems[:3])), Imported()
     recording.forked = True
     gc.collect()
     gc.freeze()  # what a collection in a fork would write to, and so copy
-    return Ready(imported, round(time.monotonic() - began, 3)), _files()
+    return Ready(count, round(time.monotonic() - began, 3)), Imported(_files(), traces.read)
 
 
 def import_modules(modules: Sequence[Module], also: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import importlib.machinery
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ class Traces:
         threads: identifiers of threads that were there behind a module's code and not before it.
         descriptors: open descriptors, in the same way.
         random: generators whose state a module has changed.
-        read: modules that have read a variable of the environment first, by its name.
+        read: modules that have read a variable of the environment first, by its name. A walk through all variables,
+            as for those with a prefix, is no such reading.
     """
 
     def __init__(self) -> None:
@@ -41,9 +42,10 @@ class Traces:
         self.random: dict[str, str] = {}
         self.read: dict[str, str] = {}
         self._stack = ["the start"]
+        self._walked: set[str] = set()
         self._threads = threads_of_process()
         self._descriptors = set(descriptors_of_process())
-        self._generators = generators()
+        self._generators = generators(known=())
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -51,17 +53,28 @@ class Traces:
             for loader in _LOADERS:
                 stack.enter_context(_replaced(loader, "exec_module", self._execute))
             stack.enter_context(_replaced(type(os.environ), "__getitem__", self._read))
+            stack.enter_context(_replaced(type(os.environ), "__iter__", self._walk))
             yield
 
     def _execute(self, original: Callable[..., None], loader: Any, module: Any) -> None:
         self._stack.append(module.__name__)
+        self._walked.clear()
         try:
             original(loader, module)
         finally:
+            self._walked.clear()
             self._look(self._stack.pop())
 
+    def _walk(self, original: Callable[..., Iterator[str]], environment: Any) -> Iterator[str]:
+        for name in original(environment):
+            self._walked.add(name)
+            yield name
+
     def _read(self, original: Callable[..., str], environment: Any, name: str) -> str:
-        self.read.setdefault(name, self._stack[-1])
+        if name in self._walked:
+            self._walked.remove(name)
+        else:
+            self.read.setdefault(name, self._stack[-1])
         return original(environment, name)
 
     def _look(self, module: str) -> None:
@@ -72,7 +85,7 @@ class Traces:
         descriptors = set(descriptors_of_process())
         self.descriptors.update(dict.fromkeys(descriptors - self._descriptors, module))
         self._descriptors = descriptors
-        found = generators()
+        found = generators(known=self._generators.keys())
         for name, state in found.items():
             if self._generators.get(name, state) != state:
                 self.random.setdefault(name, module)
@@ -146,11 +159,22 @@ def descriptors_of_process() -> dict[int, str]:
     return found
 
 
-def generators() -> dict[str, Any]:
-    """The states of the global random generators of what is imported."""
+def generators(known: Collection[str]) -> dict[str, Any]:
+    """The states of the global random generators of what is imported.
+
+    Of Python's, which seeds itself anew in each fork, only what a seed determines: some draws, as modules make them for
+    identifiers, leave that alone.
+
+    Args:
+        known: names of those that were there before.
+    """
     found: dict[str, Any] = {}
     if (module := _whole("random")) is not None:
-        found["Python's random generator"] = module.getstate()
+        name = "Python's random generator"
+        if name not in known:
+            module.random()  # computes the next 624 words, which are then there to be drawn
+        _, (*words, _), spare = module.getstate()
+        found[name] = words, spare
     if (module := _whole("numpy.random")) is not None:
         name, key, *rest = module.get_state()
         found["numpy's random generator"] = (name, key.tobytes(), *rest)

@@ -14,22 +14,24 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import typer
 
 from memckpt.cli.run import run
+from memckpt.config.arguments import SUPERVISOR
 from memckpt.errors import ConfigurationError
-from memckpt.processes.supervised import Notes
-from memckpt.supervision.attempts import Attempt, ColdStarter, Mask
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.supervised import Notes, tell_imports, tell_supervisor
+from memckpt.supervision.attempts import Attempt, ColdStarter, Given
 from memckpt.supervision.supervisor import Supervisor
 from memckpt.supervision.warm import Warm
 from tests.support.trainings import supervised_job
 from tests.support.trainings.engine_harness import Child, Lab
 
-LIMIT_SECONDS = 30.0
+LIMIT_SECONDS = 120.0
 
 
 def supervise(lab: Lab, *command: str, restarts: int = 100) -> Child:
@@ -49,10 +51,10 @@ def shell(lab: Lab, script: str, restarts: int = 100) -> Child:
     return supervise(lab, "sh", "-c", script, restarts=restarts)
 
 
-def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline, f"no {text!r} in {path}"
+def wait_for(path: Path, text: str, count: int = 1) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS * count
+    while not path.exists() or path.read_text().count(text) < count:
+        assert time.monotonic() < deadline, f"no {text!r} in {path}: {path.exists() and path.read_text()[-2000:]}"
         select.select([], [], [], 0.002)
 
 
@@ -146,6 +148,46 @@ def test_a_signal_in_a_pause_ends_it(lab: Lab) -> None:
     assert child.log.read_text().count("restart ") < 10
 
 
+def test_a_killed_supervisor_s_training_ends_and_nothing_stays(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = lab.directory / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    child = listener(lab)
+    (attempt,) = children_of(child.pid)
+    handle = os.pidfd_open(attempt)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait(LIMIT_SECONDS) == -signal.SIGKILL
+    assert select.select([handle], [], [], LIMIT_SECONDS)[0]
+    os.close(handle)
+    assert (lab.directory / "got").read_text().split() == ["ready", "SIGTERM"]
+    assert list(temporary.iterdir()) == []
+
+
+def test_notes_reach_all_supervisors_and_survive_a_writer_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Notes()) as above, contextlib.closing(Notes()) as notes:
+        monkeypatch.delenv(SUPERVISOR, raising=False)
+        monkeypatch.setenv(SUPERVISOR, above.environment()[SUPERVISOR])
+        monkeypatch.setenv(SUPERVISOR, notes.environment()[SUPERVISOR])
+        path = notes.environment()[SUPERVISOR].split(os.pathsep)[0]
+        assert notes.run() is None
+        tell_supervisor(AgentAddress(Path("/first"), "here"))
+        with open(path, "ab") as file:
+            file.write(b'\n{"name":"run","pid":3,"con')  # a kill in the middle
+        tell_supervisor(AgentAddress(Path("/second"), "here"))
+        for each in (notes, above):
+            assert each.run() == AgentAddress(Path("/second"), "here")
+            tell_imports(lambda: b"[1]")
+            assert (each.imports_of(os.getpid()), each.imports_of(1)) == (b"[1]", None)
+
+
+def test_a_note_is_written_to_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the end of a supervisor whose process id is another process's."""
+    with (tmp_path / "file").open("wb") as file:
+        monkeypatch.setenv(SUPERVISOR, f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        tell_supervisor(AgentAddress(tmp_path, "here"))
+    assert (tmp_path / "file").read_bytes() == b""
+
+
 def test_a_program_that_does_not_exist_is_refused(lab: Lab) -> None:
     with pytest.raises(ConfigurationError, match="'no-such-program': no such program; put the whole command"):
         ColdStarter(["no-such-program", "x"])
@@ -172,11 +214,11 @@ class Forked:
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
 
-    def start(self, environment: Mapping[str, str], mask: Mask) -> Attempt:
+    def start(self, given: Given) -> Attempt:
         pid = os.fork()
         if pid == 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.environ.update(environment)
+            signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
+            os.environ.update(given.environment)
             sys.argv = [supervised_job.__file__, *self._arguments]
             try:
                 supervised_job.main()

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from memckpt.processes.supervised import Notes
-from memckpt.supervision.attempts import Attempt, ColdStarter
+from memckpt.supervision.attempts import Attempt, ColdStarter, Given
 from memckpt.supervision.command import PythonCommand, python_command
 from memckpt.supervision.warm import Warm, WarmStarter
-from tests.supervision.test_run import forked_job, resumed, supervise, wait_for, weights
+from tests.supervision.test_run import children_of, forked_job, resumed, supervise, wait_for, weights
 from tests.support.trainings import start_probe, supervised_job
 from tests.support.trainings.engine_harness import Lab
 
@@ -42,13 +42,17 @@ class Warmed:
 
     def attempt(self, **variables: str) -> Attempt:
         """Start one, and see it end."""
-        environment = {**os.environ, **self.notes.environment(0), **variables}
-        attempt = self.starter.start(environment, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        environment = {**os.environ, **self.notes.environment(), **variables}
+        attempt = self.starter.start(Given(environment, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
         handle = os.pidfd_open(attempt.pid)
         assert select.select([handle], [], [], LIMIT_SECONDS)[0]
         os.close(handle)
         assert attempt.poll() == 0
         return attempt
+
+    @property
+    def last(self) -> str:
+        return self._log.messages[-1]
 
     def warm_up(self, attempt: Attempt) -> str:
         """See the warm process ready, or refused; what was said."""
@@ -56,7 +60,7 @@ class Warmed:
         while self.starter.look(attempt) is not None:
             assert time.monotonic() < deadline
             select.select([], [], [], 0.01)
-        return self._log.messages[-1]
+        return self.last
 
 
 @pytest.fixture
@@ -120,11 +124,14 @@ MODULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*MODULES, "nothing"])
+HARMLESS = {"nothing": "", "draws": "import random\nidentifiers = [random.random() for _ in range(100)]"}
+
+
+@pytest.mark.parametrize("kind", [*MODULES, *HARMLESS])
 def test_imports_that_a_fork_would_not_repeat_are_named(
     warmed: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, said = MODULES.get(kind, ("", "modules are imported ahead"))
+    code, said = MODULES.get(kind) or (HARMLESS[kind], "modules are imported ahead")
     (tmp_path / "inner.py").write_text(code)
     (tmp_path / "outer.py").write_text("import inner")
     (tmp_path / "script.py").write_text(
@@ -137,8 +144,8 @@ def test_imports_that_a_fork_would_not_repeat_are_named(
     line = training.warm_up(attempt)
     assert said in line
     warm = isinstance(training.attempt(), Warm)
-    assert warm is (kind == "nothing")
-    if kind not in ("process", "nothing"):
+    assert warm is (kind in HARMLESS)
+    if kind not in ("process", *HARMLESS):
         assert "inner" in line
 
 
@@ -163,6 +170,17 @@ def test_only_what_is_installed_is_imported_ahead_and_what_has_changed_since_is_
         assert (tmp_path / "out").read_text().split() == said
 
 
+def test_a_start_with_another_variable_is_cold_where_an_import_has_read_it(warmed: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import os\nall = dict(os.environ)\nos.environ.get('PLACE')")
+    script = tmp_path / "script.py"
+    script.write_text("import own\nfrom memckpt.supervision.recording import note_imports\nnote_imports()\n")
+    training = warmed(str(script), also=["own"])
+    training.warm_up(training.attempt(PLACE="1", OTHER="1"))
+    assert isinstance(training.attempt(PLACE="1", OTHER="2"), Warm)
+    assert not isinstance(training.attempt(PLACE="2", OTHER="2"), Warm)
+    assert "the environment variable PLACE has changed, which own reads" in training.last
+
+
 def test_a_warm_process_that_has_died_is_replaced(warmed: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from memckpt.supervision.recording import note_imports\nnote_imports()\n")
@@ -173,6 +191,25 @@ def test_a_warm_process_that_has_died_is_replaced(warmed: Any, tmp_path: Path) -
         training.warm_up(cold)
         assert isinstance(training.attempt(), Warm)
         os.kill(training.starter.pid, signal.SIGKILL)
+
+
+def test_a_killed_supervisor_s_warm_process_and_attempt_end(lab: Lab) -> None:
+    script = lab.directory / "script.py"
+    script.write_text(
+        "import os, signal\nfrom memckpt.supervision.recording import note_imports\nnote_imports()\n"
+        "print('attempt', os.environ['MEMCKPT_RESTART_COUNT'], flush=True)\nsignal.pause()\n"
+    )
+    child = supervise(lab, sys.executable, str(script))
+    wait_for(child.log, "modules are imported ahead")
+    cold, _ = children_of(child.pid)
+    os.kill(cold, signal.SIGKILL)
+    wait_for(child.log, "attempt 1")
+    handles = [os.pidfd_open(each) for each in children_of(child.pid)]
+    assert len(handles) == 2
+    os.kill(child.pid, signal.SIGKILL)
+    for handle in handles:
+        assert select.select([handle], [], [], LIMIT_SECONDS)[0]
+        os.close(handle)
 
 
 @pytest.mark.parametrize(
@@ -213,5 +250,5 @@ def test_a_training_that_is_forked_warm_ends_as_if_nothing_had_been(lab: Lab, mo
     assert (plain.wait(90), child.wait(90)) == (0, 0), child.log.read_text()
     log = child.log.read_text()
     assert resumed(child) == [("0", "None"), ("1", "RestoreReport(step=5"), ("2", "RestoreReport(step=8")], log
-    assert re.findall(r"^forked (\w+)", log, re.MULTILINE) == ["False", "True", "True"]
+    assert re.findall(r"^forked (\w+)", log, re.MULTILINE) == ["False", "True", "True"], log
     assert weights(child) == weights(plain)
