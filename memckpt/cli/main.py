@@ -21,6 +21,7 @@ from memckpt.cli.simulate import simulate
 from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.cli.verify import verify
+from memckpt.cli.worker import worker
 from memckpt.config import AgentConfig
 from memckpt.errors import ConfigurationError, MemckptError
 from memckpt.processes.address import AgentAddress
@@ -102,14 +103,14 @@ def agent(
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "A run": (run, status, events, report, stop, agent),
+    "A run": (run, worker, status, events, report, stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
     "This machine, and a run to come": (drill, doctor, plan, simulate),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         # The options of a training's command are its own.
-        takes_command = {"allow_interspersed_args": False} if _command is run else {}
+        takes_command = {"allow_interspersed_args": False} if _command in (run, worker) else {}
         app.command(rich_help_panel=_panel, context_settings=takes_command)(_command)
 
 

@@ -40,9 +40,11 @@ AUTO = "MEMCKPT_AUTO"
 DISABLE = "MEMCKPT_DISABLE"
 #: Variables for the location of a node and its agent, read elsewhere.
 _ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
-#: Set by `memckpt run` for its attempts: the directory in which they leave notes for it, and the number of restarts.
+#: Set by `memckpt run` and `memckpt worker` for attempts: the files in which they leave notes; by the one the number of
+#: restarts, by the other the process id of the launcher, which is not always their parent.
 SUPERVISOR = "MEMCKPT_SUPERVISOR"
 RESTART_COUNT = "MEMCKPT_RESTART_COUNT"
+LAUNCHER = "MEMCKPT_LAUNCHER"
 _log = logging.getLogger("memckpt")
 
 
@@ -269,7 +271,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 
 def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, AUTO, DISABLE, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, DISABLE, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, LAUNCHER, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from memckpt import errors
-from memckpt.config.arguments import RESTART_COUNT
+from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
 from memckpt.errors import MemckptError
 from memckpt.processes.address import node_name
 from memckpt.processes.handles import start_ticks
@@ -119,10 +119,12 @@ class Ranks:
 def find_launcher(world_size: int) -> Launcher:
     """The process that restarts this trainer when it dies: torchrun, `memckpt run`, or the parent of several ranks.
 
+    It is the parent, but where `memckpt worker` stands between and names it.
+
     A single process that was started by hand has no launcher: its parent is a shell, which may end earlier.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get(RESTART_COUNT)
-    parent = os.getppid()
+    parent = int(os.environ.get(LAUNCHER) or os.getppid())
     if restarts is None and world_size == 1:
         return Launcher(0, 0, 0)
     return Launcher(parent, start_ticks(parent), int(restarts or 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import signal
 import sys
 import warnings
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memckpt import MemCheckpoint
 from memckpt.config import AgentConfig, MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE
+from memckpt.supervision import recording
 
 EPOCHS = 3
 
@@ -40,6 +42,8 @@ class Net(pl.LightningModule):
         if self.deaths:
             rank, step = self.deaths[0].split(":")
             if rank in ("all", str(self.global_rank)) and self.global_step == int(step):
+                while not os.path.exists(os.environ.get("JOB_WAITS", "/")):
+                    select.select([], [], [], 0.01)
                 self.marker.touch()
                 print(f"killed rank {self.global_rank} at step {step}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -57,6 +61,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
+    print(f"rank {rank} forked {recording.forked}", flush=True)
     if agents == "two":
         os.environ[NODE_VARIABLE] = f"node{rank}"
     pl.seed_everything(1, verbose=False)
@@ -65,7 +70,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(timeout=timedelta(seconds=60)),
+        strategy=DDPStrategy(timeout=timedelta(seconds=240 if "JOB_WAITS" in os.environ else 60)),
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,
