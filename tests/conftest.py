@@ -60,6 +60,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the faults that were injected and survived, by kind."""
+    counted: dict[str, list[int]] = {}
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        for name, faults in getattr(report, "user_properties", ()):
+            if name == "faults" and report.when == "call":
+                for kind, numbers in faults.items():
+                    counted[kind] = [sum(pair) for pair in zip(counted.get(kind, [0, 0]), numbers, strict=True)]
+    if counted:
+        injected, survived = (sum(column) for column in zip(*counted.values(), strict=True))
+        terminalreporter.section(f"{injected} faults injected, {survived} survived")
+        for kind, numbers in sorted(counted.items()):
+            terminalreporter.write_line(f"{kind:34} {numbers[0]:6} {numbers[1]:6}")
+
+
 def _every(item: pytest.Item) -> int:
     """How many cases of its test there are for each that belongs to every run."""
     marker = item.get_closest_marker("thinned")

@@ -25,6 +25,8 @@ from tests.support.trainings.rank_group import NO_PROCESS_GROUP
 
 #: Longest wait for a step, in seconds: a trainer may wait for an agent, and an agent be started.
 PATIENCE_SECONDS = 90.0
+#: Most attempts in a row that do not even resume.
+_FRUITLESS = 20
 
 
 class Stuck(AssertionError):
@@ -55,6 +57,7 @@ class Cluster:
 
     Attributes:
         model: what the next resume owes.
+        agents_first: whether agents are forked before trainers start, which else start them.
         attempts: number of attempts begun.
         deaths: number of attempts in which a trainer died.
     """
@@ -74,6 +77,7 @@ class Cluster:
         self.model = Model(setup.world_size, tolerated, truth or Truth())
         self.finish = Finish()
         self.attempts = self.deaths = 0
+        self.agents_first = False
         self._paced = paced
         #: Step up to which ranks may train, and up to which those of this attempt have been told so.
         self._target = 0
@@ -101,6 +105,8 @@ class Cluster:
     def begin(self) -> None:
         """Start the ranks of the next attempt."""
         assert not self._ranks
+        if self.agents_first:
+            self.revive()
         self._finished = 0
         self._permitted = None
         ends = [os.pipe2(os.O_CLOEXEC) for _ in self.nodes]
@@ -210,6 +216,8 @@ class Cluster:
 
     def check_progress(self, what: str = "a step") -> None:
         """Raise Stuck if nothing has come from the ranks for long."""
+        if self.attempts - self.model.attempt > _FRUITLESS:
+            raise Stuck(f"{_FRUITLESS} attempts have not come to their first step\n{self.told()}")
         if self._ranks and time.monotonic() - self._heard > PATIENCE_SECONDS:
             raise Stuck(f"waits for {what}\n{self.told()}")
 
@@ -258,7 +266,7 @@ class Cluster:
     def agent_of(self, number: int) -> int | None:
         """The pid of a node's agent; None if it has none."""
         serving = self.address(number).serving()
-        if serving is None or not _alive(serving.pid):
+        if serving is None or not alive(serving.pid):
             return None
         return serving.pid
 
@@ -315,7 +323,8 @@ def undisturbed(lab: Lab, setup: Setup, steps: int) -> Truth:
     return cluster.model.truth
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether a process runs, and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from memckpt.storage.catalog import read_catalog
+from memckpt.storage.catalog import Key, read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import Cluster, alive
 from tests.faults.kinds import INJECTED, Kind
 from tests.support.cluster.peers_lab import damage
 from tests.support.cluster.processes import kill_and_wait
@@ -86,6 +86,10 @@ class Injector:
         self.injected: Counter[Kind] = Counter()
         self.survived: Counter[Kind] = Counter()
         self.lasting: list[Lasting] = []
+        #: Agents that were told to end, by node: they save first, and may be here for a while.
+        self._leaving: list[tuple[int, int]] = []
+        #: Keys of checkpoints that were damaged.
+        self._damaged: set[Key] = set()
         #: Faults that no step has followed yet, with the step that has to.
         self._open: list[tuple[Kind, int]] = []
         self._do: dict[Kind, Callable[[int], End | None]] = {
@@ -184,6 +188,7 @@ class Injector:
         if pid is None:
             return None
         os.kill(pid, signal.SIGTERM)
+        self._leaving.append((node, pid))
         self._weaken(node)
         return nothing
 
@@ -221,6 +226,7 @@ class Injector:
     def _lose(self, nodes: list[int]) -> End | None:
         """Kill all processes of nodes at once; their shared memory goes with them."""
         pids = [self.cluster.pid_of(node) for node in nodes] + [self.cluster.agent_of(node) for node in nodes]
+        pids += [pid for node, pid in self._leaving if node in nodes and alive(pid)]
         for pid in pids:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -265,13 +271,14 @@ class Injector:
         return lambda: self._disk.answer("")
 
     def _damage_stored(self) -> End | None:
-        """Flip a bit in a file of the newest checkpoint."""
+        """Flip a bit in a file of the newest checkpoint, unless one of the two that are kept is damaged already."""
         complete = read_catalog(LocalStore(self.store)).complete
-        if not complete:
+        if not complete or any(each.key in self._damaged for each in complete):
             return None
         newest = max(complete, key=lambda each: each.step)
         path = self.store / self._chance.choice(newest.part_files).path
         self.cluster.model.damage_stored(newest.step)
+        self._damaged.add(newest.key)
         try:
             with path.open("r+b") as file:
                 place = self._chance.randrange(max(1, path.stat().st_size))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import memckpt.agent
+import memckpt.checkpointing
+import memckpt.recovery
+import memckpt.session
+import memckpt.storage
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.config.schema import RedoChoice
 from tests.faults.cluster import Cluster
 from tests.faults.injector import DiskSwitch, Injector
+from tests.faults.kinds import INJECTED, OF_PEERS, Kind
 from tests.faults.model import Truth
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_harness import Lab, import_ahead
 
 #: A stopped process counts as standing still, and a silent peer as overdue, after so many seconds.
 _LIVENESS_SECONDS, _ACK_SECONDS = 4.0, 4.0
@@ -45,6 +53,11 @@ class Job:
     def tolerated(self) -> int:
         return 1 if self.nodes > 1 else 0
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Faults that can befall it."""
+        return tuple(kind for kind in INJECTED if self.nodes > 1 or kind not in OF_PEERS)
+
     def config(self, store: Path) -> MemckptConfig:
         peers = None
         if self.nodes > 1:
@@ -64,6 +77,15 @@ class Job:
                 url=str(store), mode="replica", every_steps=self.every_steps, min_seconds=0.0, overhead=1.0
             ),
         )
+
+
+def import_everything() -> None:
+    """Import what trainers and agents import in their course, so that those forked from this process need not."""
+    import_ahead()
+    for package in (memckpt.session, memckpt.recovery, memckpt.storage, memckpt.agent, memckpt.checkpointing):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
 
 
 @contextlib.contextmanager

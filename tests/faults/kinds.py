@@ -35,3 +35,14 @@ class Kind(Enum):
 
 #: Kinds that the cluster of the state machine and the soak can inject.
 INJECTED = tuple(kind for kind in Kind if kind is not Kind.SCRIPT)
+#: Kinds that befall only jobs of several nodes.
+OF_PEERS = (
+    Kind.KILL_TRAINERS,
+    Kind.LOSE_NODES,
+    Kind.KILL_REPLICATOR,
+    Kind.STOP_REPLICATOR,
+    Kind.CUT_NETWORK,
+    Kind.SLOW_LINK,
+    Kind.DAMAGE_FRAGMENTS,
+    Kind.GARBAGE_TO_REPLICATOR,
+)

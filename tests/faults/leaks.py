@@ -11,6 +11,8 @@ from pathlib import Path
 from memckpt.storage.local_store import LocalStore
 from tests.faults.cluster import Cluster
 
+#: An agent that got SIGTERM may take `storage.grace_seconds` (25) to save.
+LEAVING_SECONDS = 45.0
 #: Files that a run directory may hold after a run.
 _EXPECTED = re.compile(r"run\.json|journal.*|agent-node\d+\.(log|json|journal|jsonl)|.*\.log(\.\d+)?|.*\.jsonl")
 

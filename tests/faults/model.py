@@ -46,6 +46,7 @@ class Model:
         ranks: number of ranks, each on its own node.
         tolerated: number of nodes whose loss peers make up for; 0 without peers.
         committed: newest committed step of each rank.
+        reached: newest step that all ranks have committed, in any attempt.
         acknowledged: newest step that some rank knew to be with all peers.
         stored: by rank, the steps of which its own agent has said that it has written them.
         weak: nodes whose memory may lack something since all was protected; by node, the step from which on the ranks'
@@ -57,10 +58,12 @@ class Model:
     tolerated: int
     truth: Truth = field(default_factory=Truth)
     committed: dict[int, int] = field(default_factory=dict)
+    reached: int = 0
     acknowledged: int = 0
     stored: dict[int, set[int]] = field(default_factory=dict)
     weak: dict[int, int | None] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
+    _damaged: set[int] = field(default_factory=set)
     _protected: dict[int, int] = field(default_factory=dict)
     _began: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     #: Number of the attempt that runs, and the step at which it began.
@@ -90,7 +93,8 @@ class Model:
             return whole, highest
         if len(self.weak.keys() | self.apart) <= self.tolerated:
             return min(self.acknowledged, whole), highest
-        return max((step for step in self.in_storage if step <= whole), default=0), highest
+        # A checkpoint of an earlier attempt may have become complete after training had gone back behind it.
+        return max((step for step in self.in_storage if step <= whole), default=0), max(highest, self.reached + 1)
 
     @property
     def in_storage(self) -> set[int]:
@@ -114,8 +118,9 @@ class Model:
             self.weak[node] = self.newest + _HEARD_STEPS
 
     def damage_stored(self, step: int) -> None:
-        """What is stored of this step, and what builds on it, cannot be read."""
+        """What is stored of this step cannot be read, whatever ranks still say of it; later ones are not counted on."""
         self._keep_stored(step - 1)
+        self._damaged.add(step)
 
     # Notes of the ranks
 
@@ -131,6 +136,7 @@ class Model:
         elif note["event"] == "step":
             self.truth.see(rank, note["step"], loss=note["loss"], digest=note["digest"])
             self.committed[rank] = note["step"]
+            self.reached = max(self.reached, min(self.committed.get(each, 0) for each in range(self.ranks)))
         if "protected" in note:
             self._hear_protection(rank, note)
 
@@ -157,6 +163,7 @@ class Model:
             self.acknowledged = 0
         self.acknowledged = min(self.acknowledged, step)
         self._keep_stored(step)
+        self._damaged = {each for each in self._damaged if each <= step}  # later ones will be written anew
         self.committed = dict.fromkeys(range(self.ranks), step)
         self.weak = {node: None if since is None else step + _HEARD_STEPS for node, since in self.weak.items()}
         self._protected = {}
@@ -170,7 +177,7 @@ class Model:
             self.unprovoked += 1
         assert note["check"] != "different", f"rank {rank}: the resume check says that the state differs"
         self.acknowledged = max(self.acknowledged, note["acknowledged"])
-        if note["stored"]:
+        if note["stored"] and note["stored"] not in self._damaged:
             self.stored.setdefault(rank, set()).add(note["stored"])
         if note["event"] == "step":
             self._protected[rank] = note["step"] if note["protected"] else -1

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from tests.faults.cluster import Cluster, Stuck, undisturbed
 from tests.faults.injector import Injector
-from tests.faults.jobs import Job, faulty
+from tests.faults.jobs import Job, faulty, import_everything
 from tests.faults.kinds import INJECTED, Kind
-from tests.faults.leaks import Holdings, holdings, own_descriptors, strange_files
+from tests.faults.leaks import LEAVING_SECONDS, Holdings, holdings, own_descriptors, strange_files
 from tests.support.cluster import netns
-from tests.support.trainings.engine_harness import import_ahead
 
 #: Mean seconds between two faults, and the longest that one lasts.
 _GAP_SECONDS, _LAST_SECONDS = 2.0, 5.0
@@ -72,8 +71,7 @@ class Soak:
 
     def _begin(self) -> None:
         """Start the next attempt; the launcher starts agents first, or leaves that to the trainers."""
-        if self._chance.random() < 0.5:
-            self.cluster.revive()
+        self.cluster.agents_first = self._chance.random() < 0.5
         self.cluster.begin()
 
     def _end_faults(self) -> None:
@@ -147,7 +145,6 @@ def soak(job: Job, directory: Path, minutes: float, seed: int, verbose: bool) ->
         run = Soak(cluster, faults, chance, verbose)
         wrong: list[str] = []
         try:
-            cluster.revive()
             run.settle()
             before = holdings(cluster)
             run.run(minutes * 60)
@@ -167,7 +164,7 @@ def soak(job: Job, directory: Path, minutes: float, seed: int, verbose: bool) ->
             print(table(faults), flush=True)
             cluster.close()
             faults.end_all()
-        wrong += cluster.lab.left_behind()
+        wrong += cluster.lab.left_behind(LEAVING_SECONDS)
         wrong += [f"file left: {path}" for path in strange_files(cluster, directory / "store")]
     wrong += [f"descriptor left: {each}" for each in set(own_descriptors()) - set(descriptors)]
     print(f"{time.monotonic() - began:.0f} s, seed {seed}")
@@ -183,7 +180,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="directory for logs and run, which is kept")
     parser.add_argument("--verbose", action="store_true", help="a line for each fault")
     arguments = parser.parse_args()
-    import_ahead()
+    import_everything()
     if problem := netns.problem(as_root=True):
         print(f"without faults of the network: {problem}")
     job = Job(3, arguments.kind, arguments.redo)
