@@ -90,8 +90,8 @@ class Injector:
         self._leaving: list[tuple[int, int]] = []
         #: Keys of checkpoints that were damaged.
         self._damaged: set[Key] = set()
-        #: Faults that no step has followed yet, with the step that has to.
-        self._open: list[tuple[Kind, int]] = []
+        #: Faults that no step has followed yet, with the attempt of each, and the step that has to follow in that one.
+        self._open: list[tuple[Kind, int, int]] = []
         self._do: dict[Kind, Callable[[int], End | None]] = {
             Kind.KILL_TRAINER: self._kill_trainer,
             Kind.KILL_RESUMING: self._kill_resuming,
@@ -126,7 +126,7 @@ class Injector:
         if end is None:
             return False
         self.injected[kind] += 1
-        self._open.append((kind, self.cluster.model.newest + 1))
+        self._open.append((kind, self.cluster.attempts, self.cluster.model.newest + 1))
         if end is not nothing:
             self.lasting.append(Lasting(kind, node, end))
         return True
@@ -146,8 +146,14 @@ class Injector:
         trained = min((model.committed.get(rank, 0) for rank in self.cluster.nodes), default=0)
         if not self.cluster.running or model.attempt != self.cluster.attempts - 1:
             return
-        self.survived.update(kind for kind, step in self._open if step <= trained)
-        self._open = [(kind, step) for kind, step in self._open if step > trained]
+        waiting = []
+        for kind, attempt, step in self._open:
+            # A later attempt may have gone back: its first step follows the fault, too.
+            if trained >= (step if attempt == self.cluster.attempts else model.begun_at + 1):
+                self.survived[kind] += 1
+            else:
+                waiting.append((kind, attempt, step))
+        self._open = waiting
 
     # Processes
 

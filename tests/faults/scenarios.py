@@ -1,8 +1,8 @@
 """Registry: which fault scenario proves each row of the tables that promise something.
 
 A scenario names its row by the first cell, the kinds of faults in it, and the tests that inject them. Rows whose own
-last cell names tests ("tested by") need none here. `test_scenarios.py` fails when a row has no scenario, when a
-scenario has no row, and when a test does not exist.
+last cell names tests ("tested by") need none here. `tests/project/test_scenarios.py` fails when a row has no scenario,
+when a scenario has no row, and when a test does not exist.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ EXACT = (
     _row("the loss of every later step", Kind.KILL_TRAINER, _EXACT, _FRAMEWORKS),
     _row("LR schedulers, gradient scaler", Kind.KILL_TRAINER, _EXACT, _FRAMEWORKS),
     _row(
-        "data position, workers' generators, samplers' generators",
+        "data position, workers' generators, samplers' generators, datasets' own (made when the dataset is, or with "
+        "its first sample)",
         Kind.KILL_TRAINER,
         _in("dataloader/test_data_position", "test_a_chain_of_killed_runs_sees_what_one_ungrafted_run_sees"),
         _in("trainings/test_hand_loops", "test_a_loop_over_epochs"),
