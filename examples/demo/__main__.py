@@ -43,7 +43,8 @@ def explain(console: Console, args: argparse.Namespace, instants: list[float]) -
         f"A small GPT learns to write Python: the same {args.steps} steps in two runs.\n"
         "  1. uninterrupted, without memckpt\n"
         f"  2. with the MemCheckpoint callback, killed {args.kills} times with SIGKILL; no checkpoint\n"
-        "     is written, an agent process that outlives the trainer holds the state\n"
+        "     is written, an agent process that outlives the trainer holds the state;\n"
+        "     `memckpt run` starts it again, from the second time on without its imports\n"
         "Then all bits of both are compared: weights, optimizer, RNG, every loss.\n",
         highlight=False,
     )
@@ -67,8 +68,8 @@ def train_twice(
 
         def show_kill(kill: Kill) -> None:
             progress.console.print(
-                f"  [red]SIGKILL[/] in step {kill.at.step}, {kill.at.phase}: resumed after step {kill.resumed}, "
-                f"{kill.resume_seconds:.1f} s after the imports",
+                f"  [red]SIGKILL[/] in step {kill.at.step}, {kill.at.phase}: {kill.start} restart, "
+                f"step {kill.resumed + 1} taken {kill.seconds:.1f} s later",
                 highlight=False,
             )
 

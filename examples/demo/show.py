@@ -78,7 +78,7 @@ def kill_row(number: int, kill: Kill) -> tuple[str, ...]:
         str(kill.resumed),
         f"[{'green' if kill.lost == 0 else 'yellow'}]{kill.lost}[/]",
         f"[{'green' if kill.check == 'equal' else 'yellow'}]{kill.check or '-'}[/]",
-        f"{kill.import_seconds:.1f} + [bold]{kill.resume_seconds:.1f}[/]",
+        f"[bold]{kill.seconds:.1f}[/] {kill.start}",
         kill.tier,
     )
 
@@ -90,7 +90,7 @@ def kill_table(kills: Sequence[Kill]) -> Table:
     )
     table.add_column("#", justify="right")
     table.add_column("killed\nin step", no_wrap=True)
-    for heading in ("last\ntaken", "resumed\nafter", "steps\nlost", "the\nrepeat", "imports +\nresume, s"):
+    for heading in ("last\ntaken", "resumed\nafter", "steps\nlost", "the\nrepeat", "kill to\nstep, s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("from", no_wrap=True)
     for number, kill in enumerate(kills, start=1):

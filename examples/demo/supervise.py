@@ -1,4 +1,4 @@
-"""Supervisor: starts the training process, watches it, and kills it at times drawn in advance."""
+"""Starts the training under `memckpt run`, watches it, and kills it at times drawn in advance."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import statistics
 import subprocess
@@ -22,7 +23,11 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 
 _POLL_SECONDS = 0.002
+_LOOK_SECONDS = 0.05
 _SILENCE_SECONDS = 120.0
+_END_SECONDS = 30.0
+#: What `memckpt run` says when it knows how it will start the next process.
+_RESTARTS_ARE = ("modules are imported ahead", "restarts will be cold")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,8 +55,8 @@ class Kill:
         resumed: the step after which the next process continued.
         tier: tier that the state came from.
         check: outcome of repeating the last step: "equal", "different", "rounding", or "none" if it was not repeated.
-        import_seconds, resume_seconds: from the start of the next process to the end of its imports, and from there to
-            the start of its first step.
+        start: "warm" if the next process was forked from one that had imported ahead, else "cold".
+        seconds: from the signal to the end of the first new step.
     """
 
     drawn: float
@@ -59,8 +64,8 @@ class Kill:
     resumed: int = -1
     tier: str = ""
     check: str = ""
-    import_seconds: float = 0.0
-    resume_seconds: float = 0.0
+    start: str = ""
+    seconds: float = 0.0
 
     @property
     def lost(self) -> int:
@@ -96,7 +101,7 @@ def draw_instants(seed: int, kills: int, steps: int) -> list[float]:
 
 
 class Run:
-    """One run: a process, and another one after each kill."""
+    """One run: a process, and another one after each kill, which `memckpt run` starts if the run is protected."""
 
     def __init__(self, plan: Plan, name: str, protected: bool, on_progress: Callable[[Position, str], None]) -> None:
         self._plan = plan
@@ -113,7 +118,9 @@ class Run:
         self._losses: dict[int, str] = {}
         self._moments: list[tuple[int, float]] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
+        #: A pidfd of the training process, once it has said which one it is.
+        self._training: int | None = None
+        self._killed_at = 0.0
 
     def execute(
         self, instants: Sequence[float], step_seconds: float = 0.0, on_kill: Callable[[Kill], None] = lambda kill: None
@@ -126,12 +133,12 @@ class Run:
         began = time.monotonic()
         kills = self._kills
         try:
-            self._start(attempt=1)
+            self._start()
             self._wait_for_training()
             for instant in instants:
                 kill = self._kill_at(instant, step_seconds)
                 kills.append(kill)
-                self._start(attempt=len(kills) + 1)
+                self._attempt += 1
                 self._note_resume(kill, self._wait_for_training())
                 on_kill(kill)
             self._wait_for_end()
@@ -141,23 +148,29 @@ class Run:
 
     # Processes
 
-    def _start(self, attempt: int) -> None:
+    def _start(self) -> None:
         plan = self._plan
         command = [sys.executable, "-m", "examples.demo.train", "--steps", str(plan.steps), "--size", plan.size]
         command += ["--events", str(self._events_path), "--black-box", str(self._box_path), "--final", str(self._final)]
         if self._run_dir is not None:
             command += ["--run-dir", str(self._run_dir)] + (["--sabotage"] if plan.sabotage else [])
+            command = [sys.executable, "-m", "memckpt", "run", "--", *command]
         self._box.write(step=0, phase="start-up", finished=0, closed=0)
-        self._attempt = attempt
-        self._started_at = time.monotonic()
+        self._attempt = 1
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=log, stderr=log)
 
     def _end_everything(self) -> None:
         if self._process is not None and self._process.poll() is None:
+            self._process.terminate()  # `memckpt run` starts no other process behind that
+            if self._training is not None:
+                signal.pidfd_send_signal(self._training, signal.SIGKILL)
+            self._wait_at_most(_END_SECONDS)
             self._process.kill()
             self._process.wait()
+        if self._training is not None:
+            os.close(self._training)
         if self._run_dir is not None:
             end_agent(self._run_dir)
 
@@ -173,11 +186,31 @@ class Run:
             raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
         # The drawn time lies within the step; a process that ends earlier ends the wait.
         self._wait_at_most(fraction * step_seconds)
-        self._process.send_signal(signal.SIGKILL)
-        if self._process.wait() != -signal.SIGKILL:
-            raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
+        assert self._training is not None
+        if self._kills:
+            self._stand_still_until_warm(self._training)
+        self._killed_at = time.monotonic()
+        signal.pidfd_send_signal(self._training, signal.SIGKILL)
+        select.select([self._training], [], [])
+        # The next process takes longer to its first line than this.
+        at = self._box.read()
+        self._box.write(step=0, phase="start-up", finished=0, closed=0)
         self._read_events()
-        return Kill(instant, self._box.read())
+        os.close(self._training)
+        self._training = None
+        return Kill(instant, at)
+
+    def _stand_still_until_warm(self, training: int) -> None:
+        """Stop the training in its place until the next start is warm: imports ahead take longer than the demo's steps.
+
+        The first kill comes before, so that a cold start is seen as well.
+        """
+        signal.pidfd_send_signal(training, signal.SIGSTOP)
+        began = time.monotonic()
+        while not any(said in self._log_path.read_text(errors="replace") for said in _RESTARTS_ARE):
+            if time.monotonic() - began > _SILENCE_SECONDS:
+                raise TrainingFailedError(f"`memckpt run` says nothing about warm starts\n{self._log_tail()}")
+            self._wait_at_most(_LOOK_SECONDS)
 
     # Watching
 
@@ -212,13 +245,17 @@ class Run:
             raise TrainingFailedError(f"the training ended before its first step\n{self._log_tail()}")
         # A step that is repeated as a proof was taken before.
         self._resumed_at: int = found[-1].get("resumed", found[-1]["step"])
+        self._training = os.pidfd_open(found[-1]["pid"])
         return found[-1]
 
     def _note_resume(self, kill: Kill, hello: dict[str, Any]) -> None:
         kill.resumed = self._resumed_at
         kill.tier = hello.get("tier", "nothing: started over")
-        kill.import_seconds = hello["imported_at"] - self._started_at
-        kill.resume_seconds = hello["at"] - hello["imported_at"]
+        kill.start = "warm" if hello["forked"] else "cold"
+        for position in self._watch():
+            if position.finished > self._resumed_at:
+                break
+        kill.seconds = time.monotonic() - self._killed_at
 
     def _wait_for_end(self) -> None:
         for _ in self._watch():

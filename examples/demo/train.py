@@ -26,8 +26,7 @@ from examples.demo.black_box import BlackBox
 from examples.gpt import GPT, SIZES, Corpus
 from lightning_memckpt import MemCheckpoint
 from memckpt import AgentConfig, MemckptConfig
-
-IMPORTED_AT = time.monotonic()
+from memckpt.supervision import recording
 
 TRAINING_SEED = 20
 BATCH = 4
@@ -100,7 +99,8 @@ class Reporter(pl.Callback):
         step = trainer.global_step
         if not self._said_hello:
             self._said_hello = True
-            self._events.say("training", step=step, imported_at=IMPORTED_AT, **_last_resume.values())
+            who = {"pid": os.getpid(), "forked": recording.forked}
+            self._events.say("training", step=step, **who, **_last_resume.values())
         self._mark(trainer, "forward", step)
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -21,10 +21,18 @@ def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.count("SIGKILL in step") == 1
     assert "Equal, bit for bit" in said, said
-    kills = re.findall(r"^ +\d  +\d+, (\w+) +\d+ +\d+ +(\d+) +(\S+) ", said, re.MULTILINE)
-    assert [check for _, _, check in kills] == ["equal"], said
+    kills = re.findall(r"^ +\d  +\d+, (\w+) +\d+ +\d+ +(\d+) +(\S+) +[\d.]+ (\w+) ", said, re.MULTILINE)
+    assert [kill[2:] for kill in kills] == [("equal", "cold")], said
     # Between the optimizer and the commit a step is lost; which of the two a kill in "commit" meets is chance.
-    assert all(int(lost) <= (phase == "commit") for phase, lost, _ in kills), said
+    assert all(int(lost) <= (phase == "commit") for phase, lost, *_ in kills), said
+
+
+@pytest.mark.slow
+def test_demo_begins_warm_from_its_second_restart_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--steps", "24", "--kills", "3"]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r" equal +[\d.]+ (\w+) ", said) == ["cold", "warm", "warm"], said
+    assert "Equal, bit for bit" in said, said
 
 
 @pytest.mark.slow
