@@ -186,7 +186,8 @@ class RunStorage:
             checkpoint_bytes=snapshot_bytes(layout),
             step_seconds=self.schedule.pace.seconds,
             bytes_per_second=self._bytes_per_second,
-            interval_steps=self.schedule.interval_steps(),
+            interval_steps=self.schedule.interval_steps_unlogged(),
+            logged=self.mode == "log",
         )
         impossible = not_loggable(generation.spec)
         if config.mode == "auto" and not alone(generation):

@@ -126,20 +126,24 @@ class Schedule:
         return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
 
     def observe(self, observed: Observed) -> None:
-        """Follow what the job measures, unless the user has set an interval or its limits."""
+        """Take what the job measures, for the interval behind the next checkpoint.
+
+        Nothing follows from it where the user has set an interval or its limits.
+        """
         config = self._config
         if config is None or config.every_steps is not None:
             return
         if (config.min_seconds, config.overhead) == (_DEFAULTS.min_seconds, _DEFAULTS.overhead):
             self._observed = observed
-            self._follow()
 
     def _follow(self) -> None:
-        """Look at the best interval, after a checkpoint and at news of the job."""
+        """Look at the best interval, once for each checkpoint: its cost is as good as the last measurement."""
         observed, cost = self._observed, self._cost_seconds
         if observed is None or not cost:
             return
         rate, share, before = observed.failures_per_second, self._repeated_share(observed), self.interval_seconds()
+        if self._tuned.value is None:
+            self._tuned = Follower(before)
         moved = self._tuned.follow(checkpoint_interval(cost, rate, share, self._least_seconds()))
         now = self.interval_seconds()
         if moved and abs(now - before) >= 1:
@@ -160,11 +164,27 @@ class Schedule:
 
     def interval_steps(self) -> float | None:
         """Records between two checkpoints, about; None before that can be told."""
+        return self._steps_of(self.interval_seconds)
+
+    def interval_steps_unlogged(self) -> float | None:
+        """The same for checkpoints between which no records are logged, whether or not they are.
+
+        With a log checkpoints may be further apart; whether a log is worth it must not depend on there being one.
+        """
+        return self._steps_of(self._unlogged_seconds)
+
+    def _steps_of(self, interval: Callable[[], float]) -> float | None:
         assert self._config is not None
         if self._config.every_steps is not None:
             return self._config.every_steps
         seconds = self.pace.seconds
-        return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
+        return interval() / max(seconds, 1e-9) if seconds is not None else None
+
+    def _unlogged_seconds(self) -> float:
+        observed, cost, least = self._observed, self._cost_seconds, self._least_seconds()
+        if observed is None or not cost:
+            return least
+        return checkpoint_interval(cost, observed.failures_per_second, 1.0, least)
 
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
         """The record after which to take a snapshot, so that every rank learns of it in time; None: not now.

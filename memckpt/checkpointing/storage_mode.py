@@ -8,6 +8,8 @@ from memckpt.config import StorageChoice, StorageMode
 
 #: The share of the storage's bandwidth that a log may take where nobody has asked for it.
 _SHARE = 0.1
+#: How much further both limits of a log are where there is one, so that noise does not end it.
+_BAND = 1.5
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Measured:
         checkpoint_bytes: size of one checkpoint.
         step_seconds: time from one record to the next; None before enough of them have come.
         bytes_per_second: rate of the last checkpoint; None before the first.
-        interval_steps: records from one checkpoint to the next, about.
+        interval_steps: records from one checkpoint to the next, about, where none are logged.
+        logged: whether records are logged so far.
     """
 
     record_bytes: int
@@ -27,6 +30,7 @@ class Measured:
     step_seconds: float | None
     bytes_per_second: float | None
     interval_steps: float | None
+    logged: bool = False
 
 
 def choose_mode(asked: StorageChoice, impossible: str, measured: Measured) -> tuple[StorageMode, str]:
@@ -48,13 +52,14 @@ def choose_mode(asked: StorageChoice, impossible: str, measured: Measured) -> tu
     size = f"a record is {_text(measured.record_bytes)}"
     needed = measured.record_bytes / max(measured.step_seconds, 1e-9)
     share = needed / max(measured.bytes_per_second, 1.0)
-    if share > _SHARE:
+    further = _BAND if measured.logged else 1.0
+    if share > _SHARE * further:
         return "replica", (
             f"{size}, which at {measured.step_seconds * 1e3:.3g} ms a step would take {share:.1%} of the "
             f"{_text(measured.bytes_per_second)}/s that this storage takes (at most {_SHARE:.0%})"
         )
     between = measured.record_bytes * measured.interval_steps
-    if between > measured.checkpoint_bytes:
+    if between > measured.checkpoint_bytes * further:
         return "replica", (
             f"{size}, and those between two checkpoints would take {_text(between)}, more than a checkpoint "
             f"({_text(measured.checkpoint_bytes)})"

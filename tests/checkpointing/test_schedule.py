@@ -388,10 +388,15 @@ def test_the_interval_follows_failures_and_costs_within_its_budget(clock: Clock)
     run.wrote(cpu_seconds=4.0)
     assert run.schedule.interval_seconds() == pytest.approx(200.0), "by the budget alone"
     seldom, often = Observed(1 / 40_000, 0.02), Observed(1 / 1_000, 0.02)
-    run.schedule.observe(seldom)
-    assert run.schedule.interval_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 40_000))
+    for _ in range(9):
+        run.schedule.observe(seldom)
+    assert run.schedule.interval_seconds() == pytest.approx(200.0), "it follows checkpoints, not news"
     for _ in range(2):
-        run.schedule.observe(often)
+        run.wrote(cpu_seconds=4.0)
+    assert run.schedule.interval_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 40_000))
+    run.schedule.observe(often)
+    for _ in range(2):
+        run.wrote(cpu_seconds=4.0)
     assert run.schedule.interval_seconds() == pytest.approx(200.0), "never more often than the budget allows"
     assert [(one.name, one.old, one.new) for one in decisions] == [
         ("storage interval", 200, 400),
@@ -407,7 +412,11 @@ def test_with_a_log_a_failure_costs_redo_only(clock: Clock) -> None:
     run.wrote(cpu_seconds=4.0)
     run.schedule.logged = True
     run.schedule.observe(Observed(1 / 10_000, 0.1))
+    for _ in range(2):
+        run.wrote(cpu_seconds=4.0)
     assert run.schedule.interval_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 10_000 / 0.1))
+    unlogged = max(200.0, math.sqrt(2 * 2.0 * 10_000))
+    assert run.schedule.interval_steps_unlogged() == pytest.approx(unlogged), "a log is judged without its own effect"
 
 
 @pytest.mark.parametrize("config", [{"min_seconds": 5.0}, {"overhead": 0.5}, {"every_steps": 10}])
@@ -417,4 +426,6 @@ def test_limits_of_the_user_s_are_left_alone(clock: Clock, config: dict[str, flo
     run.wrote(cpu_seconds=4.0)
     before = run.schedule.interval_steps()
     run.schedule.observe(Observed(1 / 40_000, 0.02))
-    assert run.schedule.interval_steps() == before
+    for _ in range(3):
+        run.wrote(cpu_seconds=4.0)
+    assert run.schedule.interval_steps() == before == run.schedule.interval_steps_unlogged()
