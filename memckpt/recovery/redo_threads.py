@@ -33,6 +33,11 @@ class RedoThreads:
         self._running: deque[tuple[Future[None], Callable[[], None]]] = deque()
         self._hooks = without_global_hooks()
 
+    @property
+    def width(self) -> int:
+        """Number of groups that are redone at the same time."""
+        return self._threads if self._pool is not None else 1
+
     def __enter__(self) -> RedoThreads:
         self._hooks.__enter__()
         if self._threads > 1:

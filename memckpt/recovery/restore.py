@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -148,21 +149,19 @@ class Restorer:
         for number in expected:
             self._ring.check(number, ranks)
         gradients = StagedGradients(self._slots, self._layout, common_device(self._params))
-        began, copying = time.perf_counter(), 0.0
+        clock = _RedoClock()
         with progress("restoring", self._layout.numel * 12) as advance, RedoThreads(self._layout) as threads:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 due = self._layout.due(anchoring.record)
-                copied = time.perf_counter()
                 before = [self._copies_before(piece) for piece in due]
                 redo_targets = [self._anchored(piece, anchoring) for piece in due]
-                copying += time.perf_counter() - copied
                 group = RedoGroup(self._layout, redo_targets, self._build)
                 since = [by_number[number] for number in range(anchoring.anchors_of + 1, record + 1)]
-                redo = partial(group.apply_all, since, gradients)
+                redo = clock.timed(partial(group.apply_all, since, gradients))
                 threads.run(redo_targets, redo, partial(self._bring_home, redo_targets, before, advance))
             threads.wait()
-        # A parameter is redone from its anchor, of any of the records, on: (T + 1) / 2 records on average.
-        self.record_redo_seconds = (time.perf_counter() - began - copying) * 2 / (period + 1)
+            # A parameter is redone from its anchor, of any of the records, on: (T + 1) / 2 records on average.
+            self.record_redo_seconds = clock.busy / threads.width * 2 / (period + 1)
 
     def _bring_home(
         self, redo_targets: Sequence[RedoTarget], before: Sequence[_Copies], advance: Callable[[int], None]
@@ -279,6 +278,26 @@ class Restorer:
             if self._comparison is not None:
                 self._comparison.tensor("buffer", spec.name, local(self._tensors[spec.name]), held)
             fill(self._tensors[spec.name], held)
+
+
+class _RedoClock:
+    """Seconds that redo has kept threads busy, copies and waits left out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.busy = 0.0
+
+    def timed(self, redo: Callable[[], None]) -> Callable[[], None]:
+        """The same redo, timed in whichever thread it runs."""
+
+        def run() -> None:
+            began = time.perf_counter()
+            redo()
+            took = time.perf_counter() - began
+            with self._lock:
+                self.busy += took
+
+        return run
 
 
 def _cut(tensor: torch.Tensor, piece: Piece | RedoTarget) -> torch.Tensor:
