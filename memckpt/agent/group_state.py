@@ -146,8 +146,8 @@ class GroupState:
         return generation
 
     def unprepare(self, message: Unprepare) -> None:
-        """Ranks of other nodes have no room for what was to be written."""
-        self._pending.give_up(message.generation)
+        """Some rank has no room for what was to be written."""
+        self._pending.give_up(message.record)
 
     def _bring_together(self, record: int, differing: Difference) -> None:
         """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.

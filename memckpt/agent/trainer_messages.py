@@ -75,7 +75,7 @@ class TrainerMessages:
                 if message.discard:
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
-                prepared = Prepared(generation.number, generation.spec, whole=generation.whole)
+                prepared = Prepared(generation.number, generation.spec, whole=generation.whole, begins=message.record)
                 self._send_regions(connection, prepared, generation)
             case Unprepare():
                 group.unprepare(message)

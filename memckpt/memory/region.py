@@ -78,6 +78,21 @@ class Region:
         """Map a region that was received over a socket; takes ownership of the descriptor."""
         return cls(fd, os.fstat(fd).st_size)
 
+    @classmethod
+    def open_all(cls, fds: Sequence[int]) -> list[Region]:
+        """Map several regions, or none; takes ownership of the descriptors in either case."""
+        opened: list[Region] = []
+        try:
+            for fd in fds:
+                opened.append(cls.open(fd))
+        except BaseException:  # raised again: nobody else knows of them
+            for region in opened:
+                region.close()
+            for fd in fds[len(opened) :]:
+                os.close(fd)
+            raise
+        return opened
+
     def reserve(self, name: str) -> None:
         """Reserve the parts that :meth:`create` has left out; existing content stays.
 

@@ -50,6 +50,8 @@ class PendingGeneration:
         self._asked: dict[int, StateSpec] = {}
         #: The record after which the one that is allocated begins.
         self._begins = 0
+        #: Whether nobody is going to write it yet, but it has its memory already.
+        self._optional = False
         self.generation: Generation | None = None
 
     def ask(self, rank: int, message: Prepare) -> Difference | None:
@@ -82,9 +84,10 @@ class PendingGeneration:
         """
         one = self.generation
         if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
+            self._optional = self._optional and message.optional
             return one, False
         self.drop()
-        self._begins = message.record
+        self._begins, self._optional = message.record, message.optional
         self.next_number()
         try:
             self.generation = self._make(message, held_bytes + beside, held_bytes)
@@ -122,9 +125,12 @@ class PendingGeneration:
         if generation is not None:
             generation.close()
 
-    def give_up(self, number: int) -> None:
-        """A rank has no room for the generation of this number: none of them writes it."""
-        if self.generation is not None and self.generation.number == number:
+    def give_up(self, record: int) -> None:
+        """A rank has no room for the optional generation that begins after `record`: none of them writes it.
+
+        A rank may have asked for another one after the same record meanwhile, which stays.
+        """
+        if self._begins == record and self._optional:
             self.drop()
 
     def forget(self) -> None:

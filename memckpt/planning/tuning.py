@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from memckpt.config import RedoMode
-from memckpt.planning.checks import require_number, require_seconds
+from memckpt.planning.checks import LONGEST_SECONDS, require_number, require_seconds
 from memckpt.planning.intervals import young_interval
 
 #: MTBF of a job of which nothing is known, and the number of failures that this guess weighs as much as.
@@ -111,10 +111,14 @@ def checkpoint_interval(
         failures_per_second: rate of failures.
         repeated_share: seconds that a lost second of training costs, above 0.
         least_seconds: interval below which checkpoints cost more than their budget.
+
+    Returns:
+        the interval, at most a hundred years, as every time here.
     """
     require_number("failures_per_second", failures_per_second, 0, 1e6, "per second", above=True)
     require_number("repeated_share", repeated_share, 0, 1, above=True)
-    return max(least_seconds, young_interval(cost_seconds, 1 / (failures_per_second * repeated_share)))
+    mttf_seconds = min(LONGEST_SECONDS, 1 / (failures_per_second * repeated_share))
+    return min(LONGEST_SECONDS, max(least_seconds, young_interval(cost_seconds, mttf_seconds)))
 
 
 @dataclass(frozen=True)
@@ -137,12 +141,13 @@ class LayoutSettings:
 
 @dataclass(frozen=True)
 class Free:
-    """Settings that the user has left to the tuner, and T after a change to lazy redo."""
+    """Settings that the user has left to the tuner, and T and D after a change to lazy redo."""
 
     mode: bool
     period: bool
     slots: bool
     lazy_period: int
+    lazy_slots: int
 
 
 @dataclass(frozen=True)
@@ -191,17 +196,23 @@ def period_cost(now: LayoutSettings, measured: Measured, period: int) -> float:
     return copies + measured.failures_per_second * (period + 1) / 2 * measured.redo_seconds
 
 
-def best_period(now: LayoutSettings, measured: Measured, budget: float) -> int:
+def best_period(now: LayoutSettings, measured: Measured, budget: float, below: float = math.inf) -> int:
     """T with the least cost, among those within the overhead budget; one that is shorter has to be well within.
 
     Where none is, the longest if that spares half of the budget or more, else the present one.
+
+    Args:
+        now: settings under which `measured` was measured.
+        measured: measurements.
+        budget: share of a step's time that protection may cost.
+        below: T, in steps, that a T other than the present one has to be below.
     """
     others = measured.stall_seconds - measured.anchor_seconds
 
     def stall_share(period: int) -> float:
         return (others + measured.anchor_seconds * now.period / period) / measured.step_seconds
 
-    periods = sorted({now.period, *_PERIODS})
+    periods = sorted({now.period, *(one for one in _PERIODS if one < below)})
     within = [one for one in periods if stall_share(one) <= (budget / _BAND if one < now.period else budget)]
     if within:
         return min(within, key=lambda period: period_cost(now, measured, period))
@@ -226,6 +237,8 @@ class LayoutTuner:
         self._budget = budget
         self._rest = 0
         self._wanted: tuple[str, bool] | None = None
+        #: The shortest T for which there was no room.
+        self._no_room_from = math.inf
 
     def decide(self, now: LayoutSettings, measured: Measured) -> Change | None:
         """Look at what was measured under the settings `now`; None: they stay."""
@@ -240,9 +253,15 @@ class LayoutTuner:
         self._wanted, self._rest = None, _REST_LOOKS
         return change
 
-    def no_room(self) -> None:
-        """Rest: there was no memory for the last change."""
+    def look_away(self) -> None:
+        """Leave a look out, whose figures are not like those of other looks: two in a row are counted anew."""
+        self._wanted = None
+
+    def no_room(self, now: LayoutSettings, refused: LayoutSettings) -> None:
+        """Rest: there was no memory for the last change; a T as long as the refused one is not asked for again."""
         self._rest = _NO_ROOM_LOOKS
+        if (now.mode, now.slots) == (refused.mode, refused.slots) and refused.period > now.period:
+            self._no_room_from = min(self._no_room_from, refused.period)
 
     def _without_waits(self, now: LayoutSettings, measured: Measured) -> Change | None:
         share = measured.wait_seconds / measured.step_seconds
@@ -252,15 +271,17 @@ class LayoutTuner:
         if self._free.slots and now.slots < MOST_SLOTS:
             return Change("slots", replace(now, slots=MOST_SLOTS), waits)
         if self._free.mode:
-            lazy = LayoutSettings("lazy", self._free.lazy_period, now.slots)
+            lazy = LayoutSettings("lazy", self._free.lazy_period, self._free.lazy_slots)
             return Change("redo", lazy, waits)
         return None
 
     def _other_period(self, now: LayoutSettings, measured: Measured) -> Change | None:
         if now.mode != "lazy" or not self._free.period:
             return None
-        best = best_period(now, measured, self._budget)
+        best = best_period(now, measured, self._budget, self._no_room_from)
         best = int(min(now.period * _LARGEST_STEP, max(now.period / _LARGEST_STEP, best)))
+        if best >= self._no_room_from:  # on the way to a T by steps of a factor of four
+            return None
         cost, less = (period_cost(now, measured, period) for period in (now.period, best))
         over = measured.stall_seconds / measured.step_seconds - self._budget
         gain = cost - less

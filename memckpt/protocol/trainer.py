@@ -16,7 +16,7 @@ from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -88,9 +88,12 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Unprepare(msgspec.Struct, frozen=True, tag="unprepare"):
-    """A generation that was prepared is not going to be written: another rank has no room for it."""
+    """What was prepared to begin after `record` is not going to be written: some rank has no room for it.
 
-    generation: int
+    A rank whose request came to nothing knows no generation's number.
+    """
+
+    record: int
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed"):
@@ -144,6 +147,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     later records, by record and rank, of which a captured state has nothing else.
 
     `whole`: all slots are reserved. Where they are not, no record may be begun before they are (NeedSlots).
+    `begins`: the record of the Prepare that this answers.
     """
 
     generation: int
@@ -157,6 +161,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     not_repeated: str = ""
     following: dict[int, dict[int, bytes]] = {}
     whole: bool = True
+    begins: int = 0
 
 
 class NeedSlots(msgspec.Struct, frozen=True, tag="slots?"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -142,6 +143,9 @@ class AgentClient:
                     "does not wait" if message.waits_suspended else "waits, where it has to,",
                 )
             self.whole, self.waits_suspended = message.whole, message.waits_suspended
+        elif isinstance(message, Prepared):
+            for fd in fds:  # the answer to a question that was given up
+                os.close(fd)
         elif isinstance(message, SlotsMade):
             self._slots_made[message.generation] = message
         elif isinstance(message, Notice):
@@ -190,7 +194,11 @@ class AgentClient:
 
     def prepare(self, message: Prepare) -> PreparedRegions:
         """Allocate a new generation. Raises MemoryBudgetError if it does not fit."""
-        return self._regions(message)
+        while True:
+            regions = self._regions(message)
+            if (regions.message.begins, regions.message.spec) == (message.record, message.spec):
+                return regions
+            regions.close()  # the answer to a question that was given up
 
     def resume(self, message: Resume) -> PreparedRegions:
         """Have the agent produce the state after a record."""
@@ -232,7 +240,7 @@ class AgentClient:
         answer, fds = self._request(message, Prepared)
         assert isinstance(answer, Prepared)
         self.applied = max(self.applied, answer.record)
-        return PreparedRegions(answer, [Region.open(fd) for fd in fds])
+        return PreparedRegions(answer, Region.open_all(fds))
 
     def ask_for_generation(
         self, record: int, reason: str, changing: frozenset[str] = frozenset(), later: str = ""

@@ -1,6 +1,7 @@
 """The ranks of a job: their nodes, and how they agree at the start.
 
-Nothing here runs during training, except the self-test of unknown optimizers in the first steps.
+Nothing here runs during training, except the self-test of unknown optimizers in the first steps, and the tuner's looks,
+half a minute apart or more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a node has the memory for lazy redo, the exact mode on an accelerator."""
+"""Check that a node has the memory for other settings than those that take the least."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from memckpt.config import MemckptConfig
 from memckpt.memory.budget import available_bytes
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec
 
-#: Share of the available memory that lazy redo may take by itself: loader workers and their batches need the rest.
+#: Share of the available memory that protection may take by itself: loader workers and their batches need the rest.
 SHARE = 0.75
 _GIB = 2**30
+
+
+def node_bytes(spec: StateSpec, ranks: Ranks) -> int:
+    """Shared memory that a generation of this layout takes on this node, in bytes.
+
+    All units of a node hold shards of about the same size.
+    """
+    return Layout(spec).total_bytes * len(ranks.local_ranks) // len(ranks.unit)
 
 
 def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> str:
@@ -29,15 +38,34 @@ def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: 
         replicas=ranks.replicas if len(ranks.groups) > 1 else (),
         reads_late=config.reads_late,
     )
-    # All units of a node hold shards of about the same size.
-    needed = Layout(live.spec(request)).total_bytes * len(ranks.local_ranks) / len(ranks.unit)
-    room, source = SHARE * available_bytes(), f"{SHARE:.0%} of the available memory"
+    needed, budget = node_bytes(live.spec(request), ranks), config.agent.memory_budget_bytes
+    return _shortage("lazy redo, which is exact on an accelerator,", needed, SHARE * available_bytes(), budget)
+
+
+def tuned_shortage(config: MemckptConfig, ranks: Ranks, spec: StateSpec, held: StateSpec | None) -> str:
+    """Reason why the tuner may not choose a layout, with figures; empty if there is enough memory.
+
+    Of a budget it takes a part only, too: nobody has asked for what it wants, and generations to come need some.
+
+    Args:
+        config: settings of the session.
+        ranks: ranks of the job.
+        spec: the layout.
+        held: layout of what is held in its place now; None: nothing is held.
+    """
+    given_back = node_bytes(held, ranks) if held is not None else 0
     budget = config.agent.memory_budget_bytes
+    room = SHARE * (available_bytes() + given_back)
+    return _shortage("it", node_bytes(spec, ranks), room, None if budget is None else SHARE * budget)
+
+
+def _shortage(what: str, needed: int, room: float, budget: float | None) -> str:
+    source = f"{SHARE:.0%} of the available memory"
     if budget is not None and budget < room:
-        room, source = budget, "agent.memory_budget_bytes"
+        room, source = budget, "of agent.memory_budget_bytes"
     if needed <= room:
         return ""
     return (
-        f"lazy redo, which is exact on an accelerator, would take {needed / _GIB:.1f} GiB of this node's memory, and "
-        f"{room / _GIB:.1f} GiB are there ({source})"
+        f"{what} would take {needed / _GIB:.3g} GiB of this node's memory, and {room / _GIB:.3g} GiB are there for it "
+        f"({source})"
     )

@@ -139,7 +139,7 @@ class Session(Information):
         if self._ranks.rank == 0:
             tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated)
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
-        self._tuning.adopt(self.held.rank_state if self.held is not None else None)
+        self._tuning.adopt(self.held.rank_state if self.held is not None else None, resumed.point is not None)
         self._switch.use_mode()
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)

@@ -1,8 +1,9 @@
 """Tuning of a running job: what is measured, and how all ranks begin with other settings after one record.
 
 Looks are collective, at the end of the same record on every rank, twenty records and half a minute apart or more. Rank
-0 decides by the rules in :mod:`memckpt.planning.tuning`. A change that needs another layout is first given its memory
-on every node, beside what is held: where one has no room, nothing changes anywhere.
+0 decides by the rules in :mod:`memckpt.planning.tuning`. A change is first given its memory by every agent, beside what
+is held: where one has no room, nothing changes anywhere. The ranks let go of it again, so that no rank owns regions of
+a generation that another one may never write; its agent keeps it until they ask for it after the same record.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ from memckpt.session.local_training import LocalTraining
 from memckpt.session.mode import ModeChoice
 from memckpt.session.protection import Protection
 from memckpt.session.rank_state import OWN, RankState
+from memckpt.session.room import tuned_shortage
 from memckpt.session.staging import Staging
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 _NAME = OWN + "tuning"
@@ -35,12 +38,13 @@ FIRST_RECORDS, LEAST_RECORDS, LOOK_SECONDS = 16, 20, 30.0
 
 @dataclass(frozen=True)
 class _Look:
-    """What one rank has measured: seconds for each step, and whether its protection is complete."""
+    """What one rank has measured: seconds for each step, under which settings, and whether protection is complete."""
 
     step: float
     stall: float
     anchors: float
     wait: float
+    settings: LayoutSettings
     ready: bool
 
 
@@ -52,7 +56,7 @@ class Tuning:
         mode: choice of the redo mode, which takes the settings.
         switch: begins generations with them.
         protection: says whether it is complete; nothing changes while it is not.
-        staging: gets the regions of a generation with other settings.
+        staging: has the layout of what is held.
         rank_state: carries the settings and the failures of the run.
     """
 
@@ -71,11 +75,15 @@ class Tuning:
         self._link = protection.link
         self._on = config.tuning == "auto"
         self._rate = FailureRate(config.mtbf_seconds)
+        # What peers hold depends on T and D: other ones would leave them with nothing until all is sent anew. With
+        # compression T follows from the bytes of records.
+        alone = config.peers is None
         self._free = Free(
             mode=config.redo == "auto",
-            period=config.anchor_period_steps is None,
-            slots=config.slots is None,
+            period=config.anchor_period_steps is None and alone and config.compression is None,
+            slots=config.slots is None and alone,
             lazy_period=config.anchor_period("lazy"),
+            lazy_slots=config.records_in_flight,
         )
         self._layout = LayoutTuner(self._free, config.overhead_budget)
         tensors = training.live.tensors().values()
@@ -84,7 +92,7 @@ class Tuning:
         )
         #: Record of the next look; None before the first record of the attempt.
         self._next: int | None = None
-        self._settled = False
+        self._settled = self._broken = False
         self._counted_at = time.monotonic()
         self._begin_window(0)
         if self._on:
@@ -98,11 +106,12 @@ class Tuning:
         seconds = self._rate.seconds + time.monotonic() - self._counted_at
         return {"settings": found, "failures": self._rate.failures, "seconds": seconds, "redo": self._redo_seconds}
 
-    def adopt(self, provided: Mapping[str, Any] | None) -> None:
+    def adopt(self, provided: Mapping[str, Any] | None, in_memory: bool) -> None:
         """Go on with what the run has found before, as far as the user leaves it to the tuner; collective.
 
         Args:
             provided: what the resumed rank state holds; None where nothing is resumed.
+            in_memory: whether the resumed state is held, so that these settings have their memory already.
         """
         if not self._on:
             return
@@ -123,8 +132,13 @@ class Tuning:
             period if same and self._free.period else (self._free.lazy_period if later else now.period),
             slots if self._free.slots else now.slots,
         )
-        if settings != now:
+        if settings == now:
+            return
+        problem = "" if in_memory else self._first_problem(self._shortage(settings, None))
+        if not problem:
             self._mode.tune(settings, "as tuned before")
+        elif self._ranks.rank == 0:
+            _log.info("memckpt: settings are %s, and not %s as before: %s", now, settings, problem)
 
     def redid(self, record_seconds: float | None) -> None:
         """Take the duration of a record's redo at a restore; None where nothing was redone."""
@@ -158,44 +172,53 @@ class Tuning:
             stall=(clock.total - total - (waits - besides)) / count,
             anchors=(clock.anchors - anchors) / count,
             wait=(self._link.waited_for_redo - self._waited_before) / count,
+            settings=self._mode.settings,
             ready=self._protection.complete,
         )
 
     def _look(self, record: int) -> None:
         looks = self._ranks.gather(self._measure(record))
-        first = self._ranks.rank == 0
         now = time.monotonic()
         self._rate.passed(now - self._counted_at)
         self._counted_at = now
         self._begin_window(record)
         self._next = record + max(LEAST_RECORDS, math.ceil(LOOK_SECONDS / looks[0].step))
         settled, self._settled = self._settled, True
-        measured = Measured(
-            step_seconds=max(one.step for one in looks),
-            stall_seconds=max(0.0, *(one.stall for one in looks)),
-            anchor_seconds=max(one.anchors for one in looks),
-            wait_seconds=max(one.wait for one in looks),
-            redo_seconds=self._redo_seconds,
-            failures_per_second=self._rate.per_second,
-        )
-        change = None
-        # The first steps are not like the others.
-        if first and settled and all(one.ready for one in looks):
-            change = self._layout.decide(self._mode.settings, measured)
-        change, rate, redo = self._ranks.gather((change, self._rate.per_second, self._redo_seconds))[0]
-        if self._ranks.rank == self._ranks.unit[0] and self._link.up:
-            self._tell(Observed(rate, redo))
+        first = self._ranks.rank == 0
+        change = self._ranks.gather(self._decide(looks, settled) if first else None)[0]
+        if first and settled and self._link.up:
+            self._tell(Observed(self._rate.per_second, self._redo_seconds))
         if change is not None:
             self._carry_out(record + 1, change)
+
+    def _decide(self, looks: Sequence[_Look], settled: bool) -> Change | None:
+        """Decide on rank 0; the first steps are not like the others."""
+        alike = all(one.ready and one.settings == looks[0].settings for one in looks)
+        if self._broken or not settled or not alike:
+            self._layout.look_away()
+            return None
+        try:
+            measured = Measured(
+                step_seconds=max(one.step for one in looks),
+                stall_seconds=max(0.0, *(one.stall for one in looks)),
+                anchor_seconds=max(one.anchors for one in looks),
+                wait_seconds=max(one.wait for one in looks),
+                redo_seconds=self._redo_seconds,
+                failures_per_second=self._rate.per_second,
+            )
+            return self._layout.decide(looks[0].settings, measured)
+        except Exception as error:  # said: the user's training goes on, and other ranks wait for this one's answer
+            self._broken = True
+            _log.warning("memckpt: settings stay as they are from now on; please report it", exc_info=error)
+            return None
 
     def _carry_out(self, record: int, change: Change) -> None:
         """Begin a generation with other settings after `record`, on all ranks or on none."""
         before = self._mode.settings
-        problems = self._ranks.gather(self._prepare(record, change))
-        problem = next(filter(None, problems), "")
+        problem = self._first_problem(self._prepare(record, change))
         if problem:
-            self._unprepare()
-            self._layout.no_room()
+            self._tell(Unprepare(record))
+            self._layout.no_room(before, change.settings)
             if self._ranks.rank == 0:
                 _log.info("memckpt: settings stay %s, %s does not fit: %s", before, change.settings, problem)
             return
@@ -206,27 +229,39 @@ class Tuning:
             _log.info("memckpt: %s: %s -> %s from step %d on: %s", change.name, old, new, record, change.reason)
             self._link.note(Decision(change.name, old, new, change.reason))
 
-    def _prepare(self, record: int, change: Change) -> str:
-        """Reserve the memory of a generation. Returns why that is not possible, in words; empty if it is."""
+    def _first_problem(self, own: str) -> str:
+        """The first rank's problem that has one; empty if none has; collective."""
+        return next(filter(None, self._ranks.gather(own)), "")
+
+    def _spec(self, settings: LayoutSettings) -> StateSpec:
         training = self._training
-        spec = training.live.spec(self._mode.request(training.copier.asynchronous, change.settings))
+        return training.live.spec(self._mode.request(training.copier.asynchronous, settings))
+
+    def _shortage(self, settings: LayoutSettings, held: StateSpec | None) -> str:
+        return tuned_shortage(self._training.config, self._ranks, self._spec(settings), held)
+
+    def _prepare(self, record: int, change: Change) -> str:
+        """Have the agent reserve the memory of a generation, and keep it for the generation that begins then.
+
+        Returns:
+            why that is not possible, in words; empty if it is.
+        """
         try:
+            writer = self._staging.writer
+            if writer is None:
+                return "this rank is not protected"
+            short = self._shortage(change.settings, writer.spec)
+            if short:
+                return short
+            spec = self._spec(change.settings)
             self._link.finish_sending()
-            regions = self._link.prepare(spec, record, reason=change.reason, whole=True, optional=True)
+            self._link.prepare(spec, record, reason=change.reason, whole=True, optional=True).close()
         except MemckptError as error:  # a lost agent is found at the next commit
             return str(error) or type(error).__name__
         except Exception as error:  # said: the user's training goes on, and other ranks wait for this one's answer
             _log.warning("memckpt: other settings could not be prepared; please report it", exc_info=error)
             return f"{type(error).__name__}: {error}"
-        self._staging.prepared = regions
         return ""
-
-    def _unprepare(self) -> None:
-        regions, self._staging.prepared = self._staging.prepared, None
-        if regions is not None:
-            number = regions.message.generation
-            regions.close()
-            self._tell(Unprepare(number))
 
     def _tell(self, message: Observed | Unprepare) -> None:
         with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so

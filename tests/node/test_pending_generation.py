@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -10,11 +11,14 @@ import pytest
 
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
+from memckpt.memory.generation_regions import Allowance, GenerationRegions
+from memckpt.memory.region import Region
 from memckpt.node.pending_generation import Difference, PendingGeneration
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
-from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare
+from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare, Prepared
 from memckpt.session.agent_client import AgentClient
+from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec, TensorSpec
 from tests.support.cluster.storage_node import spec_of
@@ -130,12 +134,23 @@ def test_an_optional_generation_that_does_not_fit_is_refused_and_the_old_one_sta
     assert ranks.building.generation is None
 
 
-def test_a_generation_that_is_given_up_frees_its_memory(ranks: Ranks) -> None:
-    ranks.prepare(0, 5)
+def test_an_optional_generation_that_is_given_up_frees_its_memory(ranks: Ranks) -> None:
+    optional = msgspec.structs.replace(request(5), optional=True)
+    ranks.building.allocate(0, optional, 0)
     ranks.building.give_up(7)
-    assert ranks.building.generation is not None, "another one's number"
-    ranks.building.give_up(1)
+    assert ranks.building.generation is not None, "another record"
+    ranks.building.give_up(5)
     assert ranks.building.generation is None
+
+
+def test_a_generation_that_a_rank_is_about_to_write_is_not_given_up(ranks: Ranks) -> None:
+    """Another rank's word that it has no room may come late."""
+    optional = msgspec.structs.replace(request(5), optional=True)
+    ranks.building.allocate(0, optional, 0)
+    generation, fresh = ranks.building.allocate(0, request(5), 0)
+    assert (generation.number, fresh) == (1, False)
+    ranks.building.give_up(5)
+    assert ranks.building.generation is generation
 
 
 PLAIN_BYTES = 5 * 2 * 4096  # a ring of five records, each a header and a page
@@ -163,3 +178,34 @@ def test_a_late_answer_to_an_earlier_question_is_not_taken_for_the_answer(
     assert client.ask_for_generation(9, "a reason") == orders[1]
     assert agent.receive(5)[0] == NeedGeneration(9, "a reason")
     assert client.notices() == orders[:1]
+
+
+def test_regions_of_a_question_that_was_given_up_are_closed_and_never_taken(
+    client_and_agent: tuple[AgentClient, Channel],
+) -> None:
+    """The trainer had waited for them for too long, and has gone on."""
+    client, agent = client_and_agent
+
+    def answers(number: int, record: int) -> None:
+        regions = GenerationRegions.create(Layout(PLAIN), Allowance())
+        agent.send(Prepared(number, PLAIN, begins=record), [region.fd for region in regions])
+        regions.close()
+
+    open_before = len(os.listdir("/proc/self/fd"))
+    answers(1, 4)
+    assert client.notices() == []
+    answers(2, 4)
+    answers(3, 9)
+    prepared = client.prepare(request(9))
+    assert prepared.message.generation == 3
+    prepared.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_of_several_regions_none_stays_open_where_one_cannot_be_mapped() -> None:
+    good = Region.create("test", 4096)
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="empty file"):
+        Region.open_all([os.dup(good.fd), os.memfd_create("memckpt-test"), os.dup(good.fd)])
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    good.close()

@@ -27,7 +27,7 @@ from memckpt.planning.tuning import (
 )
 
 LAZY, EAGER = LayoutSettings("lazy", 8, 3), LayoutSettings("eager", 32, 3)
-ALL_FREE = Free(mode=True, period=True, slots=True, lazy_period=8)
+ALL_FREE = Free(mode=True, period=True, slots=True, lazy_period=8, lazy_slots=3)
 #: A job in which nothing needs to change.
 CALM = Measured(
     step_seconds=1.0,
@@ -84,6 +84,7 @@ def test_the_interval_is_young_s_within_its_budget() -> None:
     assert checkpoint_interval(2.0, 1 / 3600, 1.0, 60.0) == pytest.approx(math.sqrt(2 * 2 * 3600))
     assert checkpoint_interval(2.0, 1 / 3600, 0.01, 60.0) == pytest.approx(math.sqrt(2 * 2 * 3600 / 0.01))
     assert checkpoint_interval(2.0, 1 / 600, 1.0, 200.0) == 200.0
+    assert checkpoint_interval(2.0, 1 / 3.2e9, 0.01, 60.0) < 3.2e9, "a century is the longest time"
     with pytest.raises(ConfigurationError, match="failures_per_second"):
         checkpoint_interval(2.0, 0.0, 1.0, 60.0)
 
@@ -118,7 +119,7 @@ def test_a_calm_job_is_left_alone() -> None:
 def test_eager_redo_that_is_too_slow_gets_slots_and_then_becomes_lazy_once() -> None:
     waiting = replace(CALM, anchor_seconds=1e-4, wait_seconds=0.2)
     changed = decisions(LayoutTuner(ALL_FREE, 0.03), EAGER, [waiting] * 20)
-    assert changed == [replace(EAGER, slots=MOST_SLOTS), LayoutSettings("lazy", 8, MOST_SLOTS)]
+    assert changed == [replace(EAGER, slots=MOST_SLOTS), LAZY], "with D as lazy redo begins with it"
     fixed = replace(ALL_FREE, slots=False)
     assert decisions(LayoutTuner(fixed, 0.03), EAGER, [waiting] * 20) == [LayoutSettings("lazy", 8, 3)]
     assert decisions(LayoutTuner(replace(fixed, mode=False), 0.03), EAGER, [waiting] * 20) == []
@@ -128,8 +129,27 @@ def test_eager_redo_that_is_too_slow_gets_slots_and_then_becomes_lazy_once() -> 
 def test_no_room_is_not_asked_for_again_soon() -> None:
     tuner, waiting = LayoutTuner(ALL_FREE, 0.03), replace(CALM, wait_seconds=0.2)
     assert [tuner.decide(EAGER, waiting) is None for _ in range(2)] == [True, False]
-    tuner.no_room()
+    tuner.no_room(EAGER, replace(EAGER, slots=MOST_SLOTS))
     assert [tuner.decide(EAGER, waiting) is None for _ in range(22)] == [True] * 21 + [False]
+
+
+def test_a_period_for_which_there_was_no_room_is_not_asked_for_again() -> None:
+    costly = replace(CALM, stall_seconds=0.06, anchor_seconds=0.045)
+    tuner = LayoutTuner(ALL_FREE, 0.03)
+    [first, *_] = decisions(tuner, LAZY, [costly] * 3)
+    assert first.period == 32
+    tuner.no_room(LAZY, first)
+    [second, *later] = decisions(tuner, LAZY, [costly] * 60)
+    assert second.period == 16, "what there may be room for"
+    assert later == []
+
+
+def test_looks_count_in_a_row_only() -> None:
+    tuner, waiting = LayoutTuner(ALL_FREE, 0.03), replace(CALM, wait_seconds=0.2)
+    assert tuner.decide(EAGER, waiting) is None
+    tuner.look_away()
+    assert tuner.decide(EAGER, waiting) is None
+    assert tuner.decide(EAGER, waiting) is not None
 
 
 def test_a_stall_over_the_budget_lengthens_the_period() -> None:

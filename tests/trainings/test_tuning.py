@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 
-from memckpt.config import AgentConfig
+from memckpt.config import AgentConfig, StorageConfig
+from memckpt.errors import MemoryBudgetError
+from memckpt.node.pending_generation import PendingGeneration
 from memckpt.node.replica import Replica
 from memckpt.planning.tuning import Change, LayoutSettings, LayoutTuner, Measured
 from memckpt.recovery import restore
 from memckpt.recovery.restore import Restorer
 from memckpt.session import mode, protection, tuning
+from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.link import AgentLink
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import RedoGroup
+from tests.storage.test_storage_runs import BEFORE_10, until_stored
+from tests.support.cluster.processes import kill_and_wait
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
 from tests.support.trainings.engine_cases import PLAIN
-from tests.support.trainings.engine_child import Control, config
+from tests.support.trainings.engine_child import Control, config, kill_both
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_training import Case, Training
 from tests.trainings.test_ddp import survives as ddp_survives
@@ -63,6 +68,19 @@ def tuned(ended: Ended) -> list[str]:
     return [line for line in ended.log.splitlines() if " -> " in line and "from step" in line]
 
 
+def note_changes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Have each rank note the generations that tuning begins. Returns a function that reads the notes."""
+    file, tune = lab.directory / "changes", GenerationSwitch.tune
+
+    def noted(switch: GenerationSwitch, record: int) -> None:
+        tune(switch, record)
+        with file.open("a") as notes:
+            notes.write(f"rank {switch._ranks.rank}, record {record}, T={switch.request.period}\n")
+
+    monkeypatch.setattr(GenerationSwitch, "tune", noted)
+    return lambda: file.read_text().splitlines() if file.exists() else []
+
+
 # Deaths around a change
 
 
@@ -92,8 +110,78 @@ def test_a_death_at_each_step_of_a_change_of_the_period(lab: Lab, monkeypatch: p
 @pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
 def test_all_ranks_change_after_the_same_record(lab: Lab, monkeypatch: pytest.MonkeyPatch, nodes: bool) -> None:
     decide_by(monkeypatch, longer_period)
+    changes = note_changes(lab, monkeypatch)
     job = Job(fresh_directory(lab), lab.run_dir, FREE, nodes=nodes)
     ddp_survives(lab, job, [Death("all", 8, "committed"), Death(1, 11, "backward")], [8, 11])
+    assert sorted(changes()) == ["rank 0, record 6, T=6", "rank 1, record 6, T=6"]
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+def test_where_one_rank_has_no_room_no_rank_changes(lab: Lab, monkeypatch: pytest.MonkeyPatch, nodes: bool) -> None:
+    original, give_up = AgentLink.prepare, PendingGeneration.give_up
+    refused = lab.directory / "given-up"
+
+    def prepare(link: AgentLink, *arguments: Any, optional: bool = False, **settings: Any) -> Any:
+        if optional and link._ranks.rank == 1:
+            raise MemoryBudgetError("expected room, found none")
+        return original(link, *arguments, optional=optional, **settings)
+
+    def noted(pending: PendingGeneration, record: int) -> None:
+        before = pending.generation
+        give_up(pending, record)
+        with refused.open("a") as file:
+            file.write(f"{record}: {before is not None} -> {pending.generation is not None}\n")
+
+    monkeypatch.setattr(AgentLink, "prepare", prepare)
+    monkeypatch.setattr(PendingGeneration, "give_up", noted)
+    decide_by(monkeypatch, longer_period)
+    changes = note_changes(lab, monkeypatch)
+    if not nodes:
+        lab.start_agent()  # forked, so that it notes
+    job = Job(fresh_directory(lab), lab.run_dir, FREE, nodes=nodes)
+    ddp_survives(lab, job, [Death("all", 8, "committed")], [9])
+    assert changes() == []
+    assert "does not fit: expected room, found none" in "".join(log.read_text() for log in lab.directory.glob("*.log"))
+    if not nodes:
+        said = refused.read_text().splitlines()
+        assert "6: True -> False" in said, "the memory that one rank had got is given back"
+        assert not any("-> True" in line for line in said)
+
+
+def test_an_agent_that_is_lost_before_the_generation_begins(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = GenerationSwitch.tune
+
+    def killing(switch: GenerationSwitch, record: int) -> None:
+        tune(switch, record)
+        pid = switch._link.agent_pid
+        assert pid is not None
+        kill_and_wait(pid)
+
+    decide_by(monkeypatch, longer_period)
+    monkeypatch.setattr(GenerationSwitch, "tune", killing)
+    first, second = lab.survives(PLAIN, FREE, [("after commit", 12)])
+    assert len(tuned(first)) == 1
+    assert "protected again" in first.log
+    assert "T=6" in second.of("attached")[0]["text"]
+
+
+def test_settings_that_no_longer_fit_are_not_gone_on_with(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node has less memory than the one on which they were found."""
+
+    def longest(tuner: LayoutTuner, now: LayoutSettings, measured: Measured) -> Change | None:
+        return None if now.period == 16 else Change("anchor_period_steps", replace(now, period=16), "fewer copies")
+
+    decide_by(monkeypatch, longest)
+    settings = replace(FREE, storage=StorageConfig(every_steps=10))
+    actions = {**BEFORE_10, ("after commit", 12): until_stored(10), ("backward", 14): kill_both}
+    first = lab.train(PLAIN, settings, actions=actions)
+    assert tuned(first)
+    state = sum(param.nbytes for param in PLAIN.build().model.parameters())
+    smaller = replace(settings, agent=AgentConfig(linger_seconds=60, memory_budget_bytes=state * 24))
+    second = lab.train(PLAIN, smaller, seed=2)
+    assert "T=8" in second.of("attached")[0]["text"]
+    assert "and not lazy, T=16, D=3 as before: it would take" in second.log
+    lab.check_same(PLAIN, second)
 
 
 # What stays
