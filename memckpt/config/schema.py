@@ -279,8 +279,8 @@ class MemckptConfig:
         tuning: ``"auto"`` follows what the running job measures: `redo`, T, D and the interval of checkpoints, as far
             as they are left to it; ``"off"`` leaves all as it was at the start.
         overhead_budget: share of a step's time that protection may cost, which tuning keeps to where it can.
-        mtbf_seconds: mean time between failures that you expect of the job, in seconds (1 to 3.2e9); None: one day, until
-            failures of the run show another.
+        mtbf_seconds: mean time between failures that you expect of the job, in seconds (1 to 3.2e9); None: one day,
+            until failures of the run show another.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
         log_metrics: whether figures of the protection go to the framework's loggers (TensorBoard, CSV, W&B, trackers).
     """
