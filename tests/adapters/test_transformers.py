@@ -332,3 +332,21 @@ def test_two_ranks_with_compressed_averages(
 def test_two_ranks(trainings: Trainings, case: Case) -> None:
     kills: list[Kill] = [("pre_optimizer", 4), ("step_begin", 2), ("prediction", 1), ("step_end", 3)]
     trainings.survives(case, settings(), kills, ranks=2)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_figures_go_to_the_trainer_s_loggers_unless_switched_off(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, logs: bool
+) -> None:
+    from transformers.trainer_callback import PrinterCallback
+
+    def show(callback: Any, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        print("a logger gets", sorted(logs))
+
+    monkeypatch.setattr(PrinterCallback, "on_log", show)
+    ended = trainings.run(Case("plain", {"num_train_epochs": 1}), settings(log_metrics=logs))
+    assert ended.codes == [0], ended.log
+    seen = [line for line in ended.log.splitlines() if line.startswith("a logger gets")]
+    assert any("'loss'" in line for line in seen)
+    assert any("memckpt/stall_ms" in line for line in seen) == logs
+    assert any("memckpt/" in line for line in seen) == logs
