@@ -29,6 +29,8 @@ NAMES = (
     "peers_restore",
     "sharded_overhead",
     "governor",
+    "tuning",
+    "simulated_run",
     "peers_overhead",
     "framework_overhead",
     "step_overhead",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from benchmarks.harness.processes import PATIENCE_SECONDS
@@ -63,6 +64,18 @@ class Worker:
         self._process = _CONTEXT.Process(target=work, args=(*arguments, theirs))
         self._process.start()
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Pid of the process."""
+        pid: int = self._process.pid
+        return pid
+
+    @property
+    def pipe(self) -> Connection:
+        """The end of the pipe that its messages come from."""
+        pipe: Connection = self._orders
+        return pipe
 
     def send(self, order: Any) -> None:
         """Send an order.
@@ -134,10 +147,34 @@ class Workers:
             raise next((error for error in failures if isinstance(error, MemoryError)), failures[0])
         return said
 
-    def execute(self, order: Any) -> list[Any]:
-        """Send all an order; returns their answers. Errors as for :meth:`receive`."""
+    def receive_by(self, deadline: float) -> list[Any] | None:
+        """The next message of each, by a time of the monotonic clock; None: it has passed. Errors as for `receive`.
+
+        Messages that have come by then are dropped.
+        """
+        said: dict[Connection, Any] = {}
+        workers = {worker.pipe: worker for worker in self._workers}
+        while len(said) < len(workers):
+            left = deadline - time.monotonic()
+            ready = wait([pipe for pipe in workers if pipe not in said], max(0.0, left))
+            if not ready:
+                return None
+            said |= {pipe: workers[pipe].receive() for pipe in workers if pipe in ready}
+        return [said[pipe] for pipe in workers]
+
+    @property
+    def pids(self) -> list[int]:
+        """Pids of the processes."""
+        return [worker.pid for worker in self._workers]
+
+    def send(self, order: Any) -> None:
+        """Send all an order. Errors as for a worker."""
         for worker in self._workers:
             worker.send(order)
+
+    def execute(self, order: Any) -> list[Any]:
+        """Send all an order; returns their answers. Errors as for :meth:`receive`."""
+        self.send(order)
         return self.receive()
 
     def close(self) -> None:

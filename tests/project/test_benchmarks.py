@@ -202,3 +202,29 @@ def test_simulation(tmp_path: Path) -> None:
         assert 5 * few["failures"] < many["failures"]
         assert many["ettr"] == sorted(many["ettr"])
         assert 0 < few["memory_bytes"] < many["memory_bytes"] < 12 * few["memory_bytes"]
+
+
+@pytest.mark.slow
+def test_simulated_run(tmp_path: Path) -> None:
+    """Every failure of the trace has a restart; the simulator has read the same trace."""
+    rows = _quick_run("simulated_run", tmp_path)
+    assert [row["seed"] for row in rows] == [1]
+    for row in rows:
+        failures = sum(row["failures"].values())
+        assert failures > 0
+        assert sum(row["real"]["recoveries"].values()) == failures
+        assert sum(row["simulated_recoveries"].values()) == failures
+        assert row["simulated"]["ettr"] > 0
+    assert not [note for note in _notes("simulated_run", tmp_path) if note.startswith("Left out")]
+
+
+@pytest.mark.slow
+def test_tuning(tmp_path: Path) -> None:
+    """Every case trains, from the settings that it is made for."""
+    rows = {row["case"]: row for row in _quick_run("tuning", tmp_path)}
+    assert list(rows) == ["defaults", "slow agent", "never fails", "fails often"]
+    assert rows["slow agent"]["start"].startswith("eager")
+    for name in ("never fails", "fails often"):
+        assert rows[name]["start"] == "lazy, T=8, D=3"
+    assert len(rows["fails often"]["sections"]) >= 3
+    assert all(row["sections"] and row["end"] for row in rows.values())
