@@ -177,15 +177,16 @@ def measure_costs(scale: Scale) -> tuple[Costs, Measured]:
         began = _begin(job)
         for kind in [*scale.failures] * scale.kills:
             # Kills are to come at any moment of a step.
-            _train(job, scale, draws.uniform(0.0, 10 * scale.device_seconds))
-            _count_attempt(found, job, began, scale)
+            _train(job, scale.block, draws.uniform(0.0, 10 * scale.device_seconds))
+            _count_attempt(found, job, began, scale.block)
             unit = draws.randrange(CLUSTER.count(KINDS.index(kind)))
             killed = job.fail(lost_nodes(kind, unit), statistics.mean(found.steps))
             began = _begin(job)
             _count_kill(found, kind, killed, began)
             print(f"killed: {kind}; resumed from {began.tier or NOTHING}", flush=True)
-        _train(job, scale, 0.0)
-        _count_attempt(found, job, began, scale)
+        longer = scale.block + scale.plain_steps  # as an attempt between two failures is
+        _train(job, longer, 0.0)
+        _count_attempt(found, job, began, longer)
         _count_journal(found, job)
     return _costs_of(scale, plain, numel, found), found
 
@@ -196,18 +197,18 @@ def _begin(job: FailingJob) -> Began:
     return began
 
 
-def _train(job: FailingJob, scale: Scale, more_seconds: float) -> None:
-    """Train until every tier holds steps of this attempt, and for so many seconds more."""
-    job.nodes.take(scale.block, untimed=0)
+def _train(job: FailingJob, block: int, more_seconds: float) -> None:
+    """Train a block of steps, until every tier holds one of this attempt, and for so many seconds more."""
+    job.nodes.take(block, untimed=0)
     job.nodes.wait_stored(job.begun[-1].step + 1)
     job.nodes.train_until_killed()
     job.nodes.watch(time.monotonic() + more_seconds)
 
 
-def _count_attempt(found: Measured, job: FailingJob, began: Began, scale: Scale) -> None:
+def _count_attempt(found: Measured, job: FailingJob, began: Began, block: int) -> None:
     times = job.times()
     # Behind its block of steps the job pauses.
-    found.steps.append(float(np.mean(np.diff(times)[_SLOW_STEPS : scale.block])))
+    found.steps += np.diff(times)[_SLOW_STEPS:block].tolist()
     found.restarted[began.tier].append(float(times[_SLOW_STEPS]) - began.began)
 
 
