@@ -31,6 +31,7 @@ NAMES = (
     "governor",
     "tuning",
     "simulated_run",
+    "since",
     "peers_overhead",
     "framework_overhead",
     "step_overhead",

@@ -228,3 +228,11 @@ def test_tuning(tmp_path: Path) -> None:
         assert rows[name]["start"] == "lazy, T=8, D=3"
     assert len(rows["fails often"]["sections"]) >= 3
     assert all(row["sections"] and row["end"] for row in rows.values())
+
+
+@pytest.mark.slow
+def test_since(tmp_path: Path) -> None:
+    """The code of either commit is measured in turns."""
+    (row,) = _quick_run("since", tmp_path)
+    assert len(row["pairs"]) == 2
+    assert all(one["stall"] > 0 and one["step"] > one["stall"] / 2 for pair in row["pairs"] for one in pair)

@@ -1,0 +1,130 @@
+"""What a step costs now and what it cost at an earlier commit, whose files are taken from git."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness.command import Options, run
+from benchmarks.harness.report import Report, millions
+from benchmarks.harness.scratch import scratch_directory
+
+TITLE = "What observing and tuning a run costs a step"
+#: The last commit without journal, metrics, drill and warm restarts, and without tuning.
+BEFORE = "68db8e9"
+METHOD = f"""\
+A training of `benchmarks.stall`, whose steps are protected and not stored, in a process of its own: in turns this tree
+and the tree of commit {BEFORE}, the last one without journal, metrics and tuning, with the same Python and libraries.
+*stall* is what memckpt itself counts in the training thread, *commit* the part of it in which the rank state is made
+and sent; *step* is the time from one step to the next. Figures are medians over the processes; the ratio is the median
+over the pairs, the spread half the distance between its quartiles."""
+COLUMNS = (
+    "parameters", "every step", "stall now, ms", "before", "ratio", "± spread", "commit now, ms", "before",
+    "step now, ms", "before", "ratio", "± spread", "pairs",
+)  # fmt: skip
+#: Run in either tree: the names that it uses are the same in both.
+_WORK = """
+import json, sys, time
+from benchmarks.harness.stall import StallPerStep
+from benchmarks.workloads.gpt import Trainee, protected, train
+
+size, mode, warm_up, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+trainee = Trainee(size)
+with protected(trainee, mode) as session:
+    stall = StallPerStep(session)
+    train(trainee, session, warm_up)
+    began = time.perf_counter()
+    with stall.collect(steps):
+        train(trainee, session, steps)
+    step = (time.perf_counter() - began) / steps * 1e3
+print(json.dumps([stall.total_ms, stall.milliseconds("commit"), step, trainee.model.numel]))
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one process has measured: milliseconds of each step, and the number of parameters."""
+
+    stall: float
+    commit: float
+    step: float
+    numel: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The size of the benchmark: model, measured steps of a process, pairs of processes, redo modes."""
+
+    size: str
+    steps: int
+    pairs: int
+    modes: tuple[str, ...]
+
+
+FULL = Scale("30M", 60, 7, ("lazy T=8", "eager"))
+QUICK = Scale("tiny", 10, 2, ("lazy T=8",))
+#: Steps before the measured ones, in which each slot is written once.
+_WARM_UP = 20
+
+
+def measure(tree: Path, scale: Scale, mode: str) -> Cost:
+    """Train with the code of a tree, in a process of its own."""
+    command = [sys.executable, "-c", _WORK, scale.size, mode, str(_WARM_UP), str(scale.steps)]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return Cost(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def tree_before(directory: Path) -> Path:
+    """The files of the earlier commit."""
+    here = Path(__file__).resolve().parent.parent
+    archive = subprocess.run(["git", "-C", here, "archive", BEFORE], check=True, stdout=subprocess.PIPE).stdout
+    subprocess.run(["tar", "-x", "-C", directory], input=archive, check=True)
+    return directory
+
+
+def ratio(pairs: list[tuple[float, float]]) -> tuple[str, str]:
+    """The median of the ratios, and half the distance between their quartiles."""
+    ratios = [now / before for now, before in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.3f}", f"{(high - low) / 2:.3f}"
+
+
+def add_row(report: Report, scale: Scale, mode: str, before: Path) -> None:
+    now = Path(__file__).resolve().parent.parent
+    pairs: list[tuple[Cost, Cost]] = []
+    for number in range(scale.pairs):
+        order = (now, before) if number % 2 else (before, now)
+        found = {tree: measure(tree, scale, mode) for tree in order}
+        pairs.append((found[now], found[before]))
+        print(f"{mode}, pair {number + 1}: {found[now]} now, {found[before]} before", flush=True)
+
+    def medians(name: str) -> list[str]:
+        return [f"{statistics.median(getattr(pair[side], name) for pair in pairs):.2f}" for side in (0, 1)]
+
+    stalls = ratio([(one.stall, other.stall) for one, other in pairs])
+    steps = ratio([(one.step, other.step) for one, other in pairs])
+    report.add(
+        millions(pairs[0][0].numel), f"memckpt, {mode}", *medians("stall"), *stalls, *medians("commit"),
+        *medians("step"), *steps, str(scale.pairs),
+        mode=mode, pairs=[[vars(one), vars(other)] for one, other in pairs],
+    )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = options.report(TITLE, METHOD, *COLUMNS)
+    scale = QUICK if options.quick else FULL
+    with scratch_directory() as directory:
+        before = tree_before(directory)
+        for mode in scale.modes:
+            add_row(report, scale, mode, before)
+    report.write()
+
+
+if __name__ == "__main__":
+    run("since", main)
