@@ -118,7 +118,7 @@ class Scale:
         )
 
 
-FULL = Scale("tiny", 0.1, 50, 200, 5, 3, 240.0, {"process": 4, "node": 4, "rack": 2, "cluster": 2})
+FULL = Scale("tiny", 0.1, 50, 100, 4, 2, 180.0, {"process": 3, "node": 3, "rack": 1.5, "cluster": 1.5})
 QUICK = Scale("tiny", 0.1, 20, 30, 1, 1, 40.0, {"process": 1, "node": 1, "rack": 0.5, "cluster": 0.5})
 
 

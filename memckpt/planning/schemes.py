@@ -60,16 +60,18 @@ def make_plan(job: Job) -> Plan:
     if len(alike) == 1:
         words.append("the most within the budgets")
     else:
-        words.append(f"within {SAME_ETTR:.1%} of the most, and of those the one of the least memory")
+        words.append(f"within {SAME_ETTR:.1%} of memckpt's most, and of those the one of the least memory")
     if len(exact) < len(alike):
         words.append("that is exact and protects every step" if _every_step(recommended) else "that is exact")
+    if not _every_step(recommended) and recommended.config is not None:
+        words.append(f"which protects one step in {recommended.config.capture_every_steps}, as the budgets allow")
     if not recommended.keeps_memory:
         words.append(f"but memory is lost with a probability of {recommended.monthly_loss:.2g} a month")
     others = max((row for row in rows if row.config is None), key=lambda row: row.expectation.ettr)
-    if others.expectation.ettr > recommended.expectation.ettr + SAME_ETTR:
-        words.append(
-            f"although {others.scheme.name} has {others.expectation.ettr:.2%}: failures cost less than their prevention"
-        )
+    if others.expectation.ettr > recommended.expectation.ettr:
+        much = others.expectation.ettr > recommended.expectation.ettr + SAME_ETTR
+        why = ": failures cost less than their prevention" if much else ", and loses more steps with a failure"
+        words.append(f"although {others.scheme.name} has {others.expectation.ettr:.2%}{why}")
     return Plan(job, rows, recommended, ", ".join(words).replace(", that is", " that is"))
 
 
