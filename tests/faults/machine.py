@@ -102,6 +102,11 @@ class FaultMachine(RuleBasedStateMachine):
             self.cluster.settle(LAST - _END)
         self.faults.count_survived()
 
+    @precondition(lambda self: self._room <= 0)
+    @rule()
+    def rest(self) -> None:
+        """Nothing: there is no step left to train. Hypothesis needs a rule that it can choose."""
+
     def _begin_to_resume(self) -> None:
         self.faults.inject(Kind.KILL_TRAINERS)
         self._let_trainers_go_on()

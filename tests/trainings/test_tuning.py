@@ -130,7 +130,8 @@ def test_where_one_rank_has_no_room_no_rank_changes(lab: Lab, monkeypatch: pytes
         before = pending.generation
         give_up(pending, record)
         with refused.open("a") as file:
-            file.write(f"{record}: {before is not None} -> {pending.generation is not None}\n")
+            if pending._begins == record:  # a later one may have been asked for meanwhile
+                file.write(f"{record}: {before is not None} -> {pending.generation is not None}\n")
 
     monkeypatch.setattr(AgentLink, "prepare", prepare)
     monkeypatch.setattr(PendingGeneration, "give_up", noted)
