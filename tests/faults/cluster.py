@@ -58,6 +58,7 @@ class Cluster:
     Attributes:
         model: what the next resume owes.
         agents_first: whether agents are forked before trainers start, which else start them.
+        before_attempt: called before the ranks of an attempt start.
         attempts: number of attempts begun.
         deaths: number of attempts in which a trainer died.
     """
@@ -78,6 +79,7 @@ class Cluster:
         self.finish = Finish()
         self.attempts = self.deaths = 0
         self.agents_first = False
+        self.before_attempt: Callable[[], None] = lambda: None
         self._paced = paced
         #: Step up to which ranks may train, and up to which those of this attempt have been told so.
         self._target = 0
@@ -105,6 +107,7 @@ class Cluster:
     def begin(self) -> None:
         """Start the ranks of the next attempt."""
         assert not self._ranks
+        self.before_attempt()
         if self.agents_first:
             self.revive()
         self._finished = 0
