@@ -66,6 +66,8 @@ class Protection:
         self._peers = peers
         self._reconnection = reconnection
         self._told: set[str] = set()
+        #: The framework's step number of a record, less the record's; the difference stays while training runs.
+        self._steps_ahead = 0
         self._broken_records = 0
         self.unprotected_since: int | None = None
         self.stored_step: int | None = None
@@ -88,6 +90,7 @@ class Protection:
 
     def end_record(self, point: RestorePoint) -> None:
         """End a record, and go on to the next one."""
+        self._steps_ahead = point.step - point.record
         try:
             self._switch.look_for_changes()
             self.listen()
@@ -123,6 +126,7 @@ class Protection:
 
     def lose_agent(self, point: RestorePoint, reason: str) -> None:
         """Close the connection, and try a new agent if that is due."""
+        self._steps_ahead = point.step - point.record
         self._lose(point.record, reason)
         self._try_again(point)
         self.leave_record(point.record)
@@ -192,7 +196,9 @@ class Protection:
     def _lose(self, record: int, reason: str) -> None:
         if self.unprotected_since is None:
             self.unprotected_since = record
-            _log.warning("memckpt: training goes on without protection since step %d: %s", record, reason)
+            _log.warning(
+                "memckpt: training goes on without protection since step %d: %s", record + self._steps_ahead, reason
+            )
         self._staging.close()
         self.link.abandon()
 
