@@ -277,9 +277,12 @@ class Injector:
         return lambda: self._disk.answer("")
 
     def _damage_stored(self) -> End | None:
-        """Flip a bit in a file of the newest checkpoint, unless one of the two that are kept is damaged already."""
+        """Flip a bit in a file of the newest checkpoint, unless there is no other one that is whole.
+
+        Where none is whole a start is refused, for the user to decide.
+        """
         complete = read_catalog(LocalStore(self.store)).complete
-        if not complete or any(each.key in self._damaged for each in complete):
+        if len(complete) < 2 or any(each.key in self._damaged for each in complete):
             return None
         newest = max(complete, key=lambda each: each.step)
         path = self.store / self._chance.choice(newest.part_files).path
