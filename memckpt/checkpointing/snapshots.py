@@ -5,6 +5,7 @@ The redo thread copies the replica between two records (eager), or the trainers 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from memckpt.protocol.storing import SaveFailed, SnapshotTaken, TakeSnapshot
 
 _log = logging.getLogger("memckpt.agent")
 _FIRST_LEAD, _LONGEST_LEAD = 2, 512
+#: Numbers of orders. Two may name the same record, the first one for a generation that has been let go of.
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Snapshot:
 class _Order:
     """A snapshot that is being taken, with the ranks' parts that are there."""
 
+    number: int
     asker: Asker
     generation: Generation
     record: int
@@ -103,19 +107,23 @@ class Snapshots:
         except RuntimeError:
             region.close()
             raise
+        number = next(_numbers)
         if generation.replica is None:
-            self._order(TakeSnapshot(record), region.fd)
+            self._order(TakeSnapshot(record, number), region.fd)
         elif not generation.replica.copy_at(record, region):
             region.close()
             return None
         generation.ledger.pinned = record
-        self._current = _Order(asker, generation, record, region)
+        self._current = _Order(number, asker, generation, record, region)
         return self._current
 
     def taken(self, rank: int, message: SnapshotTaken) -> None:
-        """Take a trainer's part. It has none where the order came too late, or its layout has changed."""
+        """Take a trainer's part. It has none where the order came too late, or its layout has changed.
+
+        The answer to an order that was dropped meanwhile is none to a later one, whose region it has not filled.
+        """
         order = self._current
-        if order is None or message.record != order.record:
+        if order is None or message.order != order.number:
             return
         parts, ranks = order.parts, order.generation.spec.local_ranks
         parts[rank] = message
@@ -144,7 +152,7 @@ class Snapshots:
     def copied(self, message: ReplicaCopied) -> None:
         """Take the redo thread's copy of the replica, or why it has none. Its time is hidden behind the slots."""
         order = self._current
-        if order is None or order.record != message.record:
+        if order is None or message.snapshot is not order.region:
             return
         if message.problem:
             step = order.generation.newest_step() or 0

@@ -295,8 +295,9 @@ class Replica:
         try:
             missing, plain = self._copy(record, snapshot)
         except Exception as error:  # a checkpoint less; what is held in memory is as good as before
-            return ReplicaCopied(record, 0.0, problem=f"the replica was not copied: {type(error).__name__}: {error}")
-        return ReplicaCopied(record, time.perf_counter() - started, missing, plain)
+            problem = f"the replica was not copied: {type(error).__name__}: {error}"
+            return ReplicaCopied(record, snapshot, 0.0, problem=problem)
+        return ReplicaCopied(record, snapshot, time.perf_counter() - started, missing, plain)
 
     def _copy(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
         layout = self._layout

@@ -8,19 +8,24 @@ from memckpt.state.records import Timeline
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
-    """Order to all local ranks: copy the state after `record` into the region whose descriptor comes along (lazy)."""
+    """Order to all local ranks: copy the state after `record` into the region whose descriptor comes along (lazy).
+
+    `order` is another number in each order of an agent: where the generation changes, two may name the same record.
+    """
 
     record: int
+    order: int
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
-    """A rank's part of a snapshot is copied; or `missed`: the order came when the record had passed.
+    """A rank's part of a snapshot is copied into the region of this `order`; or `missed`: the record had passed.
 
     `missing` and `plain` describe the optimizer state as in RecordMeta; only the first local rank sends them.
     `rank_state`: where state is captured, one with what is captured beside tensors; else empty: the commit's counts.
     """
 
     record: int
+    order: int
     seconds: float
     missed: bool = False
     missing: tuple[tuple[int, int, str], ...] = ()

@@ -127,7 +127,7 @@ class AgentClient:
     def _note(self, message: AgentToTrainer, fds: Sequence[int] = ()) -> None:
         if isinstance(message, TakeSnapshot):
             self._drop_order()
-            self._order = SnapshotOrder(message.record, Region.open(fds[0]))
+            self._order = SnapshotOrder(message.record, message.order, Region.open(fds[0]))
             # The copy is a few steps away: by then all pages are mapped.
             self._order.region.populate_in_background()
         elif isinstance(message, Credit):

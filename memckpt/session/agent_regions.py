@@ -26,7 +26,11 @@ class PreparedRegions(GenerationRegions):
 
 @dataclass(frozen=True)
 class SnapshotOrder:
-    """Order of the agent: copy the state after `record` into `region`, which the receiver closes."""
+    """Order of the agent: copy the state after `record` into `region`, which the receiver closes.
+
+    `number` tells it from other orders, also those for the same record.
+    """
 
     record: int
+    number: int
     region: Region

@@ -282,7 +282,7 @@ class Staging:
         record = point.record
         started = time.perf_counter()
         writer = self.writer
-        taken = SnapshotTaken(order.record, 0.0, missed=True)
+        taken = SnapshotTaken(order.record, order.number, 0.0, missed=True)
         if writer is not None and order.record == record and order.region.nbytes == writer.layout.snapshot_bytes:
             self._copier.adopt(order.region)
             try:
@@ -294,7 +294,8 @@ class Staging:
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
                 beside = self._with_optimizers(point, writer).encode() if writer.captures else b""
-                taken = SnapshotTaken(record, time.perf_counter() - started, False, *parts, rank_state=beside)
+                seconds = time.perf_counter() - started
+                taken = SnapshotTaken(record, order.number, seconds, False, *parts, rank_state=beside)
             finally:
                 self._copier.release(order.region)
         order.region.close()

@@ -319,7 +319,8 @@ def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: 
             held.ring.note_digests(5, rank, bytes([differs and rank]) * DIGEST_BYTES)
             held.ring.seal(5, rank)
             held.commit(rank, Commit(1, 5, 5, b""))
-        snapshots = Snapshots(lambda message, fd: None)
+        orders: list[Any] = []
+        snapshots = Snapshots(lambda message, fd: orders.append(message))
 
         async def take() -> None:
             outcomes.append(await snapshots.take(Run(""), held, 5))
@@ -327,7 +328,7 @@ def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: 
         carry_on(take())
         for rank in (0, 1):
             assert not outcomes
-            snapshots.taken(rank, SnapshotTaken(5, 0.0))
+            snapshots.taken(rank, SnapshotTaken(5, orders[-1].order, 0.0))
         (outcome,) = outcomes
         assert isinstance(outcome, Snapshot) != differs
         if isinstance(outcome, Snapshot):

@@ -93,7 +93,11 @@ class Node:
     def copy(self, record: int, seconds: float = 0.1) -> None:
         """All ranks have copied their part of a snapshot."""
         for rank in self.held.spec.local_ranks:
-            self.saver.snapshots.taken(rank, SnapshotTaken(record, seconds))
+            self.saver.snapshots.taken(rank, SnapshotTaken(record, self.order_of(record), seconds))
+
+    def order_of(self, record: int) -> int:
+        """Number of the newest order for a record."""
+        return next(one.order for one in reversed(self.orders) if one.record == record)
 
     # What processes do
 
@@ -204,6 +208,23 @@ def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(ma
     record = node.train_until_ordered()
     assert record == node.attempt.at + 4
     node.train(4)
+    node.copy(record)
+    assert [save.part.record for save in node.saves] == [record]
+
+
+def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_same_record(make: Any) -> None:
+    """A generation is let go of behind the order, and trainers have filled the first region, not the second."""
+    node = make(every_steps=10, mode="replica")
+    record = node.train_until_ordered()
+    late = SnapshotTaken(record, node.order_of(record), 0.1)
+    node.saver.forget(node.held)
+    node.saver.after_commit(node.held, node.attempt)
+    again = node.orders[-1]
+    assert again.record == record
+    assert again.order != late.order
+    node.train(record - node.attempt.at)
+    node.saver.snapshots.taken(0, late)
+    assert node.saves == []
     node.copy(record)
     assert [save.part.record for save in node.saves] == [record]
 
@@ -330,7 +351,7 @@ def test_two_who_wait_are_both_answered_though_an_order_was_missed(make: Any) ->
     for url in ("first", "second"):
         node.saver.save_to(url, lambda answer, url=url: answers.setdefault(url, answer), node.held, training=True)
         node.train()
-    node.saver.snapshots.taken(0, SnapshotTaken(8, 0.0, missed=True))
+    node.saver.snapshots.taken(0, SnapshotTaken(8, node.orders[-1].order, 0.0, missed=True))
     for url in ("first", "second"):
         record = node.train_until_ordered()
         node.train(4)

@@ -23,7 +23,7 @@ from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.link import AgentLink
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import RedoGroup
-from tests.storage.test_storage_runs import BEFORE_10, until_stored
+from tests.storage.test_storage_runs import until_ordered, until_stored
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
 from tests.support.trainings.engine_cases import PLAIN
@@ -173,8 +173,13 @@ def test_settings_that_no_longer_fit_are_not_gone_on_with(lab: Lab, monkeypatch:
         return None if now.period == 16 else Change("anchor_period_steps", replace(now, period=16), "fewer copies")
 
     decide_by(monkeypatch, longest)
-    settings = replace(FREE, storage=StorageConfig(every_steps=10))
-    actions = {**BEFORE_10, ("after commit", 12): until_stored(10), ("backward", 14): kill_both}
+    # Long after the change: the order for the generation before is dropped with it, and given anew.
+    settings = replace(FREE, storage=StorageConfig(every_steps=20))
+    actions = {
+        ("after commit", 18): until_ordered,
+        ("after commit", 22): until_stored(20),
+        ("backward", 23): kill_both,
+    }
     first = lab.train(PLAIN, settings, actions=actions)
     assert tuned(first)
     state = sum(param.nbytes for param in PLAIN.build().model.parameters())
