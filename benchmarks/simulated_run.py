@@ -342,7 +342,7 @@ def _train_until(job: FailingJob, began: Began | None, moment: float) -> float:
 
 
 def simulated(scale: Scale, costs: Costs, trace: Path) -> Outcome:
-    """What the simulator says of a trace."""
+    """Outcome of a trace in the simulator."""
     setup = Setup(
         cluster=CLUSTER,
         failures=read_trace(trace, CLUSTER),

@@ -1,4 +1,4 @@
-"""What a step costs now and what it cost at an earlier commit, whose files are taken from git."""
+"""Cost of a step now, and at an earlier commit, whose files are taken from git."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tuner finds on running jobs, and what its changes do to the step."""
+"""Settings that the tuner finds on running jobs, and the effect of its changes on the step."""
 
 from __future__ import annotations
 

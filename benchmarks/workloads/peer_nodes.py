@@ -91,7 +91,7 @@ class Nodes:
             found = None if status is None else status.peers
             if found is not None and (found.watermark or 0) >= record:
                 return found
-            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes have to be polled
+            time.sleep(_LOOK_AGAIN_SECONDS)  # an agent answers questions, and tells nobody by itself
         raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
 
     def wait_stored(self, step: int) -> None:
@@ -106,7 +106,7 @@ class Nodes:
             stored = [None if each is None or each.storage is None else each.storage.step for each in statuses]
             if all(each is not None and each >= step for each in stored):
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes have to be polled
+            time.sleep(_LOOK_AGAIN_SECONDS)  # an agent answers questions, and tells nobody by itself
         raise RuntimeError(f"expected step {step} in storage, found {stored}")
 
     def kill(self, nodes: Sequence[int]) -> None:

@@ -70,7 +70,7 @@ def make_plan(job: Job) -> Plan:
     others = max((row for row in rows if row.config is None), key=lambda row: row.expectation.ettr)
     if others.expectation.ettr > recommended.expectation.ettr:
         much = others.expectation.ettr > recommended.expectation.ettr + SAME_ETTR
-        why = ": failures cost less than their prevention" if much else ", and loses more steps with a failure"
+        why = ": failures cost less than their prevention" if much else ""
         words.append(f"although {others.scheme.name} has {others.expectation.ettr:.2%}{why}")
     return Plan(job, rows, recommended, ", ".join(words).replace(", that is", " that is"))
 

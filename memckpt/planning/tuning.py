@@ -280,8 +280,6 @@ class LayoutTuner:
             return None
         best = best_period(now, measured, self._budget, self._no_room_from)
         best = int(min(now.period * _LARGEST_STEP, max(now.period / _LARGEST_STEP, best)))
-        if best >= self._no_room_from:  # on the way to a T by steps of a factor of four
-            return None
         cost, less = (period_cost(now, measured, period) for period in (now.period, best))
         over = measured.stall_seconds / measured.step_seconds - self._budget
         gain = cost - less

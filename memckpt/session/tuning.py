@@ -77,11 +77,11 @@ class Tuning:
         self._rate = FailureRate(config.mtbf_seconds)
         # What peers hold depends on T and D: other ones would leave them with nothing until all is sent anew. With
         # compression T follows from the bytes of records.
-        alone = config.peers is None
+        unreplicated = config.peers is None
         self._free = Free(
             mode=config.redo == "auto",
-            period=config.anchor_period_steps is None and alone and config.compression is None,
-            slots=config.slots is None and alone,
+            period=config.anchor_period_steps is None and unreplicated and config.compression is None,
+            slots=config.slots is None and unreplicated,
             lazy_period=config.anchor_period("lazy"),
             lazy_slots=config.records_in_flight,
         )
@@ -134,7 +134,7 @@ class Tuning:
         )
         if settings == now:
             return
-        problem = "" if in_memory else self._first_problem(self._shortage(settings, None))
+        problem = "" if in_memory else self._first_problem(self._shortage(self._spec(settings), None))
         if not problem:
             self._mode.tune(settings, "as tuned before")
         elif self._ranks.rank == 0:
@@ -237,8 +237,8 @@ class Tuning:
         training = self._training
         return training.live.spec(self._mode.request(training.copier.asynchronous, settings))
 
-    def _shortage(self, settings: LayoutSettings, held: StateSpec | None) -> str:
-        return tuned_shortage(self._training.config, self._ranks, self._spec(settings), held)
+    def _shortage(self, spec: StateSpec, held: StateSpec | None) -> str:
+        return tuned_shortage(self._training.config, self._ranks, spec, held)
 
     def _prepare(self, record: int, change: Change) -> str:
         """Have the agent reserve the memory of a generation, and keep it for the generation that begins then.
@@ -250,10 +250,10 @@ class Tuning:
             writer = self._staging.writer
             if writer is None:
                 return "this rank is not protected"
-            short = self._shortage(change.settings, writer.spec)
+            spec = self._spec(change.settings)
+            short = self._shortage(spec, writer.spec)
             if short:
                 return short
-            spec = self._spec(change.settings)
             self._link.finish_sending()
             self._link.prepare(spec, record, reason=change.reason, whole=True, optional=True).close()
         except MemckptError as error:  # a lost agent is found at the next commit
