@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from memckpt.cli.report.goodput import measure
+from memckpt.cli.report.page import _failures
 from memckpt.cli.report.story import tell
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentNotFoundError, StorageError
@@ -150,7 +151,24 @@ def test_numbers_that_begin_again_are_other_attempts() -> None:
         told.begin()
         told.train(1, 5)
         told.die(5)
-    assert [one.number for one in tell(told.entries).attempts] == [1, 1]
+    story = tell(told.entries)
+    assert [one.number for one in story.attempts] == [1, 1]
+    assert [position for _, position, _ in story.samples] == [0, 1]
+
+
+def test_where_agent_and_trainers_die_together_more_steps_may_be_lost_than_are_known() -> None:
+    told = Told()
+    told.begin()
+    told.train(1, 30)
+    told.now += 60
+    told.begin()
+    told.recover(20, "storage", lost=None)
+    told.train(21, 40)
+    told.die(40)
+    found = measure(tell(told.entries))
+    assert (found.steps_lost, found.lost_more) == (10, True)
+    assert found.step == pytest.approx(1.0), "of the attempt whose end was seen"
+    assert "10 or more" in {cell.text for row in _failures(tell(told.entries)).rows for cell in row}
 
 
 def test_tiers_and_agents() -> None:

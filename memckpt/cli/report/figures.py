@@ -280,8 +280,8 @@ def _time(axes: Any, theme: Theme, goodput: Goodput) -> None:
 
 def _steps(axes: Any, theme: Theme, story: Story) -> None:
     label: str | None = "memory"
-    for attempt in story.attempts:
-        points = [(at, sample.step) for at, number, sample in story.samples if number == attempt.number]
+    for number, attempt in enumerate(story.attempts):
+        points = [(at, sample.step) for at, position, sample in story.samples if position == number]
         points = [(at, step) for at, step in points if attempt.began <= at <= (attempt.ended_at or math.inf)]
         if attempt.first_step_at is not None:
             points.append((attempt.first_step_at, attempt.first_step))

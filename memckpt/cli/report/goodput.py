@@ -24,7 +24,8 @@ class Goodput:
         starting: from the first attempt's begin to its first step.
         down: from failures to the next first steps.
         steps: number of steps that were taken.
-        steps_lost: number of committed steps that were taken again.
+        steps_lost: number of committed steps that were taken again; at least that, if `lost_more`.
+        lost_more: whether an attempt has ended of which nobody was left who knows how far it came.
         step: time of a step, with what it waits; None where too few were seen.
         stall: what a step waits for protection; None where it is not known.
         ettr: measured: `training` of `wall`.
@@ -40,19 +41,23 @@ class Goodput:
     down: float
     steps: int
     steps_lost: int
+    lost_more: bool
     step: float | None
     stall: float | None
     ettr: float
     expected: float | None
 
 
-def lost_steps(before: Attempt, after: Attempt) -> int:
-    """Committed steps of an attempt that the next one has to take again."""
+def lost_steps(before: Attempt, after: Attempt) -> tuple[int, bool]:
+    """Committed steps of an attempt that the next one has to take again, and whether they are all.
+
+    Where agent and trainers have died together, the steps since the last figures in the journal are not among them.
+    """
     if after.recovered is None:
-        return before.last_step or 0
+        return before.last_step or 0, before.seen_ending
     if after.recovered.steps_lost is not None:
-        return after.recovered.steps_lost
-    return max(0, (before.last_step or 0) - after.recovered.step)
+        return after.recovered.steps_lost, True
+    return max(0, (before.last_step or 0) - after.recovered.step), before.seen_ending
 
 
 def measure(story: Story) -> Goodput:
@@ -63,6 +68,7 @@ def measure(story: Story) -> Goodput:
     starting = (attempts[0].first_step_at or ends[0]) - attempts[0].began
     up = steps = lost = again = 0.0
     down = paused = 0.0
+    known = True
     for number, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
         if attempt.first_step_at is not None and attempt.first_step is not None:
             up += max(0.0, end - attempt.first_step_at)
@@ -76,7 +82,8 @@ def measure(story: Story) -> Goodput:
             down += max(0.0, back - attempt.began)
         else:
             down += max(0.0, back - ended)
-            lost += lost_steps(before, attempt)
+            again_lost, all_known = lost_steps(before, attempt)
+            lost, known = lost + again_lost, known and all_known
         again += attempt.recovered is not None and attempt.recovered.repeated is not None
     stall = _stall_seconds(story)
     stalled = min(up, steps * stall) if stall is not None else 0.0
@@ -92,6 +99,7 @@ def measure(story: Story) -> Goodput:
         down=down,
         steps=int(steps),
         steps_lost=int(lost),
+        lost_more=not known,
         step=step,
         stall=stall,
         ettr=min(1.0, training / wall),
@@ -108,7 +116,9 @@ def _step_seconds(story: Story) -> float | None:
     if not steps:
         for one in story.attempts:
             end = one.ended_at if one.ended_at is not None else story.until
-            if one.first_step is not None and one.first_step_at is not None and (one.last_step or 0) > one.first_step:
+            if not one.seen_ending or one.first_step is None or one.first_step_at is None:
+                continue
+            if (one.last_step or 0) > one.first_step:
                 seconds += end - one.first_step_at
                 steps += (one.last_step or 0) - one.first_step
     return seconds / steps if steps else None

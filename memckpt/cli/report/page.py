@@ -133,11 +133,18 @@ def _cards(story: Story, goodput: Goodput) -> list[Card]:
         Card("steps", str(story.attempts[-1].last_step or 0), step),
         Card("failures", str(failures), count(len(story.attempts), "attempt"), "warn" if failures else ""),
         Card("recoveries", str(len(recovered)), _tiers(recovered)),
-        Card("steps lost", str(goodput.steps_lost), "taken again", "bad" if goodput.steps_lost else "good"),
+        Card("steps lost", *_lost(goodput)),
         Card("waiting for protection", f"{share:.2%}", stall),
         Card("resume checks", f"{equal} equal", f"{differ} different", "bad" if differ else ""),
         Card("time", seconds_text(goodput.wall), f"{seconds_text(goodput.down)} of it in restarts"),
     ]
+
+
+def _lost(goodput: Goodput) -> tuple[str, str, str]:
+    """Number of steps lost, what it is, and how good that is."""
+    if goodput.lost_more:
+        return f"{goodput.steps_lost} or more", "taken again; agent and trainers died together", "bad"
+    return str(goodput.steps_lost), "taken again", "bad" if goodput.steps_lost else "good"
 
 
 def _tiers(recovered: Sequence[Attempt]) -> str:
@@ -176,17 +183,18 @@ def _after(attempt: Attempt, following: Attempt | None, at: float) -> list[Cell]
         return [Cell("not yet", "warn"), Cell(""), Cell(""), Cell(""), Cell(words)]
     verdict = f"; check {following.verdict}" if following.verdict else ""
     down = "" if following.first_step_at is None else seconds_text(following.first_step_at - at)
-    lost = lost_steps(attempt, following)
+    lost, known = lost_steps(attempt, following)
+    steps = str(lost) if known else f"{lost} or more"
     if following.recovered is None:
         back = Cell("start over", "bad")
-        return [back, Cell(""), Cell(str(lost), "bad" if lost else ""), Cell(down), Cell(words)]
+        return [back, Cell(""), Cell(steps, "bad" if lost or not known else ""), Cell(down), Cell(words)]
     recovered = following.recovered
     took = f"step {recovered.step}, {seconds_text(recovered.seconds)}"
     style = "bad" if following.verdict == "different" else ""
     return [
         Cell(recovered.tier),
         Cell(took),
-        Cell(str(lost), "warn" if lost else "good"),
+        Cell(steps, "warn" if lost or not known else "good"),
         Cell(down),
         Cell(words + verdict, style),
     ]

@@ -47,6 +47,11 @@ class Attempt:
     last_step: int | None = None
     seen: float = 0.0
 
+    @property
+    def seen_ending(self) -> bool:
+        """Whether somebody was left who knows how far it came."""
+        return self.end != "lost"
+
     def _reached(self, step: int | None) -> None:
         if step is not None:
             self.last_step = step if self.last_step is None else max(step, self.last_step)
@@ -81,7 +86,7 @@ class Story:
         attempts: attempts, in order.
         degraded: tiers that did not do what they were configured for.
         agents: agents that were killed.
-        samples: figures of the leading node (that of rank 0), by time.
+        samples: figures of the leading node (that of rank 0), by time, with the position of their attempt.
         stored: checkpoints, by time.
         until: the last moment that is known of.
     """
@@ -123,7 +128,7 @@ def tell(entries: Sequence[Entry]) -> Story:
                 span = open_spans.pop((node, event.tier))
                 story.degraded.append(Span(node, span.tier, span.reason, span.start, at))
             case journal.Sample() if node == leader:
-                story.samples.append((at, entry.envelope.attempt, event))
+                story.samples.append((at, len(story.attempts) - 1, event))
             case journal.Stored():
                 story.stored.append((at, event))
         if attempt is not None:
@@ -179,7 +184,7 @@ def _note(attempt: Attempt, at: float, node: str, event: object) -> None:
         case journal.Finished():
             attempt.end, attempt.ended_at = "finished", at
             attempt._reached(event.step)
-        case journal.Sample():
+        case journal.Sample() | journal.Stored():
             attempt._reached(event.step)
     if isinstance(event, (journal.Sample, journal.FirstStep, journal.Protected, journal.Stored, journal.AttemptBegan)):
         attempt.seen = max(attempt.seen, at)
