@@ -313,7 +313,13 @@ class Agent:
         assert self._attempt is not None
         connection.nonce = hello.nonce
         connection.trainer = TrainerHandle(
-            hello.rank, hello.unit, connection.process, connection.channel, hello.launcher, hello.next_record
+            hello.rank,
+            hello.unit,
+            connection.process,
+            connection.channel,
+            hello.launcher,
+            hello.next_record,
+            hello.accelerated,
         )
         self._attempt.trainers[hello.rank] = connection.trainer
         self._lifetime.trainer_came()

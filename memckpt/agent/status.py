@@ -114,6 +114,7 @@ def describe(
         mode_reason=first.reason if first is not None else "",
         every=first.spec.every if first is not None else 1,
         trainers=tuple((trainer.rank, trainer.process.pid) for trainer in trainers),
+        accelerators=sum(trainer.accelerated for trainer in trainers),
         committed=tuple(sorted((rank, record) for one in generations for rank, record in one.ledger.committed.items())),
         applied=min((one.applied for one in replicas), default=None),
         step=min(steps, default=None),

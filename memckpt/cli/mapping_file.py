@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from memckpt.errors import ConfigurationError
+
+_EXPONENT = re.compile(r"[-+]?(?:[0-9]+[.]?[0-9]*|[.][0-9]+)[eE][-+]?[0-9]+$")
 
 
 def read_tree(path: Path, text: str, what: str) -> Any:
@@ -32,7 +35,12 @@ def read_tree(path: Path, text: str, what: str) -> Any:
             f"{what}: expected PyYAML, which reads this file, found none: pip install pyyaml, or write JSON in a file "
             "whose name ends in .json"
         ) from error
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.2's numbers: 1.1 takes 1e9 for a text."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{what}: expected YAML, found {error}") from error

@@ -84,8 +84,10 @@ def describe(first: View, last: View, seconds: float, state_bytes: float) -> See
     nodes = job_nodes(agent)
     seen.facts["nodes"] = nodes
     if agent.trainers:
-        seen.facts["gpus_per_node"] = len(agent.trainers)
-        seen.notes.append(f"run: {count(nodes, 'node')} known, {count(len(agent.trainers), 'rank')} on this one")
+        seen.facts["gpus_per_node"] = agent.accelerators
+        where = "on accelerators" if agent.accelerators else "on CPUs"
+        ranks = count(len(agent.trainers), "rank")
+        seen.notes.append(f"run: {count(nodes, 'node')} known, {ranks} on this one, {where}")
     if stored is not None and stored.nbytes:
         seen.facts["parameters"] = stored.nbytes / state_bytes
         seen.notes.append(f"run: {stored.nbytes / state_bytes:.4g} parameters, by the newest checkpoint's size")

@@ -21,7 +21,10 @@ _log = logging.getLogger("memckpt.agent")
 
 @dataclass
 class TrainerHandle:
-    """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards."""
+    """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards.
+
+    `accelerated`: it trains on an accelerator.
+    """
 
     rank: int
     unit: RankGroup
@@ -29,6 +32,7 @@ class TrainerHandle:
     channel: AgentChannel
     launcher: Launcher
     next_record: int
+    accelerated: bool = False
     finished: bool = False
     left: bool = False
     #: When it left, by the monotonic clock.

@@ -128,6 +128,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         mode_reason: why it is that one.
         every: N where the state is captured at every N-th step; else 1.
         trainers: rank and pid of each that is connected.
+        accelerators: number of those that train on one.
         committed: rank and newest record of each.
         applied: the newest record that the replica has (eager).
         step: the newest that is held.
@@ -175,6 +176,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     metrics: str = ""
     unprotected: str = ""
     decision: str = ""
+    accelerators: int = 0
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

@@ -35,7 +35,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     `local_ranks` are all ranks of the node, `unit` those among them that hold the same shards as this one. For at most
     `fence_seconds` the agent waits for killed trainers of an earlier attempt to end. An agent that shows no sign of
-    life for `liveness_seconds` is not waited for.
+    life for `liveness_seconds` is not waited for. `accelerated`: it trains on an accelerator.
     """
 
     version: int
@@ -50,6 +50,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     next_record: int = 1
     fence_seconds: float = 60.0
     liveness_seconds: float = 15.0
+    accelerated: bool = False
 
 
 class Fencing(msgspec.Struct, frozen=True, tag="fencing"):

@@ -35,6 +35,7 @@ class AgentLink:
         address: address of the agent.
         ranks: ranks of the job.
         config: settings of the session.
+        accelerated: whether this rank trains on an accelerator.
 
     Attributes:
         owner: id of the run, which its checkpoints carry; empty before it is known.
@@ -43,9 +44,10 @@ class AgentLink:
         waits: whether training waits for acknowledgements of peers.
     """
 
-    def __init__(self, address: AgentAddress, ranks: Ranks, config: MemckptConfig) -> None:
+    def __init__(self, address: AgentAddress, ranks: Ranks, config: MemckptConfig, accelerated: bool = False) -> None:
         self._address = address
         self._ranks = ranks
+        self._accelerated = accelerated
         self._config = config.agent
         self._storage = config.storage
         self.owner = ""
@@ -99,6 +101,7 @@ class AgentLink:
             next_record=next_record,
             fence_seconds=self._config.fence_seconds,
             liveness_seconds=self._config.liveness_seconds,
+            accelerated=self._accelerated,
         )
         return self._client.hello(hello)
 

@@ -89,7 +89,7 @@ class Session(Information):
         changes = Changes(self._recorder)
         self._staging = staging = Staging(training, changes)
         address = AgentAddress.of(run_dir)
-        self._link = link = AgentLink(address, ranks, config)
+        self._link = link = AgentLink(address, ranks, config, device.type != "cpu")
         self._rank_state = RankState(live, self._copier, device)
         self._loop = Loop(self._rank_state, ranks, self._restore_rng)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)

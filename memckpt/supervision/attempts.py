@@ -47,6 +47,10 @@ class Attempt(Protocol):
 class Starter(Protocol):
     """A way to start attempts."""
 
+    @property
+    def how(self) -> str:
+        """How the next attempt is started, in words: warm, or cold and why."""
+
     def start(self, given: Given) -> Attempt:
         """Start one."""
 
@@ -101,6 +105,10 @@ class ColdStarter:
                 f"COMMAND: expected a program, found {program!r}: {found}; put the whole command behind `--`"
             )
         self._command = command
+
+    @property
+    def how(self) -> str:
+        return "cold"
 
     def start(self, given: Given) -> Attempt:
         return Cold(self._command, given)

@@ -10,6 +10,8 @@ from typing import Union
 
 from memckpt.processes.backoff import Backoff
 
+#: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay.
+_MOST_ALIKE = 20
 #: Signals by which a program ends itself, as it does with an error.
 _OWN_FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP})
 
@@ -76,6 +78,7 @@ class Policy:
         self._most = restarts
         self._backoff = Backoff(clock)
         self._last: End | None = None
+        self._alike = 0
         #: Restarts so far.
         self.restarts = 0
 
@@ -86,14 +89,19 @@ class Policy:
     def ended(self, end: End, stopped: bool) -> Verdict:
         """What follows this end; `stopped`: somebody has sent a signal that asks for it."""
         last, self._last = self._last, end
+        self._alike = self._alike + 1 if end == last else 1
         if end.code == 0:
             return Finished()
         if stopped:
             return GiveUp(None)
         if last == end and end.by_itself:
-            where = "before its first step" if end.step is None else f"at step {end.step}"
             return GiveUp(
-                f"it has ended with {_how(end)} {where} twice in a row, so another restart would end there, too"
+                f"it has ended with {_how(end)} {_where(end)} twice in a row, so another restart would end there, too"
+            )
+        if self._alike >= _MOST_ALIKE:
+            return GiveUp(
+                f"it has ended with {_how(end)} {_where(end)} {self._alike} times in a row; where that is SIGKILL, "
+                "look for an end by the kernel (out of memory) or by the job's scheduler"
             )
         if self.restarts >= self._most:
             return GiveUp(f"it was restarted {self.restarts} times, as often as --restarts allows")
@@ -105,3 +113,7 @@ class Policy:
 
 def _how(end: End) -> str:
     return str(End(end.code, None))
+
+
+def _where(end: End) -> str:
+    return "before its first step" if end.step is None else f"at step {end.step}"

@@ -54,7 +54,7 @@ class Supervisor:
                     _log.error("%s; no restart: %s", end, verdict.reason)
                 return code
             pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
-            _log.warning("%s; restart %d%s", end, self._policy.restarts, pause)
+            _log.warning("%s; restart %d%s, %s", end, self._policy.restarts, pause, self._starter.how)
             if not self._pause(verdict.pause):
                 return code
 

@@ -117,6 +117,12 @@ class WarmStarter:
         """Process id of the warm process, if there is one."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def how(self) -> str:
+        if self._ready:
+            return "warm"
+        return "cold" if self._step is None else "cold, since its imports are not made ahead yet"
+
     def start(self, given: Given) -> Attempt:
         if self._ready:
             pid = self._fork(given)

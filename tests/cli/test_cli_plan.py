@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from memckpt.cli import common, plan_measure
 from memckpt.cli.main import app
+from memckpt.cli.mapping_file import read_tree
 from memckpt.cli.plan import parse_count
 from memckpt.cli.plan_link import link_rate, parse_address, serve
 from memckpt.cli.plan_run import describe
@@ -136,6 +137,12 @@ def test_plan_needs_no_torch() -> None:
     assert found.stdout.strip() == "[]", found.stderr
 
 
+def test_numbers_in_yaml_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    text = "a: 1e9\nb: -1.5E-3\nc: .5e+2\nd: 1e9x\ne: '1e9'\nf: 7\ng: 1.5\n"
+    found = read_tree(tmp_path / "x.yaml", text, "--model x.yaml")
+    assert found == {"a": 1e9, "b": -1.5e-3, "c": 50.0, "d": "1e9x", "e": "1e9", "f": 7, "g": 1.5}
+
+
 # A live run
 
 
@@ -156,7 +163,8 @@ def test_what_a_run_shows_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.facts["step_seconds"] == pytest.approx(0.5)  # 2.4 s for 4 steps, each with a stall of 0.1 s
     assert (seen.facts["copy_bytes_per_second"], seen.facts["copy_overlap"]) == (pytest.approx(5.5e8), 0)
     assert seen.facts["parameters"] == pytest.approx(10_000_000)
-    assert seen.facts["gpus_per_node"] == 2
+    assert seen.facts["gpus_per_node"] == 0, "it trains on CPUs"
+    assert describe(a_view(10, 0.5), a_view(14, 0.1, accelerators=2), 2.0, 12.0).facts["gpus_per_node"] == 2
     assert seen.facts["disk_bytes_per_second"] == 5e8
     assert seen.facts["agent_redo_parameters_per_second"] == pytest.approx(1e8)
     stored = View(a_view(10, 0.1).address, a_view(10, 0.1).agent, "", Stored("/s", nbytes=24_000_000))

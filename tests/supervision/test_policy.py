@@ -67,6 +67,15 @@ def test_restarts_have_a_limit() -> None:
     assert isinstance(judged(ends[:1], restarts=0)[0], GiveUp)
 
 
+def test_a_kill_that_repeats_at_the_same_step_is_given_up_in_the_end() -> None:
+    killed = End(-signal.SIGKILL, None)
+    *restarted, last = judged([killed] * 20)
+    assert all(isinstance(each, Restart) for each in restarted)
+    assert isinstance(last, GiveUp)
+    assert "SIGKILL before its first step 20 times in a row" in str(last.reason)
+    assert isinstance(judged([*[killed] * 19, End(-signal.SIGKILL, 1), killed])[-1], Restart)
+
+
 def test_pauses_grow_while_it_gets_nowhere_and_progress_or_a_long_life_ends_them() -> None:
     def pauses(verdicts: list[Verdict]) -> list[float]:
         assert all(isinstance(each, Restart) for each in verdicts)
@@ -74,6 +83,6 @@ def test_pauses_grow_while_it_gets_nowhere_and_progress_or_a_long_life_ends_them
 
     nowhere = End(-signal.SIGKILL, 7)
     assert pauses(judged([nowhere] * 6)) == [0, 0, 1, 2, 4, 8]
-    assert max(pauses(judged([nowhere] * 20))) == 60
+    assert max(pauses(judged([nowhere] * 19))) == 60
     assert pauses(judged([End(-signal.SIGKILL, step) for step in range(6)])) == [0] * 6
     assert pauses(judged([nowhere] * 6, lifetime=61)) == [0] * 6
