@@ -19,6 +19,11 @@ from memckpt.planning.scheme import Failure
 from memckpt.planning.schemes import Plan
 from memckpt.user_messages import nbytes_text, short_number
 
+#: Columns of what a scheme costs and does as a whole, and of what follows a failure of each kind.
+_COSTS = ("overhead", "memory a node", "wire a step", "ETTR", "memory lost,\na month")
+_FAILURES = ("steps lost:\nprocess", "nodes", "all", "recovery:\nprocess", "nodes ", "all ")
+#: Width of a terminal, in columns, from which on they are one table.
+_WIDE = 120
 _KINDS: tuple[Failure, ...] = ("process", "nodes", "cluster")
 
 
@@ -35,13 +40,13 @@ def show(plan: Plan, notes: Sequence[str]) -> None:
     )
     for note in notes:
         out.print(f"  {note}", markup=False, soft_wrap=True, style="dim")
-    table = plain_table(
-        "scheme", "overhead", "memory a node", "wire a step", "steps lost:\nprocess", "nodes", "all",
-        "recovery:\nprocess", "nodes", "all", "ETTR", "memory lost,\na month",
-    )  # fmt: skip
-    for row in plan.rows:
-        table.add_row(*_cells(row), style="bold" if row is plan.recommended else None if row.fits else "dim")
-    out.print(table)
+    for columns in [(*_COSTS, *_FAILURES)] if out.width >= _WIDE else [_COSTS, _FAILURES[:3], _FAILURES[3:]]:
+        table = plain_table("scheme", *columns)
+        for row in plan.rows:
+            cells = _cells(row)
+            style = "bold" if row is plan.recommended else None if row.fits else "dim"
+            table.add_row(_title(row), *(cells[column] for column in columns), style=style)
+        out.print(table)
     for row in plan.rows:
         said = [*row.problems, *row.notes]
         if said:
@@ -63,19 +68,23 @@ def _count_text(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _cells(row: Planned) -> list[str]:
+def _title(row: Planned) -> str:
+    return f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
+
+
+def _cells(row: Planned) -> dict[str, str]:
+    """Cells of a row by their columns."""
     scheme, expected = row.scheme, row.expectation
-    title = f"{escape(scheme.name)}\n[dim]{escape(row.choice)}[/]"
-    return [
-        title,
+    texts = [
         f"{scheme.overhead:.2%}",
         f"{nbytes_text(row.memory.total)}\npeak {nbytes_text(row.memory.peak)}" if row.memory.total else "-",
         nbytes_text(scheme.wire_bytes) if scheme.wire_bytes else "-",
-        *(_steps_text(expected, kind) for kind in _KINDS),
-        *(seconds_text(expected.recovery_seconds[kind]) for kind in _KINDS),
         f"{expected.ettr:.2%}",
         "-" if row.monthly_loss is None else f"{row.monthly_loss:.2g}",
+        *(_steps_text(expected, kind) for kind in _KINDS),
+        *(seconds_text(expected.recovery_seconds[kind]) for kind in _KINDS),
     ]
+    return dict(zip((*_COSTS, *_FAILURES), texts, strict=True))
 
 
 def _steps_text(expected: Expectation, kind: Failure) -> str:

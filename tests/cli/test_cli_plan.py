@@ -66,6 +66,15 @@ def test_the_table_has_each_scheme_and_the_recommended_configuration(monkeypatch
         assert expected in result.output
 
 
+def test_in_a_narrow_terminal_there_are_three_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.out, "_width", 80)
+    lines = run(*LLAMA).output.splitlines()
+    assert sum(line.startswith("┃ scheme") for line in lines) == 3
+    assert max(len(line) for line in lines if line.startswith(("┃", "│"))) <= 80
+    shown = "".join(lines)
+    assert all(word in shown for word in ("overhead", "ETTR", "process", "torch.save", "compressed"))
+
+
 def test_json_has_units_in_names_and_a_configuration() -> None:
     found = planned(*LLAMA)
     assert found["recommended"] == "(k, m)"
