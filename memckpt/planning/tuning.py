@@ -23,6 +23,8 @@ _BAND, _LARGEST_STEP = 1.25, 4.0
 _LOOKS = 2
 #: Looks for which nothing is changed: after a change, and after one for which there was no room.
 _REST_LOOKS, _NO_ROOM_LOOKS = 1, 20
+#: Looks in a row with a stall beyond the budget after which nothing will be changed any more.
+_OVER_LOOKS = 4
 #: D up to which slots are added where redo is late only now and then.
 MOST_SLOTS = 6
 #: Values of T, in steps.
@@ -237,6 +239,7 @@ class LayoutTuner:
         self._budget = budget
         self._rest = 0
         self._wanted: tuple[str, bool] | None = None
+        self._over = 0
         #: The shortest T for which there was no room.
         self._no_room_from = math.inf
 
@@ -252,6 +255,18 @@ class LayoutTuner:
             return None
         self._wanted, self._rest = None, _REST_LOOKS
         return change
+
+    def cannot_help(self, measured: Measured) -> bool:
+        """Whether the stall has been beyond the budget for long, and nothing was changed; true once.
+
+        To be asked at each look at which nothing changes.
+        """
+        share = (measured.stall_seconds + measured.wait_seconds) / measured.step_seconds
+        self._over = self._over + 1 if share > self._budget * _BAND else min(self._over, 0)
+        if self._over < _OVER_LOOKS:
+            return False
+        self._over = -(1 << 30)
+        return True
 
     def look_away(self) -> None:
         """Leave a look out, whose figures are not like those of other looks: two in a row are counted anew."""

@@ -161,6 +161,15 @@ def test_a_stall_over_the_budget_lengthens_the_period() -> None:
     assert decisions(LayoutTuner(fixed, 0.03), LAZY, [costly] * 20) == []
 
 
+def test_a_stall_that_nothing_helps_against_is_said_once() -> None:
+    tuner = LayoutTuner(Free(False, False, False, 8, 3), 0.05)
+    over = replace(CALM, stall_seconds=0.1 * CALM.step_seconds)
+    within = replace(CALM, stall_seconds=0.06 * CALM.step_seconds)
+    assert [tuner.cannot_help(one) for one in (over, over, over, within, over, over, over)] == [False] * 7
+    assert [tuner.cannot_help(over) for _ in range(20)] == [True] + [False] * 19
+    assert not any(tuner.cannot_help(one) for one in [within] + [over] * 20)
+
+
 def test_frequent_failures_shorten_the_period() -> None:
     failing = replace(CALM, anchor_seconds=0.0005, redo_seconds=2.0, failures_per_second=1e-3)
     assert decisions(LayoutTuner(ALL_FREE, 0.03), replace(LAZY, period=64), [failing] * 20)[-1].period < 16
