@@ -22,7 +22,7 @@ from memckpt.journal.reading import read_journal
 TITLE = "What the tuner finds on a running job"
 METHOD = """\
 A GPT with AdamW in fp32 in one process with one compute thread, and its agent. In each step it waits for a while as
-for an accelerator. The tuner is the product's (`tuning="auto"`), but looks each 10 s and not each 30 s, in quick runs
+for an accelerator. The tuner is the product's (`tuning="auto"`), but looks each 8 s and not each 30 s, in quick runs
 more often. The cases:
 
 - *defaults*: nothing is set, and nothing is needed.
@@ -63,15 +63,14 @@ class Found:
     decisions: list[str] = field(default_factory=list)
 
 
-def cases(quick: bool) -> list[Case]:
+def cases() -> list[Case]:
     linger = AgentConfig(linger_seconds=120.0)
-    large = "demo" if quick else "30M"
     lazy = MemckptConfig(redo="lazy", agent=linger, storage=None)
     return [
         Case("defaults", "demo", MemckptConfig(agent=linger)),
-        Case("slow agent", large, MemckptConfig(agent=linger, storage=None), redo_seconds=0.25 if quick else 1.0),
-        Case("never fails", large, lazy),
-        Case("fails often", large, replace(lazy, mtbf_seconds=30.0), attempts=3),
+        Case("slow agent", "demo", MemckptConfig(agent=linger, storage=None), redo_seconds=0.4),
+        Case("never fails", "demo", lazy),
+        Case("fails often", "demo", replace(lazy, mtbf_seconds=30.0), attempts=3),
     ]
 
 
@@ -157,10 +156,10 @@ def main(options: Options) -> None:
         "stall after", "wait after", "step after, ms", "budget", "within the budget",
     )  # fmt: skip
     report.run["compute threads"] = "1"
-    seconds, look_seconds = (20.0, 2.0) if options.quick else (120.0, 10.0)
+    seconds, look_seconds = (20.0, 2.0) if options.quick else (90.0, 8.0)
     report.notes.append(f"{seconds:.0f} s each.")
     start_server("benchmarks.workloads.tuned")
-    for case in cases(options.quick):
+    for case in cases():
         try:
             found = train(case, seconds, look_seconds)
         except MemoryError as error:

@@ -29,8 +29,9 @@ _OVER_LOOKS = 4
 MOST_SLOTS = 6
 #: Values of T, in steps.
 _PERIODS = (4, 8, 16, 32, 64, 128, 256, 512)
-#: Least gain for which T changes: a share of training time, and a share of the cost that depends on T.
-_LEAST_GAIN, _LEAST_RELATIVE_GAIN = 0.001, 0.1
+#: Least gain for which T changes: a share of training time, and a share of the cost that depends on T. A longer T takes
+#: memory, whose first use takes time, too: it has to gain more, unless the stall is over the budget.
+_LEAST_GAIN, _LEAST_RELATIVE_GAIN, _LEAST_GAIN_OF_MEMORY = 0.001, 0.1, 0.0025
 
 
 @dataclass
@@ -298,8 +299,8 @@ class LayoutTuner:
         cost, less = (period_cost(now, measured, period) for period in (now.period, best))
         over = measured.stall_seconds / measured.step_seconds - self._budget
         gain = cost - less
-        enough = gain > max(_LEAST_GAIN, _LEAST_RELATIVE_GAIN * cost)
-        if best == now.period or not (enough or (best > now.period and over > 0)):
+        least = _LEAST_GAIN_OF_MEMORY if best > now.period and over <= 0 else _LEAST_GAIN
+        if best == now.period or gain <= max(least, _LEAST_RELATIVE_GAIN * cost):
             return None
         copies = measured.anchor_seconds / measured.step_seconds
         reason = f"copies of anchors take {copies:.2%} of training time, redo after failures {cost - copies:.2%}"

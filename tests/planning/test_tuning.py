@@ -170,6 +170,16 @@ def test_a_stall_that_nothing_helps_against_is_said_once() -> None:
     assert not any(tuner.cannot_help(one) for one in [within] + [over] * 20)
 
 
+def test_a_longer_period_has_to_be_worth_its_memory() -> None:
+    """On a real job T went from 8 to 512 for a quarter of a percent, and the first use of 8 GB took a third of a step."""
+    worth = replace(CALM, stall_seconds=0.006, anchor_seconds=0.005)
+    [change] = decisions(LayoutTuner(ALL_FREE, 0.03), LAZY, [worth] * 40)
+    assert change.period == 32
+    floor = replace(worth, anchor_seconds=0.0025)
+    now, tuner = change, LayoutTuner(ALL_FREE, 0.03)
+    assert [tuner.decide(now, floor) for _ in range(20)] == [None] * 20
+
+
 def test_frequent_failures_shorten_the_period() -> None:
     failing = replace(CALM, anchor_seconds=0.0005, redo_seconds=2.0, failures_per_second=1e-3)
     assert decisions(LayoutTuner(ALL_FREE, 0.03), replace(LAZY, period=64), [failing] * 20)[-1].period < 16
