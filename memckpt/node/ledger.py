@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from memckpt.errors import DamagedStateError
 from memckpt.protocol.writer import LogRecord
 from memckpt.state.records import RankGroup
 
@@ -89,8 +90,19 @@ class Ledger:
         return self._metas
 
     def metas_of(self, records: Iterable[int]) -> tuple[bytes, ...]:
-        """Encoded scalars of records that are all known."""
-        return tuple(self._metas[number] for number in records)
+        """Encoded scalars of records.
+
+        Raises:
+            DamagedStateError: one of them is not known any more.
+        """
+        wanted = tuple(records)
+        missing = [number for number in wanted if number not in self._metas]
+        if missing:
+            raise DamagedStateError(
+                f"expected the scalars of records {wanted[0]} to {wanted[-1]}, found none of records {missing}, which "
+                "training has gone past"
+            )
+        return tuple(self._metas[number] for number in wanted)
 
     def meta_of(self, record: int) -> bytes:
         """Encoded scalars of a record; empty where they are not known any more."""
@@ -101,7 +113,13 @@ class Ledger:
         return set(self._rank_states.get(record, ())) >= set(self._ranks)
 
     def rank_states(self, record: int) -> dict[int, bytes]:
-        """Encoded rank states after a record that is known, by rank."""
+        """Encoded rank states after a record, by rank.
+
+        Raises:
+            DamagedStateError: they are not known any more.
+        """
+        if record not in self._rank_states:
+            raise DamagedStateError(f"expected the rank states of record {record}, which training has gone past")
         return dict(self._rank_states[record])
 
     def rank_states_after(self, record: int) -> dict[int, dict[int, bytes]]:

@@ -75,6 +75,8 @@ class AgentClient:
         self.waits_suspended = False
         self._config = config
         self._notices: list[Notice] = []
+        #: Whether it has said that it leaves. Until what it holds is in storage it still answers, and takes commits.
+        self._leaving = False
         self._order: SnapshotOrder | None = None
         #: Answers about slots of generations, by the generation's number.
         self._slots_made: dict[int, SlotsMade] = {}
@@ -155,11 +157,17 @@ class AgentClient:
         elif isinstance(message, (RecoveryProgress, Recovered, Status)):
             pass  # messages of a recovery that was given up; a sign of life
         elif isinstance(message, Leaving):
-            raise AgentGoneError("it was told to leave")
+            self._leaving = True
+            self._refuse_leaving()
         elif isinstance(message, Refused):
             raise AgentError(f"the agent refused: {message.reason}")
         else:
             raise AgentError(f"unexpected {type(message).__name__} from the agent")
+
+    def _refuse_leaving(self) -> None:
+        """Raise AgentGoneError if the agent leaves: it does not keep what comes."""
+        if self._leaving:
+            raise AgentGoneError("it was told to leave")
 
     def hello(self, hello: Hello) -> tuple[HeldRecords, ...]:
         """Introduce this rank. Returns the held records of the node, for each set of shards.
@@ -255,7 +263,8 @@ class AgentClient:
         return order
 
     def notices(self) -> list[Notice]:
-        """Notices since the last call, without waiting. Raises AgentGoneError if the agent is gone."""
+        """Notices since the last call, without waiting. Raises AgentGoneError if the agent is gone, or leaves."""
+        self._refuse_leaving()
         while True:
             received = self.channel.poll()
             if received is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,20 @@ class StandingAgent:
         self.listener.close()
         for channel in self.asked:
             channel.close()
+
+
+def test_an_agent_that_leaves_is_gone_also_for_whoever_was_not_told_at_once() -> None:
+    """It answers until what it holds is in storage. Training that went on with it had no agent in the end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client, agent = AgentClient(Channel(ours), AgentConfig()), Channel(theirs)
+    try:
+        agent.send(Leaving())
+        for _ in range(3):
+            with pytest.raises(AgentGoneError, match="told to leave"):
+                client.notices()
+    finally:
+        client.abandon()
+        agent.close()
 
 
 @pytest.fixture

@@ -463,6 +463,21 @@ def test_a_replica_stands_still_until_what_is_read_from_it_is_written(make: Any)
     assert written == [(record, newest - 1), (newest - 1, newest - 1), (newest, newest)]
 
 
+def test_a_record_that_training_has_gone_past_meanwhile_is_a_failure_and_no_end_of_the_agent(make: Any) -> None:
+    """An agent that was told to leave writes what it holds; trainers that have not heard so yet train on."""
+    node = make(every_steps=1000, mode="replica")
+    node.train(3)
+    node.saver.save_held(node.held, as_checkpoint=True)
+    newest = node.attempt.at
+    node.saver._checkpoints.held.append((node.held, newest, True))
+    for _ in range(30):
+        node.filled.commit()
+    node.refused()
+    assert [type(one) for one in node.told] == [SaveFailed, SaveFailed]
+    assert f"expected the scalars of records {newest - 1} to {newest}" in node.told[-1].reason
+    assert not node.saver.saving
+
+
 def test_a_sigterm_promises_storage_only_where_there_is_one(make: Any, tmp_path: Path) -> None:
     node = logging_node(make)
     assert node.saver.preempt()

@@ -171,7 +171,7 @@ def test_a_stall_that_nothing_helps_against_is_said_once() -> None:
 
 
 def test_a_longer_period_has_to_be_worth_its_memory() -> None:
-    """On a real job T went from 8 to 512 for a quarter of a percent, and the first use of 8 GB took a third of a step."""
+    """On a real job T went from 8 to 512 for a quarter of a percent; the first use of 8 GB took a third of a step."""
     worth = replace(CALM, stall_seconds=0.006, anchor_seconds=0.005)
     [change] = decisions(LayoutTuner(ALL_FREE, 0.03), LAZY, [worth] * 40)
     assert change.period == 32
