@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from memckpt.errors import MemoryBudgetError
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
-_POPULATE_CHUNK = 64 << 20
+#: Bytes that are touched in one call, which holds the lock of the process's memory map: training that allocates waits.
+_POPULATE_CHUNK = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _live: weakref.WeakSet[Region] = weakref.WeakSet()
