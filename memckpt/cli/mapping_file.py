@@ -36,7 +36,7 @@ def read_tree(path: Path, text: str, what: str) -> Any:
             "whose name ends in .json"
         ) from error
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """YAML 1.2's numbers: 1.1 takes 1e9 for a text."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))

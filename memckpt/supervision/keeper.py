@@ -63,6 +63,10 @@ class HandBack:
         #: Process id of the worker that asks.
         self.asking = 0
 
+    @property
+    def how(self) -> str:
+        return "cold"
+
     def start(self, given: Given) -> Attempt:
         return Handed(self.asking)
 
