@@ -12,6 +12,12 @@ from memckpt.errors import ConfigurationError
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+[.]?[0-9]*|[.][0-9]+)[eE][-+]?[0-9]+$")
 
 
+def _number(text: str) -> int | float:
+    """A number with an exponent: whole where it is, as counts have to be."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def read_tree(path: Path, text: str, what: str) -> Any:
     """Plain values from a file's text: JSON where its name ends in .json, else YAML.
 
@@ -39,7 +45,8 @@ def read_tree(path: Path, text: str, what: str) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """YAML 1.2's numbers: 1.1 takes 1e9 for a text."""
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    Loader.add_implicit_resolver("!exponent", _EXPONENT, list("-+.0123456789"))
+    Loader.add_constructor("!exponent", lambda loader, node: _number(loader.construct_scalar(node)))
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:

@@ -91,7 +91,8 @@ class Model:
         highest = whole + 1  # a rank may die between a commit and its note
         if not self.weak:
             return whole, highest
-        if len(self.weak.keys() | self.apart) <= self.tolerated:
+        # A node that has lost its memory, and is cut off, cannot fetch what the others have of it.
+        if len(self.weak.keys() | self.apart) <= self.tolerated and not self.weak.keys() & self.apart:
             return min(self.acknowledged, whole), highest
         # A checkpoint of an earlier attempt may have become complete after training had gone back behind it.
         return max((step for step in self.in_storage if step <= whole), default=0), max(highest, self.reached + 1)

@@ -73,6 +73,7 @@ def test_a_kill_that_repeats_at_the_same_step_is_given_up_in_the_end() -> None:
     assert all(isinstance(each, Restart) for each in restarted)
     assert isinstance(last, GiveUp)
     assert "SIGKILL before its first step 20 times in a row" in str(last.reason)
+    assert all(isinstance(each, Restart) for each in judged([killed] * 40, lifetime=61.0)), "it may have got further"
     assert isinstance(judged([*[killed] * 19, End(-signal.SIGKILL, 1), killed])[-1], Restart)
 
 
