@@ -66,7 +66,7 @@ class Scale:
     modes: tuple[str, ...]
 
 
-FULL = Scale("30M", 60, 7, ("lazy T=8", "eager"))
+FULL = Scale("demo", 100, 4, ("lazy T=8", "eager"))
 QUICK = Scale("tiny", 10, 2, ("lazy T=8",))
 #: Steps before the measured ones, in which each slot is written once.
 _WARM_UP = 20

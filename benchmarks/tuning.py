@@ -22,7 +22,7 @@ from memckpt.journal.reading import read_journal
 TITLE = "What the tuner finds on a running job"
 METHOD = """\
 A GPT with AdamW in fp32 in one process with one compute thread, and its agent. In each step it waits for a while as
-for an accelerator. The tuner is the product's (`tuning="auto"`), but looks each 8 s and not each 30 s, in quick runs
+for an accelerator. The tuner is the product's (`tuning="auto"`), but looks each 5 s and not each 30 s, in quick runs
 more often. The cases:
 
 - *defaults*: nothing is set, and nothing is needed.
@@ -156,7 +156,7 @@ def main(options: Options) -> None:
         "stall after", "wait after", "step after, ms", "budget", "within the budget",
     )  # fmt: skip
     report.run["compute threads"] = "1"
-    seconds, look_seconds = (20.0, 2.0) if options.quick else (90.0, 8.0)
+    seconds, look_seconds = (20.0, 2.0) if options.quick else (60.0, 5.0)
     report.notes.append(f"{seconds:.0f} s each.")
     start_server("benchmarks.workloads.tuned")
     for case in cases():

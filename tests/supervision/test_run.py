@@ -214,6 +214,10 @@ class Forked:
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
 
+    @property
+    def how(self) -> str:
+        return "forked"
+
     def start(self, given: Given) -> Attempt:
         pid = os.fork()
         if pid == 0:
@@ -269,7 +273,7 @@ def test_a_training_that_fails_goes_on_at_its_step_and_ends_as_if_nothing_had_be
     failing = job(lab, "failing", "12", "kill@5", "raise@9")
     assert (plain.wait(90), failing.wait(90)) == (0, 0), failing.log.read_text()
     assert resumed(failing) == [("0", "None"), ("1", "RestoreReport(step=5"), ("2", "RestoreReport(step=8")]
-    assert "SIGKILL at step 5; restart 1" in failing.log.read_text()
+    assert "SIGKILL at step 5; restart 1, " in failing.log.read_text()
     assert "exit status 1 at step 8; restart 2" in failing.log.read_text()
     assert weights(failing) == weights(plain)
 
