@@ -36,6 +36,9 @@ with settings unchanged directly before the tuner's last change, and after it, w
 training waits for the agent's redo. *within the budget*: the stall after the last change is at most
 `overhead_budget`."""
 
+#: Name of the model's size: steps short enough for several decisions in a case.
+_SIZE = "demo"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -47,7 +50,6 @@ class Case:
     """
 
     name: str
-    size: str
     config: MemckptConfig
     device_seconds: float = 0.1
     redo_seconds: float = 0.0
@@ -67,10 +69,10 @@ def cases() -> list[Case]:
     linger = AgentConfig(linger_seconds=120.0)
     lazy = MemckptConfig(redo="lazy", agent=linger, storage=None)
     return [
-        Case("defaults", "demo", MemckptConfig(agent=linger)),
-        Case("slow agent", "demo", MemckptConfig(agent=linger, storage=None), redo_seconds=0.4),
-        Case("never fails", "demo", lazy),
-        Case("fails often", "demo", replace(lazy, mtbf_seconds=30.0), attempts=3),
+        Case("defaults", MemckptConfig(agent=linger)),
+        Case("slow agent", MemckptConfig(agent=linger, storage=None), redo_seconds=0.4),
+        Case("never fails", lazy),
+        Case("fails often", replace(lazy, mtbf_seconds=30.0), attempts=3),
     ]
 
 
@@ -86,7 +88,7 @@ def train(case: Case, seconds: float, look_seconds: float | None) -> Found:
         stack.callback(_end_all, agents)
         for attempt in range(case.attempts):
             task = TunedTask(
-                case.size, directory, case.config, look_seconds, bool(case.redo_seconds), case.device_seconds, attempt
+                _SIZE, directory, case.config, look_seconds, bool(case.redo_seconds), case.device_seconds, attempt
             )
             with closing(Worker(f"{case.name}, attempt {attempt}", run_tuned, task)) as training:
                 settings, agent = training.receive()
@@ -138,11 +140,11 @@ def add_row(report: Report, case: Case, found: Found) -> None:
     stalled = after.stall / after.seconds if after.steps else None
     within = "-" if stalled is None else "yes" if stalled <= budget else "no"
     report.add(
-        case.name, case.size, found.start, found.sections[-1].settings, str(len(found.decisions)),
+        case.name, _SIZE, found.start, found.sections[-1].settings, str(len(found.decisions)),
         share(before, before.stall if before else 0.0), share(before, before.wait if before else 0.0),
         share(after, after.stall), share(after, after.wait),
         f"{after.seconds / after.steps * 1e3:.0f}" if after.steps else "-", f"{budget:.0%}", within,
-        case=case.name, size=case.size, start=found.start, end=found.sections[-1].settings, decisions=found.decisions,
+        case=case.name, size=_SIZE, start=found.start, end=found.sections[-1].settings, decisions=found.decisions,
         sections=[asdict(section) for section in found.sections], budget=budget, stall_share=stalled,
     )  # fmt: skip
     for decision in found.decisions:

@@ -40,7 +40,7 @@ class _Elsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)  # likewise
+        time.sleep(ctx.backward_seconds)  # compute of the backward pass, which uses no core
         return gradient, None, None
 
 

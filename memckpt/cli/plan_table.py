@@ -19,10 +19,12 @@ from memckpt.planning.scheme import Failure
 from memckpt.planning.schemes import Plan
 from memckpt.user_messages import nbytes_text, short_number
 
-#: Columns of what a scheme costs and does as a whole, and of what follows a failure of each kind.
-_COSTS = ("overhead", "memory a node", "wire a step", "ETTR", "memory lost,\na month")
-_FAILURES = ("steps lost:\nprocess", "nodes", "all", "recovery:\nprocess", "nodes ", "all ")
-#: Width of a terminal, in columns, from which on they are one table.
+_COLUMNS = (
+    "overhead", "memory a node", "wire a step", "ETTR", "memory lost,\na month",
+    "steps lost:\nprocess", "nodes", "all", "recovery:\nprocess", "nodes", "all",
+)  # fmt: skip
+#: Columns of each table in a terminal narrower than `_WIDE`: what a scheme costs and does, steps lost, recovery.
+_NARROW_TABLES = (slice(0, 5), slice(5, 8), slice(8, 11))
 _WIDE = 120
 _KINDS: tuple[Failure, ...] = ("process", "nodes", "cluster")
 
@@ -40,12 +42,11 @@ def show(plan: Plan, notes: Sequence[str]) -> None:
     )
     for note in notes:
         out.print(f"  {note}", markup=False, soft_wrap=True, style="dim")
-    for columns in [(*_COSTS, *_FAILURES)] if out.width >= _WIDE else [_COSTS, _FAILURES[:3], _FAILURES[3:]]:
-        table = plain_table("scheme", *columns)
+    for columns in (slice(None),) if out.width >= _WIDE else _NARROW_TABLES:
+        table = plain_table("scheme", *_COLUMNS[columns])
         for row in plan.rows:
-            cells = _cells(row)
             style = "bold" if row is plan.recommended else None if row.fits else "dim"
-            table.add_row(_title(row), *(cells[column] for column in columns), style=style)
+            table.add_row(_title(row), *_cells(row)[columns], style=style)
         out.print(table)
     for row in plan.rows:
         said = [*row.problems, *row.notes]
@@ -72,10 +73,10 @@ def _title(row: Planned) -> str:
     return f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
 
 
-def _cells(row: Planned) -> dict[str, str]:
-    """Cells of a row by their columns."""
+def _cells(row: Planned) -> list[str]:
+    """Cells of a row behind its title, in the order of the columns."""
     scheme, expected = row.scheme, row.expectation
-    texts = [
+    return [
         f"{scheme.overhead:.2%}",
         f"{nbytes_text(row.memory.total)}\npeak {nbytes_text(row.memory.peak)}" if row.memory.total else "-",
         nbytes_text(scheme.wire_bytes) if scheme.wire_bytes else "-",
@@ -84,7 +85,6 @@ def _cells(row: Planned) -> dict[str, str]:
         *(_steps_text(expected, kind) for kind in _KINDS),
         *(seconds_text(expected.recovery_seconds[kind]) for kind in _KINDS),
     ]
-    return dict(zip((*_COSTS, *_FAILURES), texts, strict=True))
 
 
 def _steps_text(expected: Expectation, kind: Failure) -> str:

@@ -73,7 +73,7 @@ def _tiers(view: View) -> Table:
     """A row a tier: newest step, its age, how far behind training, whether that is well."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, pad_edge=False, header_style="bold")
     for name, justify in (("tier", "left"), ("newest", "right"), ("age", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # texts that rich names
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # one of the literals that rich takes
     table.add_column("behind training", ratio=1, no_wrap=True)
     table.add_column("state", ratio=1, overflow="fold")
     agent = view.agent

@@ -138,7 +138,7 @@ class PowerSgdReducer(Reducer):
         except Exception as error:
             for pending in begun:
                 if not pending.result.done():
-                    pending.result.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+                    pending.result.set_exception(error)  # type: ignore[arg-type]  # torch takes an exception, and annotates a result
 
     def _finish(self, begun: Sequence[_Pending], together: torch.Tensor) -> None:
         offset = 0

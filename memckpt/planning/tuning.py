@@ -173,6 +173,11 @@ class Measured:
     redo_seconds: float
     failures_per_second: float
 
+    @property
+    def overhead(self) -> float:
+        """Share of a step that protection takes, waits for redo included."""
+        return (self.stall_seconds + self.wait_seconds) / self.step_seconds
+
     def __post_init__(self) -> None:
         require_seconds("step_seconds", self.step_seconds, zero=False)
         for name in ("stall_seconds", "anchor_seconds", "wait_seconds", "redo_seconds"):
@@ -240,7 +245,8 @@ class LayoutTuner:
         self._budget = budget
         self._rest = 0
         self._wanted: tuple[str, bool] | None = None
-        self._over = 0
+        #: Looks in a row with a stall beyond the budget, and whether that was said.
+        self._over, self._said = 0, False
         #: The shortest T for which there was no room.
         self._no_room_from = math.inf
 
@@ -254,7 +260,7 @@ class LayoutTuner:
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted
             return None
-        self._wanted, self._rest = None, _REST_LOOKS
+        self._wanted, self._rest, self._over = None, _REST_LOOKS, 0
         return change
 
     def cannot_help(self, measured: Measured) -> bool:
@@ -262,11 +268,12 @@ class LayoutTuner:
 
         To be asked at each look at which nothing changes.
         """
-        share = (measured.stall_seconds + measured.wait_seconds) / measured.step_seconds
-        self._over = self._over + 1 if share > self._budget * _BAND else min(self._over, 0)
-        if self._over < _OVER_LOOKS:
+        if self._wanted is not None:
+            return False  # a change is considered
+        self._over = self._over + 1 if measured.overhead > self._budget * _BAND else 0
+        if self._said or self._over < _OVER_LOOKS:
             return False
-        self._over = -(1 << 30)
+        self._said = True
         return True
 
     def look_away(self) -> None:

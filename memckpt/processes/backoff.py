@@ -44,9 +44,14 @@ class Backoff:
         """Note that a process has been started, or is about to be."""
         self._started = self._clock()
 
+    @property
+    def steady(self) -> bool:
+        """Whether the process has lived so long that its death is no failed start."""
+        return self._clock() - self._started >= self._steady
+
     def died(self) -> float:
         """Note a death; returns the seconds until the next start, 0 for at once."""
-        if self._clock() - self._started >= self._steady:
+        if self.steady:
             self._deaths = 0
         self._deaths += 1
         if self._deaths <= self._at_once:

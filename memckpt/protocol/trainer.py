@@ -348,7 +348,7 @@ class OthersStay(msgspec.Struct, frozen=True, tag="others stay"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Last message of an agent: it has let go of everything and ends."""
+    """An agent keeps nothing that comes from now on, and ends: at once, or when what it holds is in storage."""
 
 
 class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):

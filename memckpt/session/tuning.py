@@ -208,11 +208,10 @@ class Tuning:
             )
             change = self._layout.decide(looks[0].settings, measured)
             if change is None and self._layout.cannot_help(measured):
-                stall = (measured.stall_seconds + measured.wait_seconds) / measured.step_seconds
                 _log.warning(
                     "memckpt: protection takes %.1f%% of a step of %.3g s, the budget (overhead_budget) is %.1f%%, and "
                     "no setting that is left to the tuner makes it less",
-                    *(100 * stall, measured.step_seconds, 100 * self._training.config.overhead_budget),
+                    *(100 * measured.overhead, measured.step_seconds, 100 * self._training.config.overhead_budget),
                 )
             return change
         except Exception as error:  # said: the user's training goes on, and other ranks wait for this one's answer

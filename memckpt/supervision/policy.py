@@ -12,7 +12,7 @@ from memckpt.processes.backoff import Backoff
 
 #: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay. An attempt that has
 #: lived longer may have got further, and its agent have died with it, so that nobody knows.
-_MOST_ALIKE, _SHORT_SECONDS = 20, 60.0
+_MOST_ALIKE = 20
 #: Signals by which a program ends itself, as it does with an error.
 _OWN_FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP})
 
@@ -77,9 +77,7 @@ class Policy:
 
     def __init__(self, restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = restarts
-        self._clock = clock
         self._backoff = Backoff(clock)
-        self._started = clock()
         self._last: End | None = None
         self._alike = 0
         #: Restarts so far.
@@ -87,14 +85,12 @@ class Policy:
 
     def started(self) -> None:
         """An attempt is about to be started."""
-        self._started = self._clock()
         self._backoff.started()
 
     def ended(self, end: End, stopped: bool) -> Verdict:
         """What follows this end; `stopped`: somebody has sent a signal that asks for it."""
         last, self._last = self._last, end
-        short = self._clock() - self._started < _SHORT_SECONDS
-        self._alike = self._alike + 1 if end == last and short else 1
+        self._alike = self._alike + 1 if end == last and not self._backoff.steady else 1
         if end.code == 0:
             return Finished()
         if stopped:

@@ -170,6 +170,17 @@ def test_a_stall_that_nothing_helps_against_is_said_once() -> None:
     assert not any(tuner.cannot_help(one) for one in [within] + [over] * 20)
 
 
+def test_nothing_is_said_while_a_change_is_considered_or_has_just_helped() -> None:
+    tuner, waiting = LayoutTuner(ALL_FREE, 0.03), replace(CALM, wait_seconds=0.2)
+    now, said = EAGER, []
+    for _ in range(6):  # more slots, then lazy redo, each in the second look that wants it, behind a rest
+        change = tuner.decide(now, waiting)
+        now = now if change is None else change.settings
+        said.append(change is None and tuner.cannot_help(waiting))
+    assert now.mode == "lazy"
+    assert not any(said)
+
+
 def test_a_longer_period_has_to_be_worth_its_memory() -> None:
     """On a real job T went from 8 to 512 for a quarter of a percent; the first use of 8 GB took a third of a step."""
     worth = replace(CALM, stall_seconds=0.006, anchor_seconds=0.005)

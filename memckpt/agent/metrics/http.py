@@ -44,7 +44,7 @@ class Server(ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = infos[0]
-        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]  # host and port, of any family
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]  # typed for IPv4; one of IPv6 begins alike
         self.socket.setblocking(False)  # who connected may be gone again
         self.timeout = 0.0
         self.set_app(_refusing(make_wsgi_app(registry)))

@@ -294,7 +294,8 @@ class BucketTap:
         done: torch.futures.Future[Any]
         if self._users is not None:
             state, hook = self._users
-            done = hook(state, PlainBucket(index, bucket.params, bucket.gradients, bucket.buffer, last))  # type: ignore[arg-type]  # has its methods
+            plain: Any = PlainBucket(index, bucket.params, bucket.gradients, bucket.buffer, last)  # no GradBucket
+            done = hook(state, plain)
         else:
             work = dist.all_reduce(bucket.buffer.mul_(self._factor), group=self._group, async_op=True)
             assert work is not None

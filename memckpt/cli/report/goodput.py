@@ -82,8 +82,8 @@ def measure(story: Story) -> Goodput:
             down += max(0.0, back - attempt.began)
         else:
             down += max(0.0, back - ended)
-            again_lost, all_known = lost_steps(before, attempt)
-            lost, known = lost + again_lost, known and all_known
+            steps_again, all_known = lost_steps(before, attempt)
+            lost, known = lost + steps_again, known and all_known
         again += attempt.recovered is not None and attempt.recovered.repeated is not None
     stall = _stall_seconds(story)
     stalled = min(up, steps * stall) if stall is not None else 0.0

@@ -184,7 +184,9 @@ def _note(attempt: Attempt, at: float, node: str, event: object) -> None:
         case journal.Finished():
             attempt.end, attempt.ended_at = "finished", at
             attempt._reached(event.step)
-        case journal.Sample() | journal.Stored():
+        case journal.Sample():
+            attempt._reached(event.step)
+        case journal.Stored() if attempt.first_step is not None:  # else it is of the attempt before
             attempt._reached(event.step)
     if isinstance(event, (journal.Sample, journal.FirstStep, journal.Protected, journal.Stored, journal.AttemptBegan)):
         attempt.seen = max(attempt.seen, at)
