@@ -174,7 +174,7 @@ def logging_node(make: Any, **settings: Any) -> Node:
     return node
 
 
-# Snapshots that take long
+# Snapshots that take long, and orders for them
 
 
 def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None:
@@ -212,23 +212,6 @@ def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(ma
     assert [save.part.record for save in node.saves] == [record]
 
 
-def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_same_record(make: Any) -> None:
-    """A generation is let go of behind the order, and trainers have filled the first region, not the second."""
-    node = make(every_steps=10, mode="replica")
-    record = node.train_until_ordered()
-    late = SnapshotTaken(record, node.order_of(record), 0.1)
-    node.saver.forget(node.held)
-    node.saver.after_commit(node.held, node.attempt)
-    again = node.orders[-1]
-    assert again.record == record
-    assert again.order != late.order
-    node.train(record - node.attempt.at)
-    node.saver.snapshots.taken(0, late)
-    assert node.saves == []
-    node.copy(record)
-    assert [save.part.record for save in node.saves] == [record]
-
-
 def test_the_same_for_one_that_somebody_waits_for(make: Any) -> None:
     node = make(every_steps=1000, mode="replica")
     answers: list[Any] = []
@@ -245,6 +228,23 @@ def test_the_same_for_one_that_somebody_waits_for(make: Any) -> None:
     assert save.url == "elsewhere"
     node.saved()
     assert [(type(answer), answer.record) for answer in answers] == [(Saved, record)]
+
+
+def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_same_record(make: Any) -> None:
+    """A generation is let go of behind the order, and trainers have filled the first region, not the second."""
+    node = make(every_steps=10, mode="replica")
+    record = node.train_until_ordered()
+    late = SnapshotTaken(record, node.order_of(record), 0.1)
+    node.saver.forget(node.held)
+    node.saver.after_commit(node.held, node.attempt)
+    again = node.orders[-1]
+    assert again.record == record
+    assert again.order != late.order
+    node.train(record - node.attempt.at)
+    node.saver.snapshots.taken(0, late)
+    assert node.saves == []
+    node.copy(record)
+    assert [save.part.record for save in node.saves] == [record]
 
 
 # Modes
