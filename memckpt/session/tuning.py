@@ -29,8 +29,11 @@ from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.room import tuned_shortage
 from memckpt.session.staging import Staging
 from memckpt.state.spec import StateSpec
+from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
+#: Logger of decisions, shown unless the application configures logging otherwise.
+_decisions = logging.getLogger("memckpt.tuning")
 _NAME = OWN + "tuning"
 #: Records before the first look, which are slower than others, and least records and seconds between two looks.
 FIRST_RECORDS, LEAST_RECORDS, LOOK_SECONDS = 16, 20, 30.0
@@ -138,7 +141,8 @@ class Tuning:
         if not problem:
             self._mode.tune(settings, "as tuned before")
         elif self._ranks.rank == 0:
-            _log.info("memckpt: settings are %s, and not %s as before: %s", now, settings, problem)
+            show_by_default(_decisions)
+            _decisions.info("memckpt: settings are %s, and not %s as before: %s", now, settings, problem)
 
     def redid(self, record_seconds: float | None) -> None:
         """Take the duration of a record's redo at a restore; None where nothing was redone."""
@@ -227,13 +231,15 @@ class Tuning:
             self._tell(Unprepare(record))
             self._layout.no_room(before, change.settings)
             if self._ranks.rank == 0:
-                _log.info("memckpt: settings stay %s, %s does not fit: %s", before, change.settings, problem)
+                show_by_default(_decisions)
+                _decisions.info("memckpt: settings stay %s, %s does not fit: %s", before, change.settings, problem)
             return
         self._mode.tune(change.settings, change.reason)
         self._switch.tune(record)
         if self._ranks.rank == 0:
             old, new = _values(change.name, before), _values(change.name, change.settings)
-            _log.info("memckpt: %s: %s -> %s from step %d on: %s", change.name, old, new, record, change.reason)
+            show_by_default(_decisions)
+            _decisions.info("memckpt: %s: %s -> %s from step %d on: %s", change.name, old, new, record, change.reason)
             self._link.note(Decision(change.name, old, new, change.reason))
 
     def _first_problem(self, own: str) -> str:

@@ -93,6 +93,7 @@ def test_redo_that_becomes_lazy_while_training_runs(lab: Lab, monkeypatch: pytes
     assert not tuned(first), "it was killed before"
     assert len(tuned(second)) == 1
     assert not any(map(tuned, later)), "once"
+    assert "INFO memckpt.tuning memckpt: redo: eager -> lazy" in second.log, "of the logger that is shown by default"
     for ended in later:
         assert "lazy redo (as tuned before), tap: " in ended.of("attached")[0]["text"]
         assert "T=5, D=4" in ended.of("attached")[0]["text"]
