@@ -14,6 +14,7 @@ from memckpt.cli.drill import drill
 from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
+from memckpt.cli.number_options import NumbersCommand
 from memckpt.cli.plan import plan
 from memckpt.cli.report.command import report
 from memckpt.cli.run import run
@@ -111,7 +112,7 @@ for _panel, _commands in _PANELS.items():
     for _command in _commands:
         # The options of a training's command are its own.
         takes_command = {"allow_interspersed_args": False} if _command in (run, worker) else {}
-        app.command(rich_help_panel=_panel, context_settings=takes_command)(_command)
+        app.command(rich_help_panel=_panel, context_settings=takes_command, cls=NumbersCommand)(_command)
 
 
 def main() -> None:

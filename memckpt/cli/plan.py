@@ -37,9 +37,9 @@ _OPTIONS = {
     "software_share": "--software-share",
     "cluster_share": "--cluster-share",
     "domain_share": "--domain-share",
-    "network_bytes_per_second": "--network, in GB/s",
-    "disk_bytes_per_second": "--disk, in GB/s",
-    "copy_bytes_per_second": "--copy, in GB/s",
+    "network_bytes_per_second": "--network",
+    "disk_bytes_per_second": "--disk",
+    "copy_bytes_per_second": "--copy",
     "copy_overlap": "--copy-overlap",
     "run_seconds": "--run-days, in days",
     "overhead_budget": "--overhead-budget",
@@ -47,6 +47,14 @@ _OPTIONS = {
     "loss_budget": "--loss-budget",
     "restart_seconds": "--restart-seconds",
     "replacement_seconds": "--replacement-seconds",
+}
+#: Unit of an option, and its size in the unit of the job's field.
+_UNITS = {
+    "network_bytes_per_second": ("GB/s", _GB),
+    "disk_bytes_per_second": ("GB/s", _GB),
+    "copy_bytes_per_second": ("GB/s", _GB),
+    "mtbf_seconds": ("hours", 3600.0),
+    "memory_budget_bytes": ("GiB", _GIB),
 }
 
 
@@ -128,11 +136,11 @@ def plan(
         "replicas": replicas,
         "domains": domains,
         "step_seconds": step_seconds,
-        "network_bytes_per_second": _times(network, _GB),
-        "disk_bytes_per_second": _times(disk, _GB),
-        "copy_bytes_per_second": _times(copy, _GB),
+        "network_bytes_per_second": _in_field_unit("network_bytes_per_second", network),
+        "disk_bytes_per_second": _in_field_unit("disk_bytes_per_second", disk),
+        "copy_bytes_per_second": _in_field_unit("copy_bytes_per_second", copy),
         "copy_overlap": copy_overlap,
-        "mtbf_seconds": _times(mtbf_hours, 3600),
+        "mtbf_seconds": _in_field_unit("mtbf_seconds", mtbf_hours),
         "software_share": software_share,
         "domain_share": domain_share,
         "cluster_share": cluster_share,
@@ -140,7 +148,7 @@ def plan(
         "replacement_seconds": replacement_seconds,
         "run_seconds": _times(run_days, _DAY),
         "overhead_budget": overhead_budget,
-        "memory_budget_bytes": _times(memory_budget, _GIB),
+        "memory_budget_bytes": _in_field_unit("memory_budget_bytes", memory_budget),
         "loss_budget": loss_budget,
     }
     facts |= {name: value for name, value in given.items() if value is not None}
@@ -193,6 +201,19 @@ def _with_option(message: str) -> str:
     field, colon, rest = message.partition(":")
     option = _OPTIONS.get(field.strip())
     return f"{field} ({option}){colon}{rest}" if option and colon else message
+
+
+def _in_field_unit(field: str, value: float | None) -> float | None:
+    """A value in the unit of a job's field; what is wrong with it is said in the option's unit."""
+    from memckpt.planning.checks import require_number
+    from memckpt.planning.job import RANGES
+
+    if value is None:
+        return None
+    unit, factor = _UNITS[field]
+    low, high = RANGES[field]
+    require_number(_OPTIONS[field].partition(",")[0], value, low / factor, high / factor, unit)
+    return value * factor
 
 
 def _times(value: float | None, factor: float) -> float | None:

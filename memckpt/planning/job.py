@@ -17,6 +17,12 @@ _RATES = (
     "copy_bytes_per_second",
     "encode_bytes_per_second",
 )
+#: Ranges of fields that have other units where a person gives them, in the field's own unit.
+RANGES = {
+    **dict.fromkeys(_RATES, (1e3, 1e15)),
+    "mtbf_seconds": (1.0, 3.2e9),
+    "memory_budget_bytes": (1.0, 1e16),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +99,7 @@ class Job:
         require_number(
             "step_seconds", self.step_seconds, 0, LONGEST_STEP_SECONDS, "s (a time in ms divided by 1000)", above=True
         )
-        require_number("mtbf_seconds", self.mtbf_seconds, 1, 3.2e9, "s")
+        require_number("mtbf_seconds", self.mtbf_seconds, *RANGES["mtbf_seconds"], "s")
         require_share("software_share", self.software_share)
         require_share("cluster_share", self.cluster_share)
         require_share("domain_share", self.domain_share)
@@ -104,7 +110,7 @@ class Job:
             )
         require_count("domains", self.domains, 0, self.nodes, "(nodes)")
         for name in _RATES:
-            require_number(name, getattr(self, name), 1e3, 1e15, "bytes per second")
+            require_number(name, getattr(self, name), *RANGES[name], "bytes per second")
         require_number("network_idle_share", self.network_idle_share, 0, 1, above=True)
         require_share("copy_overlap", self.copy_overlap)
         for name in ("redo_parameters_per_second", "agent_redo_parameters_per_second"):
@@ -114,7 +120,7 @@ class Job:
         require_number("run_seconds", self.run_seconds, self.step_seconds, 3.2e9, "s (step_seconds or more)")
         require_number("overhead_budget", self.overhead_budget, 0, 1, above=True)
         if self.memory_budget_bytes is not None:
-            require_number("memory_budget_bytes", self.memory_budget_bytes, 1, 1e16, "bytes")
+            require_number("memory_budget_bytes", self.memory_budget_bytes, *RANGES["memory_budget_bytes"], "bytes")
         require_number("loss_budget", self.loss_budget, 0, 1, above=True)
 
     @property
