@@ -147,7 +147,7 @@ class FailureModel:
         """
         require_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
         require_number("software_share", software_share, 0, 1, "(a share)")
-        require_number("shape", shape, 0.2, 20, "(no unit)")
+        require_number("weibull_shape", shape, 0.2, 20, "(no unit)")
         hardware: Lifetime | None = None
         if software_share < 1:
             mean = mean_seconds / (1 - software_share)
