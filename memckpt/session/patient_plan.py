@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memckpt.config import ResumeChoice
-from memckpt.errors import NothingHeldError, StorageAwayError, StorageError
+from memckpt.errors import NothingHeldError, PeerError, StorageAwayError, StorageError
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.storage_tier import StorageTier
 
@@ -55,6 +55,6 @@ def _try_plan(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
     """The plan, None if there is none; and why memory does not suffice, in words."""
     try:
         plan = make()
-    except NothingHeldError as error:
+    except (NothingHeldError, PeerError) as error:
         return None, str(error)
     return plan, "" if isinstance(plan, RestoreRecord) else plan.reason

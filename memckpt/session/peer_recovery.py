@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
-from memckpt.errors import AgentError
+from memckpt.errors import AgentError, NothingHeldError, PeerError
 from memckpt.protocol.recovery import FromNode, Recover, Recovered, WantedState
 from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored
@@ -22,6 +23,23 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt")
 
 
+@dataclass
+class Avoided:
+    """Sources that plans do without.
+
+    Attributes:
+        bad: those that are damaged, or could not be read.
+        silent: those whose nodes only did not answer.
+    """
+
+    bad: set[BadSource] = field(default_factory=set)
+    silent: set[BadSource] = field(default_factory=set)
+
+    @property
+    def all(self) -> set[BadSource]:
+        return self.bad | self.silent
+
+
 class PeerRecovery:
     """Carries out plans together with the other ranks.
 
@@ -30,16 +48,25 @@ class PeerRecovery:
         link: connection to this node's agent, which fetches.
         patience_seconds: how long nodes that do not answer are asked again.
         budget_bytes: memory budget of the agent; None without one.
+        clock: returns the current time, in seconds.
     """
 
-    def __init__(self, ranks: Ranks, link: AgentLink, patience_seconds: float, budget_bytes: int | None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        link: AgentLink,
+        patience_seconds: float,
+        budget_bytes: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ranks = ranks
         self._link = link
         self._patience_seconds = patience_seconds
         self._budget_bytes = budget_bytes
+        self._clock = clock
         #: Approximate size of a fetched state, in bytes.
         self._window_bytes = 0
-        #: When a node that did not answer was first waited for (monotonic clock).
+        #: When a node that did not answer was first waited for, on the clock.
         self._waiting_since: float | None = None
 
     def carry_out(
@@ -63,13 +90,14 @@ class PeerRecovery:
         Raises:
             AgentError: a node cannot fetch or serve, twice in a row, for a reason of its own. Its sources are left as
                 they are.
+            PeerError: nodes did not answer in time, and nothing can be resumed without them. Nothing is dropped.
         """
         layout = Layout(spec)
         self._window_bytes = (layout.slot_bytes + layout.by_value_slot_bytes) * spec.period
-        bad: set[BadSource] = set()
+        avoided = Avoided()
         tried_again = False
         while True:
-            plan = plan_without(bad, before)
+            plan = self._choose(plan_without, before, avoided)
             join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
@@ -80,52 +108,81 @@ class PeerRecovery:
                 before = False  # the state before serves a check only: no source is given up for it
                 continue
             found, silent = _blamed(problems)
-            answered = found - silent
-            if silent and self._waits_for(
-                silent, plan_without(bad | answered, before), plan_without(bad | found, before)
-            ):
-                bad |= answered
-                continue
             if not found and tried_again:
                 words = "; ".join(answer.problem for answer in problems)
                 raise AgentError(f"expected to fetch from peers what nodes lack, found twice that they cannot: {words}")
             if not found:
                 tried_again = True  # no source is to blame: a replicator that died has been replaced by now
                 continue
-            # No new bad source: all sources of this plan are avoided.
-            bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
+            if found <= avoided.all:  # no news: all sources of this plan are avoided
+                more = {one for fetch in plan.fetches for one in _sources_of(fetch)}
+                found, silent = more, more if found == silent else set()
+            avoided.bad |= found - silent
+            avoided.silent |= silent
 
-    def _waits_for(self, silent: Collection[BadSource], plan: Plan, without: Plan) -> bool:
+    def _choose(
+        self, plan_without: Callable[[Collection[BadSource], bool], Plan], before: bool, avoided: Avoided
+    ) -> Plan:
+        """The plan without the sources that are avoided; silent ones are asked again where it falls behind for them.
+
+        Raises:
+            PeerError: they did not answer in time, and nothing can be resumed without them. Nothing is dropped.
+        """
+        plan = _made(lambda: plan_without(avoided.all, before))
+        if avoided.silent:
+            wanted = _made(lambda: plan_without(avoided.bad, before))
+            same = (
+                isinstance(plan, RestoreRecord) and isinstance(wanted, RestoreRecord) and plan.record == wanted.record
+            )
+            if isinstance(wanted, RestoreRecord) and not same and self._waits_for(avoided.silent, wanted, plan):
+                avoided.silent.clear()
+                return wanted
+        if isinstance(plan, NothingHeldError):
+            raise plan
+        return plan
+
+    def _waits_for(self, silent: Collection[BadSource], plan: RestoreRecord, without: Plan | NothingHeldError) -> bool:
         """Whether nodes that did not answer are asked once more; the same on every rank.
 
         Args:
             silent: their sources.
-            plan: a plan that may use them.
-            without: a plan that does not.
+            plan: the plan that uses them.
+            without: the plan that does not, or why there is none.
+
+        Raises:
+            PeerError: they did not answer in time, and nothing can be resumed without them.
         """
-        now = time.monotonic()
-        if not isinstance(plan, RestoreRecord):
-            return False
-        if isinstance(without, RestoreRecord) and without.record == plan.record:
-            return False
+        now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now
         waited, patience = now - self._waiting_since, self._patience_seconds
         waits = self._ranks.together(lambda: waited < patience)[0]
+        names = ", ".join(sorted({one.node for one in silent}))
+        nothing = not isinstance(without, RestoreRecord | RestoreStored)
+        if not waits and nothing and patience:
+            # Silence is no loss: the state may still be there, and starting over would drop it.
+            raise PeerError(
+                f"expected an answer of {names}, found none for {patience:.0f} s; step {plan.step} cannot be had "
+                "without, nor any other state, and nothing is dropped. Repair the node or the network, and start "
+                "again; resume='never' starts over"
+            )
         if self._ranks.rank == 0:
-            names = ", ".join(sorted({one.node for one in silent}))
-            instead = _instead(without)
+            remedy = f"to go on without, {_instead(without)}, start again with peers.recovery_patience_seconds=0"
+            if nothing:
+                remedy = "to start over without, start again with resume='never'"
             if waits:
                 _log.warning(
                     "memckpt: %s did not answer, and step %d cannot be had without: asked again, for up to %.0f s "
-                    "more; to go on without, %s, start again with peers.recovery_patience_seconds=0",
+                    "more; %s",
                     names,
                     plan.step,
                     patience - waited,
-                    instead,
+                    remedy,
                 )
             else:
-                _log.warning("memckpt: %s did not answer for %.0f s: training goes on %s", names, waited, instead)
+                _log.warning(
+                    "memckpt: %s did not answer for %.0f s: training goes on %s", names, waited, _instead(without)
+                )
         return waits
 
     def _fetch(self, plan: RestoreRecord, adopt: bool) -> list[Recovered]:
@@ -173,7 +230,15 @@ def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSourc
     return found, found - answered
 
 
-def _instead(plan: Plan) -> str:
+def _made(make: Callable[[], Plan]) -> Plan | NothingHeldError:
+    """The plan, or why there is none."""
+    try:
+        return make()
+    except NothingHeldError as error:
+        return error
+
+
+def _instead(plan: Plan | NothingHeldError) -> str:
     """The place from which a plan goes on, in words."""
     match plan:
         case RestoreRecord():

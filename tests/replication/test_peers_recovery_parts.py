@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from memckpt.agent.replication.recovery import Recovery
-from memckpt.config import AgentConfig, ErasureConfig
-from memckpt.errors import AgentError, AgentGoneError
+from memckpt.config import AgentConfig
+from memckpt.errors import AgentGoneError
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.peers import Join, PeerNode
+from memckpt.protocol.peers import Join
 from memckpt.protocol.recovery import (
     BadSourceSeen,
     Describe,
     Described,
     Fill,
     Filled,
-    FromFragments,
     Recover,
     Recovered,
     RecoveryProgress,
 )
-from memckpt.recovery.peers import BadSource, Fetch
-from memckpt.recovery.plan import RestoreRecord, StartOver
 from memckpt.replication.transport.wire import WindowIs
-from memckpt.session import peers as session_peers
 from memckpt.session.agent_client import AgentClient
-from memckpt.state.records import Timeline
 from tests.support.cluster.replicator_node import Node
 from tests.support.trainings.recovery_lab import SPEC, Place, wanted
 
@@ -115,57 +109,6 @@ def test_what_fails_for_a_reason_of_the_node_itself_is_blamed_on_nobody() -> Non
 # The trainer's side
 
 
-class Alone:
-    """Stands for the ranks of a job of which this is the only one."""
-
-    rank, node, nonce, groups, local_ranks = 0, "a", "a1", ((0,),), (0,)
-
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        return [work()]
-
-
-class Answering:
-    """Stands for the link to an agent whose answers to Recover are known before."""
-
-    def __init__(self, *answers: Recovered) -> None:
-        self.client = self
-        self.answers = list(answers)
-        self.passed = 0
-
-    def send(self, message: object) -> None:
-        pass
-
-    def recover(self, message: Recover, progress: object) -> Recovered:
-        return self.answers.pop(0)
-
-
-FETCH = Fetch((0,), "a", 5, FromFragments("g", (("c", 0),), 1, 2))
-RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
-NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
-
-
-def carry_out(*answers: Recovered, before: bool = False, patience: float = 300.0) -> tuple[Any, list[set[BadSource]]]:
-    """The plan that is carried out in the end, and without what each of the plans was made."""
-    link, asked = Answering(*answers), []
-
-    def plan_without(bad: Collection[BadSource], before: bool) -> RestoreRecord | StartOver:
-        asked.append(set(bad))
-        fetches = (replace(FETCH, before=before),)
-        return StartOver(Timeline(2, "n"), "lost", False) if bad else replace(RESTORE, fetches=fetches)
-
-    ranks: Any = Alone()
-    ours: Any = link
-    tier = session_peers.Peers(
-        ErasureConfig(data=1, tolerate=1, recovery_patience_seconds=patience), ranks, ours, AgentConfig()
-    )
-    tier._nodes = tuple(PeerNode(name, "tcp://127.0.0.1:4321", (name,)) for name in "ab")
-    tier.units = [("a", (0,))]
-    try:
-        return tier.carry_out(plan_without, SPEC, before), asked
-    finally:
-        assert not link.answers
-
-
 @pytest.fixture
 def client() -> Iterator[tuple[AgentClient, Channel]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -198,51 +141,6 @@ def test_a_trainer_waits_for_a_recovery_as_long_as_its_agent_lives(
     agent.shut_down()
     with pytest.raises(AgentGoneError):
         trainer.recover(Recover(5, (), (), None), heard.append)
-
-
-def test_a_node_that_cannot_fetch_for_a_reason_of_its_own_ends_the_start_and_drops_nothing() -> None:
-    assert carry_out(NO_ROOM, Recovered()) == (RESTORE, [set(), set()])
-    with pytest.raises(AgentError, match="no room"):
-        carry_out(NO_ROOM, NO_ROOM)
-
-
-def test_sources_that_prove_to_be_bad_are_left_out_of_the_next_plan() -> None:
-    plan, asked = carry_out(NO_ROOM, BAD)
-    assert isinstance(plan, StartOver)
-    assert asked == [set(), set(), {BadSource("c", (0,), "g")}]
-
-
-QUIET = Recovered("too few", (BadSourceSeen("c", (0,), "g", silent=True),))
-BOTH = Recovered("too few", (BadSourceSeen("c", (0,), "g", silent=True), BadSourceSeen("d", (0,), "g")))
-
-
-def test_a_source_that_does_not_answer_is_asked_again_where_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
-    plan, asked = carry_out(QUIET, QUIET, Recovered())
-    assert plan == RESTORE
-    assert asked[-1] == set()
-    assert "c did not answer, and step 50 cannot be had without" in caplog.text
-    assert "to go on without, from the beginning, start again with peers.recovery_patience_seconds=0" in caplog.text
-
-
-def test_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
-    plan, asked = carry_out(QUIET, patience=0.0)
-    assert isinstance(plan, StartOver)
-    assert asked[-1] == {BadSource("c", (0,), "g")}
-    assert "c did not answer for 0 s: training goes on from the beginning" in caplog.text
-
-
-def test_who_does_not_answer_is_not_waited_for_where_the_plan_does_without_others_alike() -> None:
-    """One source is damaged, and without it nothing can be had anyway."""
-    plan, asked = carry_out(BOTH)
-    assert isinstance(plan, StartOver)
-    assert asked[-1] == {BadSource("c", (0,), "g"), BadSource("d", (0,), "g")}
-
-
-def test_the_record_before_costs_no_source_that_is_of_use_without_it() -> None:
-    plan, asked = carry_out(BAD, Recovered(), before=True)
-    assert isinstance(plan, RestoreRecord)
-    assert [fetch.before for fetch in plan.fetches] == [False]
-    assert asked == [set(), set()]
 
 
 # The replicator's side

@@ -325,7 +325,7 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
     assert all(codes[rank] == -9 for rank in asked)
     assert 0 not in codes
     assert not any(noted(attempt, "restored"))
-    last = attempt.again(lab)
+    last = attempt.again(lab, config=job.config)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))
 
@@ -404,6 +404,23 @@ def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
     finishes(lab, replace(attempt, prepare=silence), expected)
     goes_on(attempt, *bounds(died))
     assert "node2 did not answer, and step" in told(lab)
+
+
+@slow
+def test_a_start_that_silence_has_ended_is_made_good_by_the_next(lab: Lab) -> None:
+    """Nothing else can be resumed, and what is held stays where it is."""
+    job = peers_job(lab, FSDP, peers_config(3, 1, agent=LEFT_ALONE, recovery_patience_seconds=0.1))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    assert job.config is not None
+    attempt = died.again(lab, config=replace(job.config, resume_check="off"))  # nothing is asked for a check as well
+    silence = recovers_with([2], lambda rank: os.kill(replicator_of(attempt, "node2"), signal.SIGSTOP))
+    assert 0 not in start(lab, replace(attempt, prepare=silence))
+    assert "PeerError: expected an answer of node2, found none for 0 s; step" in told(lab)
+    os.kill(replicator_of(attempt, "node2"), signal.SIGCONT)
+    last = attempt.again(lab, config=job.config)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
 
 
 @slow
