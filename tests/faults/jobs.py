@@ -28,6 +28,8 @@ from tests.support.trainings.engine_harness import Lab, import_ahead
 
 #: A stopped process counts as standing still, and a silent peer as overdue, after so many seconds.
 _LIVENESS_SECONDS, _ACK_SECONDS = 4.0, 4.0
+#: Seconds for which a resume asks silent nodes again: shorter than what the cluster waits for a start.
+_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Job:
                 tolerate=1,
                 host="127.0.0.1",
                 ack_timeout_seconds=_ACK_SECONDS,
-                recovery_patience_seconds=60.0,
+                recovery_patience_seconds=_PATIENCE_SECONDS,
             )
         return MemckptConfig(
             redo=self.redo,

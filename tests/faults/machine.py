@@ -56,7 +56,7 @@ class FaultMachine(RuleBasedStateMachine):
         entered = faulty(self.job, self._directory, random.Random(seed), paced=True, truth=Truth(dict(truth.known)))
         self.cluster, self.faults = self._stack.enter_context(entered)
         self.cluster.agents_first = self.quick
-        self.cluster.before_attempt = self._let_agents_go_on
+        self.cluster.before_attempt = self._make_a_start_possible
         self.cluster.train_to(3)
 
     def _truth(self) -> Truth:
@@ -120,10 +120,14 @@ class FaultMachine(RuleBasedStateMachine):
             if each.kind is Kind.STOP_TRAINER:
                 self.faults.end(each)
 
-    def _let_agents_go_on(self) -> None:
-        """A start waits for its node's agent, and ends with an error where that stays stopped."""
+    def _make_a_start_possible(self) -> None:
+        """A start waits for its node's agent, and ends with an error where that stays stopped.
+
+        One that has ended because a node did not answer, and was needed, is made again once its network is mended.
+        """
+        refused = self.cluster.model.refused == self.cluster.attempts - 1 >= 0
         for each in list(self.faults.lasting):
-            if each.kind is Kind.STOP_AGENT:
+            if each.kind is Kind.STOP_AGENT or (each.kind is Kind.CUT_NETWORK and refused):
                 self.faults.end(each)
 
     def teardown(self) -> None:

@@ -69,6 +69,8 @@ class Model:
     #: Number of the attempt that runs, and the step at which it began.
     attempt: int = -1
     begun_at: int = 0
+    #: Number of the last attempt whose start ended because a node did not answer.
+    refused: int = -1
     #: How often a rank has lost its agent without a fault: on a machine that is too busy.
     unprovoked: int = 0
     #: How many attempts have resumed from each tier.
@@ -134,6 +136,9 @@ class Model:
         rank = note["rank"]
         if note["event"] == "began":
             self._begin(rank, note)
+        elif note["event"] == "refused":
+            assert self.apart, f"rank {rank}: all nodes can be reached, and its start ended: {note['reason']}"
+            self.refused = note["number"]
         elif note["event"] == "step":
             self.truth.see(rank, note["step"], loss=note["loss"], digest=note["digest"])
             self.committed[rank] = note["step"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import memckpt
 from memckpt.config import MemckptConfig
-from memckpt.errors import AgentGoneError
+from memckpt.errors import AgentGoneError, PeerError
 from memckpt.processes import launch
 from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.netns import Network
@@ -145,7 +145,11 @@ class _Rank:
         )
         for name, each in self.training.registered.items():
             session.register(name, each)
-        report = session.restore()
+        try:
+            report = session.restore()
+        except PeerError as error:
+            self._note("refused", number=attempt.number, reason=str(error))
+            raise
         state = digest(self.training.local_state())
         if report is None:
             self._note("began", step=0, tier="nothing", exact=True, digest=state, number=attempt.number)
