@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -112,7 +113,10 @@ for _panel, _commands in _PANELS.items():
     for _command in _commands:
         # The options of a training's command are its own.
         takes_command = {"allow_interspersed_args": False} if _command in (run, worker) else {}
-        app.command(rich_help_panel=_panel, context_settings=takes_command, cls=NumbersCommand)(_command)
+        # typer breaks paragraphs where the docstring does, whatever the width of the terminal.
+        _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
+        _help = "\n\n".join(" ".join(each.split()) for each in _paragraphs)
+        app.command(help=_help, rich_help_panel=_panel, context_settings=takes_command, cls=NumbersCommand)(_command)
 
 
 def main() -> None:

@@ -69,7 +69,8 @@ Replacement = Annotated[
     float, typer.Option(help="From then until a spare node has a lost one's place.", rich_help_panel=_REPAIR)
 ]
 RepairTime = Annotated[
-    float, typer.Option(help="From a failure until a lost node can serve as a spare.", rich_help_panel=_REPAIR)
+    float,
+    typer.Option(help="From a failure until a lost node can serve as a spare; with --spares.", rich_help_panel=_REPAIR),
 ]
 Spares = Annotated[int | None, typer.Option(help="Spare nodes. Default: enough.", rich_help_panel=_REPAIR)]
 Start = Annotated[
@@ -156,6 +157,11 @@ def simulate(
         from memckpt.cli.simulate_plot import check_plot
 
         check_plot(plot)
+    if repair_seconds and spares is None:
+        raise ConfigurationError(
+            f"--repair-seconds {repair_seconds:g}: expected --spares with it, found none; without --spares there are "
+            "enough spare nodes, and no repair is waited for"
+        )
     protection = _schemes_of(schemes, tier, overhead, name)
     cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
     failures: FailureModel | Failures

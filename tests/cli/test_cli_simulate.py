@@ -185,6 +185,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
         (("--job-mtbf-hours", 1, "--node-mtbf-hours", 1, "--tier", DISK), "expected one of them, found both"),
         (("--tier", DISK), "failures: expected --node-mtbf-hours, --job-mtbf-hours or --trace, found none"),
         (("--node-mtbf-hours", 1), "schemes: expected --schemes FILE or --tier, found neither"),
+        (("--node-mtbf-hours", 1, "--repair-seconds", 9, "--tier", DISK), "--repair-seconds 9: expected --spares with"),
         (("--node-mtbf-hours", 1, "--overhead", 0.5), "--overhead 0.5: expected --tier beside it"),
         (("--trace", "x", "--node-mtbf-hours", 1, "--tier", DISK), "--trace x: expected no --node-mtbf-hours with it"),
         (("--node-mtbf-hours", 1, "--tier", "disk"), "--tier disk: expected FIELD=VALUE, .* found 'disk'"),
