@@ -37,9 +37,12 @@ class Ring:
 
 
 class Link:
-    """Carries so many records in the time of a step, as a share; the holder says at once what it has."""
+    """Carries so many records in the time of a step, as a share; the holder says at once what it has.
 
-    def __init__(self, share: float) -> None:
+    Unless `begun` nothing has been carried yet.
+    """
+
+    def __init__(self, share: float, begun: bool = True) -> None:
         self.share = share
         self.whole: set[int] = set()
         self.started: set[int] = set()
@@ -52,7 +55,8 @@ class Link:
         window = Window(RANKS, "n", "g", "a", 0, 1, 1, PERIOD, PERIOD, KEPT, 1, False, (), len(DATA), False, (), b"")
         self.owner.begin(Outgoing(window, self.ring, range(1, PERIOD + 1)))
         self.owner.met("h")
-        self._carry(float("inf"))
+        if begun:
+            self.carry_all()
 
     def _take(self, holder: str, message: WireMessage, payload: memoryview | bytes) -> None:
         match message:
@@ -74,6 +78,10 @@ class Link:
             self.owner.stored("h", message)
         self._said.clear()
         return credit
+
+    def carry_all(self) -> None:
+        """Carry all that there is, while training stands still."""
+        self._carry(float("inf"))
 
     def train(self) -> None:
         """A step, and what the link carries meanwhile."""
@@ -124,3 +132,12 @@ def test_a_link_that_was_away_catches_up_with_all_that_is_there() -> None:
     link.share = 50.0
     link.train()
     assert (link.owner.acknowledged, link.owner.whole) == (link.ring.newest, True)
+
+
+def test_what_lies_in_its_slots_is_not_left_out_over_a_link_that_has_only_begun() -> None:
+    """Quick steps at the start say nothing of the link: where training pauses then, it would be unprotected for long."""
+    link = Link(0.1, begun=False)
+    for _ in range(SLOTS - 1):
+        link.train()
+    link.carry_all()
+    assert (link.owner.acknowledged, link.owner.whole, link.owner.gap) == (link.ring.newest, True, None)

@@ -12,8 +12,9 @@ from memckpt.replication.transport.wire import NotStored, Stored, Window
 #: The longest reason from a peer that is kept and logged, in characters.
 MAX_REASON_CHARS = 500
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
-#: Records over which a link's rate is averaged.
-_RATE_RECORDS = 16
+#: Records over which a link's rate is averaged, and how many it takes to know one: the first few say how fast training
+#: is, and not how fast the link.
+_RATE_RECORDS, _LEAST_RATE_RECORDS = 16, 4
 
 #: In a stream's queue, in place of a record: tell the holder that the generation begins.
 OPEN = None
@@ -55,7 +56,7 @@ class LinkRate:
     @property
     def bytes_per_record(self) -> float | None:
         """The rate; None: the link carried all that there was, or its rate is not known."""
-        return self._bytes / self._records if self._records and self._bytes else None
+        return self._bytes / self._records if self._records >= _LEAST_RATE_RECORDS and self._bytes else None
 
 
 class Stream:
