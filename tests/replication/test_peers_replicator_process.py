@@ -157,12 +157,12 @@ def dies_of(kind: type) -> type[FakeReplicator]:
     return Dies
 
 
-def eager_holding(base: int, newest: int, slots: int) -> Any:
+def holding(base: int, newest: int, slots: int, mode: str = "eager") -> Any:
     """Stands for a group with a generation that is complete."""
     held = SimpleNamespace(
         complete=True, base=base, ledger=SimpleNamespace(committed={0: newest}), newest=newest, common=newest,
         number=1, replica=None, regions=(), sendable=lambda with_base: {base: (0, b"", {})} if with_base else {},
-        spec=SimpleNamespace(mode="eager", slots=slots, every=1, trails=False),
+        spec=SimpleNamespace(mode=mode, slots=slots, every=1, trails=False),
         log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
     )  # fmt: skip
     return SimpleNamespace(held=held, ranks=(0,), history=())
@@ -289,7 +289,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 
 
 def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
-    group = eager_holding(base=4, newest=9, slots=3)
+    group = holding(base=4, newest=9, slots=3)
     desk.make = dies_of(SendGeneration)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
@@ -307,12 +307,22 @@ def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: D
     assert isinstance(desk.started[-1].sent[-1], GiveUp)
 
 
+def test_without_a_replica_nothing_has_to_go_on_and_the_state_that_a_generation_begins_with_is_sent(desk: Desk) -> None:
+    desk.peers.listen(LISTEN)
+    desk.join(wait=False)
+    for mode, given_up in [("lazy", False), ("eager", True)]:
+        group = holding(base=4, newest=9, slots=3, mode=mode)
+        desk.peers.sync(group)
+        assert desk.peers.redo_limit(group) == 0
+        assert isinstance(desk.started[-1].sent[-1], GiveUp) is given_up
+
+
 @pytest.mark.parametrize(("acknowledged", "read"), [(3, [4]), (4, []), (7, [])])
 def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged(
     desk: Desk, acknowledged: int, read: list[int]
 ) -> None:
     """The replica may go on from it at any time."""
-    group = eager_holding(base=4, newest=9, slots=8)
+    group = holding(base=4, newest=9, slots=8)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
     desk.peers.replicator_said(WatermarkAdvanced(acknowledged, True))
@@ -323,7 +333,7 @@ def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged
 
 
 def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
-    group = eager_holding(base=4, newest=9, slots=3)
+    group = holding(base=4, newest=9, slots=3)
     desk.make = dies_of(GiveUp)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)

@@ -250,7 +250,7 @@ class Peers:
             return None
         held = group.held
         waits = self._job.wait and not self._newest.waits_suspended
-        if waits or held is None or held.base is None or not held.ledger.committed:
+        if waits or held is None or held.spec.mode != "eager" or held.base is None or not held.ledger.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = held.newest - (held.spec.slots - 2 - held.spec.trails)
