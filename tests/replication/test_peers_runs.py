@@ -479,7 +479,7 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     assert low == 5
     last = died.again(lab)
     finishes(lab, last, expected)
-    goes_on(last, low, high)
+    goes_on(last, low, high, ahead=True)
 
 
 # Agents and replicators die, training goes on

@@ -391,8 +391,11 @@ def fail(lab: Lab, job: PeersJob, *deaths: Death) -> PeersJob:
     return attempt
 
 
-def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers") -> int:
-    """Check that all ranks resumed at the same step within the bounds, from this tier; returns the step."""
+def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers", ahead: bool = False) -> int:
+    """Check that all ranks resumed at the same step within the bounds, from this tier; returns the step.
+
+    `ahead`: see :func:`check_verdict`.
+    """
     restored = noted(attempt, "restored")
     starts = {rank[0]["step"] if rank else 0 for rank in restored}
     assert len(starts) == 1, f"ranks went on at {sorted(starts)}"
@@ -400,7 +403,7 @@ def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers") 
     assert low <= begin <= high, f"went on at {begin}, expected {low} to {high}"
     tiers = {rank[0]["tier"] for rank in restored if rank}
     assert tier is None or not begin or tiers == {tier}, f"went on from {tiers}, expected {tier}"
-    check_verdict(attempt)
+    check_verdict(attempt, ahead)
     return begin
 
 

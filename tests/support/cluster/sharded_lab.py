@@ -419,8 +419,13 @@ UNCHECKED = (
 )
 
 
-def check_verdict(attempt: Job) -> set[str]:
-    """Check that all ranks report an equal repeated step, or none for a valid reason; returns their reports."""
+def check_verdict(attempt: Job, ahead: bool = False) -> set[str]:
+    """Check that all ranks report an equal repeated step, or none for a valid reason; returns their reports.
+
+    Args:
+        ahead: whether the dead attempt was as far ahead of its peers as it may be, or does not wait for them: the
+            record before the resumed one may have given its slot away.
+    """
     verdicts = {(each["verdict"], each["line"]) for rank in noted(attempt, "checked") for each in rank}
     for verdict, line in verdicts:
         if (
@@ -428,9 +433,8 @@ def check_verdict(attempt: Job) -> set[str]:
             and attempt.config.replays
             and line != "nothing was compared: nothing was resumed"
         ):
-            # Training that does not wait for peers may be far ahead of what they hold.
-            ahead = attempt.config.peers is not None and attempt.config.peers.ack == "proceed"
-            reasons = (*UNCHECKED, "is not held any more") if ahead else UNCHECKED
+            proceeds = attempt.config.peers is not None and attempt.config.peers.ack == "proceed"
+            reasons = (*UNCHECKED, "is not held any more") if ahead or proceeds else UNCHECKED
             known = verdict == "none" and any(reason in line for reason in reasons)
             assert verdict == "equal" or known, f"{verdict}: {line}"
     assert len(verdicts) <= 1, verdicts
