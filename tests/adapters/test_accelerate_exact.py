@@ -30,7 +30,14 @@ from tests.support.trainings.accelerate_cases import (
     RANKED_KILLS,
 )
 from tests.support.trainings.accelerate_runs import attempt, check_same, entries, reference, survives, survives_chance
-from tests.support.trainings.accelerate_training import Case, Kill, Run, kill_agent, wait_until_stored
+from tests.support.trainings.accelerate_training import (
+    Case,
+    Kill,
+    Run,
+    kill_agent,
+    wait_until_ordered,
+    wait_until_stored,
+)
 from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
@@ -80,7 +87,11 @@ def test_nothing_fails_and_nothing_changes(lab: Lab, references: Path) -> None:
 def test_agent_and_trainer_die_and_storage_serves(lab: Lab, references: Path) -> None:
     settings = config(storage=StorageConfig(every_steps=4))
     run = Run(PLAIN, lab.directory / "job", config=settings, kill=("committed", 9))
-    hooks: dict[Kill, Callable[..., None]] = {("committed", 8): wait_until_stored, ("committed", 9): kill_agent}
+    hooks: dict[Kill, Callable[..., None]] = {
+        ("committed", 2): wait_until_ordered,
+        ("committed", 8): wait_until_stored,
+        ("committed", 9): kill_agent,
+    }
     assert attempt(lab, replace(run, hooks=hooks)) == [-signal.SIGKILL]
     assert [each["event"] for each in entries(run, 0)].count("agent killed") == 1
     seen = len(entries(run, 0))

@@ -132,8 +132,8 @@ def test_the_agent_and_both_are_killed_and_training_goes_on(drills: Drills) -> N
     assert (result.verdict.outcome, result.verdict.repeats) == ("equal", True)
     agent, both = sorted(result.blows, key=lambda blow: blow.kind)
     assert (agent.kind, agent.lost, agent.tier) == ("agent", 0, "")
-    # A kill comes from outside, and behind the last step no commit finds that the agent is gone.
-    assert agent.unprotected is not None or agent.step >= result.verdict.last_step
+    # A kill comes from outside, a step or two behind what it is to befall; after the last no commit finds it.
+    assert agent.unprotected is not None or agent.step >= result.verdict.last_step - 2
     assert (both.kind, both.resumed, both.lost, both.tier) == ("both", 0, both.step, "nothing")
 
 

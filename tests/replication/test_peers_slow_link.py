@@ -135,7 +135,7 @@ def test_a_link_that_was_away_catches_up_with_all_that_is_there() -> None:
 
 
 def test_what_lies_in_its_slots_is_not_left_out_over_a_link_that_has_only_begun() -> None:
-    """Quick steps at the start say nothing of the link: where training pauses then, it would be unprotected for long."""
+    """Quick steps at the start say nothing of the link: where training pauses then, it would long be unprotected."""
     link = Link(0.1, begun=False)
     for _ in range(SLOTS - 1):
         link.train()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import memckpt
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.config import CompressionConfig, MemckptConfig
 from tests.support.cluster.processes import die_after, kill_and_wait, live_on
@@ -372,14 +373,23 @@ def kill_agent(training: Training) -> None:
     training.journal.note("agent killed", pid=pid)
 
 
+def wait_until_ordered(training: Training) -> None:
+    """Return when the agent has ordered a snapshot; one that comes late is ordered for a later step."""
+    _listen_until(training, lambda session: session._link.client._order is not None, "no snapshot was ordered")
+
+
 def wait_until_stored(training: Training) -> None:
     """Return when a checkpoint is in storage."""
+    _listen_until(training, lambda session: session.stored_step is not None, "nothing got to storage")
+
+
+def _listen_until(training: Training, there: Callable[[memckpt.Session], bool], otherwise: str) -> None:
     assert training.plugin is not None
     session = training.plugin._session
     assert session is not None
     deadline = time.monotonic() + 30
-    while session.stored_step is None:
+    while not there(session):
         left = deadline - time.monotonic()
-        assert left > 0, "nothing got to storage"
-        assert select.select([session._link.client.channel], [], [], left)[0], "nothing got to storage"
+        assert left > 0, otherwise
+        assert select.select([session._link.client.channel], [], [], left)[0], otherwise
         session._protection.listen()
