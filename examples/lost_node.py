@@ -80,6 +80,7 @@ def main() -> None:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         print(f"done at step {args.steps}: weights {digest_of(weights)}", flush=True)
+    dist.barrier()  # else Gloo may still hold tensors of the last all-gather when Python ends, and abort
     dist.destroy_process_group()
 
 
