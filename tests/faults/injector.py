@@ -144,7 +144,8 @@ class Injector:
         """Count the faults that all ranks have trained past, whose every state since has been compared."""
         model = self.cluster.model
         trained = min((model.committed.get(rank, 0) for rank in self.cluster.nodes), default=0)
-        if not self.cluster.running or model.attempt != self.cluster.attempts - 1:
+        trains = self.cluster.running or self.cluster.finished
+        if not trains or model.attempt != self.cluster.attempts - 1:
             return
         waiting = []
         for kind, attempt, step in self._open:
