@@ -196,7 +196,7 @@ class Cluster:
         """Keep the logs of the last attempts only."""
         self._logs += logs
         while len(self._logs) > 10 * self.setup.world_size:
-            self._logs.pop(0).unlink()
+            self._logs.pop(0).unlink(missing_ok=True)  # a rank that was killed at once has not opened its log
 
     def _reap(self) -> None:
         """Reap orphans that this process has adopted: agents, started by trainers that are dead."""
