@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,36 +167,37 @@ def simulate(
             "enough spare nodes, and no repair is waited for"
         )
     protection = _schemes_of(schemes, tier, overhead, name)
-    cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
-    failures: FailureModel | Failures
-    if trace is not None:
-        drawn = {
-            "--node-mtbf-hours": node_mtbf_hours, "--job-mtbf-hours": job_mtbf_hours, "--plot": plot,
-            "--rack-mtbf-hours": rack_mtbf_hours, "--zone-mtbf-hours": zone_mtbf_hours,
-            "--cluster-mtbf-hours": cluster_mtbf_hours,
-        }  # fmt: skip
-        if found := [option for option, value in drawn.items() if value is not None]:
-            raise ConfigurationError(f"--trace {trace}: expected no {', '.join(found)} with it, found both")
-        failures = read_trace(trace, cluster)
-    else:
-        failures = _model_of(
-            nodes, node_mtbf_hours, job_mtbf_hours, rack_mtbf_hours, zone_mtbf_hours, cluster_mtbf_hours,
-            software_share, weibull_shape, new_nodes,
-        )  # fmt: skip
-    setup = Setup(
-        cluster=cluster,
-        failures=failures,
-        training=Training(step_seconds=step_seconds, duration_seconds=_seconds("--days", days, 86400)),
-        repair=Repair(
-            detection_seconds=detection_seconds,
-            replacement_seconds=replacement_seconds,
-            repair_seconds=repair_seconds,
-            spares=spares,
-            start_seconds=start_seconds,
-        ),
-    )
     how: dict[str, Any] = {"repetitions": repetitions, "seed": seed, "workers": workers, "confidence": confidence}
-    summaries = run(setup, protection, **how)
+    with _fields_as_options():
+        cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
+        failures: FailureModel | Failures
+        if trace is not None:
+            drawn = {
+                "--node-mtbf-hours": node_mtbf_hours, "--job-mtbf-hours": job_mtbf_hours, "--plot": plot,
+                "--rack-mtbf-hours": rack_mtbf_hours, "--zone-mtbf-hours": zone_mtbf_hours,
+                "--cluster-mtbf-hours": cluster_mtbf_hours,
+            }  # fmt: skip
+            if found := [option for option, value in drawn.items() if value is not None]:
+                raise ConfigurationError(f"--trace {trace}: expected no {', '.join(found)} with it, found both")
+            failures = read_trace(trace, cluster)
+        else:
+            failures = _model_of(
+                nodes, node_mtbf_hours, job_mtbf_hours, rack_mtbf_hours, zone_mtbf_hours, cluster_mtbf_hours,
+                software_share, weibull_shape, new_nodes,
+            )  # fmt: skip
+        setup = Setup(
+            cluster=cluster,
+            failures=failures,
+            training=Training(step_seconds=step_seconds, duration_seconds=_seconds("--days", days, 86400)),
+            repair=Repair(
+                detection_seconds=detection_seconds,
+                replacement_seconds=replacement_seconds,
+                repair_seconds=repair_seconds,
+                spares=spares,
+                start_seconds=start_seconds,
+            ),
+        )
+        summaries = run(setup, protection, **how)
     swept = None
     if plot is not None:
         from memckpt.cli.simulate_plot import draw
@@ -206,6 +211,22 @@ def simulate(
     _show(setup, summaries, seed)
     if plot is not None:
         out.print(f"drawn: {plot}", markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _fields_as_options() -> Iterator[None]:
+    """What is wrong with a field is said of the option that sets it."""
+    options = {field: f"--{field.replace('_', '-')}" for field in inspect.signature(simulate).parameters}
+    options |= {"racks": "--rack-mtbf-hours", "zones": "--zone-mtbf-hours"}
+    try:
+        yield
+    except ConfigurationError as error:
+        field, colon, rest = str(error).partition(":")
+        if field not in options:
+            raise
+        # Names without an underscore are words, too.
+        named = re.sub(r"\w+_\w+", lambda found: options.get(found[0], found[0]), rest)
+        raise ConfigurationError(f"{options[field]}{colon}{named}") from error
 
 
 def _seconds(option: str, value: float, unit_seconds: float) -> float:
