@@ -140,12 +140,12 @@ class _Rank:
         config = attempt.config_of(self.rank)
         if config is None:
             return 0
-        session = self.session = memckpt.attach(
-            self.training.model, self.training.optimizers, run_dir=attempt.run_dir, config=config
-        )
-        for name, each in self.training.registered.items():
-            session.register(name, each)
-        try:
+        try:  # the state is chosen when the session begins, and fetched when it is restored
+            session = self.session = memckpt.attach(
+                self.training.model, self.training.optimizers, run_dir=attempt.run_dir, config=config
+            )
+            for name, each in self.training.registered.items():
+                session.register(name, each)
             report = session.restore()
         except PeerError as error:
             self._note("refused", number=attempt.number, reason=str(error))
