@@ -16,6 +16,8 @@ from benchmarks.harness.turns import Worker, Workers
 from benchmarks.workloads.peer_ranks import PATIENCE, NodesBlock, Order, Started, Task, run_rank
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import PeersStatus
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.local_store import LocalStore
 
 _LOOK_AGAIN_SECONDS = 0.05
 
@@ -95,19 +97,20 @@ class Nodes:
         raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
 
     def wait_stored(self, step: int) -> None:
-        """Wait until storage has a checkpoint of `step` or later.
+        """Wait until the run directory's storage has a checkpoint of all nodes of `step` or later.
 
         Raises:
             RuntimeError: there is none within minutes.
         """
+        store = LocalStore(self.task.directory / "storage")
         patience = time.monotonic() + PATIENCE.total_seconds()
+        found: list[int] = []
         while time.monotonic() < patience:
-            statuses = [ask_status(self.task.address(rank)) for rank in range(self.task.nodes)]
-            stored = [None if each is None or each.storage is None else each.storage.step for each in statuses]
-            if all(each is not None and each >= step for each in stored):
+            found = [each.step for each in read_catalog(store).complete]
+            if any(each >= step for each in found):
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)  # an agent answers questions, and tells nobody by itself
-        raise RuntimeError(f"expected step {step} in storage, found {stored}")
+            time.sleep(_LOOK_AGAIN_SECONDS)  # nobody tells of a checkpoint that others' parts have made whole
+        raise RuntimeError(f"expected a checkpoint of step {step} or later, found those of {found}")
 
     def kill(self, nodes: Sequence[int]) -> None:
         """Kill all ranks, as a launcher does when a node is lost, and the agents of the given nodes."""
