@@ -28,9 +28,10 @@ from tests.support.cluster.peers_lab import (
     standby_config,
     start,
     survives,
+    told,
 )
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import Death, logs, noted, reference
+from tests.support.cluster.sharded_lab import Death, noted, reference
 from tests.support.trainings.engine_harness import Lab
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
@@ -39,17 +40,12 @@ PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "
 slow = pytest.mark.slow
 
 
-def everything_told(lab: Lab) -> str:
-    """By all processes of the test, from beginning to end."""
-    return logs(lab) + "".join(path.read_text() for path in sorted(lab.run_dir.glob("agent-*.log")))
-
-
 def all_on_standbys(lab: Lab) -> None:
     """Nothing was kept as plain copies, and nothing came too late to be taken."""
-    told = everything_told(lab)
-    assert "of another node get a standby replica here" in told
-    assert "plain copies" not in told
-    assert "records behind" not in told
+    said = told(lab)
+    assert "of another node get a standby replica here" in said
+    assert "plain copies" not in said
+    assert "records behind" not in said
 
 
 def with_copies_of(node: str, copies: int) -> list[str]:
@@ -278,9 +274,9 @@ def test_plain_copies_where_redo_fails(lab: Lab, redo: str, monkeypatch: pytest.
     job = peers_job(lab, FSDP, standby_config(2, redo, period=2))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(7,)), Death("node1", 8, "backward"))
-    told = everything_told(lab)
-    assert "plain copies are kept" in told
-    assert "a kernel of another kind" in told
+    said = told(lab)
+    assert "plain copies are kept" in said
+    assert "a kernel of another kind" in said
     last = died.again(lab)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))

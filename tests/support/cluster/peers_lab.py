@@ -458,6 +458,6 @@ def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
 
 
 def told(lab: Lab) -> str:
-    """Logs, for a failed test."""
-    agents = "".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(lab.run_dir.glob("agent-*.log")))
-    return logs(lab)[-6000:] + agents
+    """All that trainers and agents have logged."""
+    agents = "".join(f"{path.name}:\n{path.read_text()}" for path in sorted(lab.run_dir.glob("agent-*.log")))
+    return logs(lab) + agents
