@@ -196,7 +196,8 @@ class Injector:
             return None
         os.kill(pid, signal.SIGTERM)
         self._leaving.append((node, pid))
-        self._weaken(node)
+        self.cluster.drain()
+        self.cluster.model.end_agent(node, pid)
         return nothing
 
     def _weaken(self, *nodes: int, lasting: bool = False) -> None:

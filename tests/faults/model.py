@@ -63,6 +63,8 @@ class Model:
     stored: dict[int, set[int]] = field(default_factory=dict)
     weak: dict[int, int | None] = field(default_factory=dict)
     apart: set[int] = field(default_factory=set)
+    #: Agents that were told to end, by node: they answer their ranks until they do.
+    _ending: dict[int, int] = field(default_factory=dict)
     _damaged: set[int] = field(default_factory=set)
     _protected: dict[int, int] = field(default_factory=dict)
     _began: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -111,9 +113,15 @@ class Model:
     # Faults
 
     def weaken(self, nodes: Iterable[int], lasting: bool = False) -> None:
-        """Memory of these nodes is lost or out of reach from now on."""
+        """Memory of these nodes is lost or out of reach from now on; if that lasts, until :meth:`strengthen`."""
         for node in nodes:
-            self.weak[node] = None if lasting else self.newest + _HEARD_STEPS
+            lasts = lasting or self.weak.get(node, 0) is None
+            self.weak[node] = None if lasts else self.newest + _HEARD_STEPS
+
+    def end_agent(self, node: int, pid: int) -> None:
+        """This node's agent ends sooner or later: until its rank has another one, what it says of protection is old."""
+        self._ending[node] = pid
+        self.weaken([node])
 
     def strengthen(self, node: int) -> None:
         """A fault of this node is over: it counts again once all ranks say that all is protected."""
@@ -185,8 +193,11 @@ class Model:
         self.acknowledged = max(self.acknowledged, note["acknowledged"])
         if note["stored"] and note["stored"] not in self._damaged:
             self.stored.setdefault(rank, set()).add(note["stored"])
+        if rank in self._ending and note["agent"] != self._ending[rank]:
+            del self._ending[rank]
+            self.weaken([rank])
         if note["event"] == "step":
-            self._protected[rank] = note["step"] if note["protected"] else -1
+            self._protected[rank] = note["step"] if note["protected"] and rank not in self._ending else -1
         if len(self._protected) == self.ranks:
             said = min(self._protected.values())
             self.weak = {node: since for node, since in self.weak.items() if since is None or said < since}

@@ -188,6 +188,7 @@ class _Rank:
         return {
             "acknowledged": max(0, link.client.watermark - ahead) if link.up else 0,
             "connected": link.up,
+            "agent": link.agent_pid,
             "protected": self.session._protection.complete,
             "stored": self.session.stored_step or 0,
             "check": self.session.check.verdict,
