@@ -14,7 +14,7 @@ from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
-from memckpt.processes.listener import Listener
+from memckpt.processes.listener import Listener, ServingAgent
 from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.trainer import Refused
@@ -56,6 +56,8 @@ class Connections:
         self._left = left
         self._open: dict[int, Connection] = {}
         self._listener: Listener | None = None
+        #: Where the run directory names this agent as one that leaves.
+        self._withdrawn: tuple[AgentAddress, ServingAgent] | None = None
 
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
@@ -77,6 +79,7 @@ class Connections:
         # The file goes first: as long as it names this process, whoever reads it gets through.
         with address.starting():
             address.withdraw(self._listener.serving)
+            self._withdrawn = address, self._listener.serving
             for listening in self._listener.sockets:
                 self._loop.forget(listening)
             self._listener.close()
@@ -88,6 +91,9 @@ class Connections:
         for connection in list(self._open.values()):
             self.answer(connection, last_words)
             self.drop(connection)
+        if self._withdrawn is not None:
+            address, serving = self._withdrawn
+            address.forget(serving)
 
     def of_attempt(self, nonce: str) -> Iterator[Connection]:
         """The trainers of an attempt; they may be dropped meanwhile."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -148,6 +148,7 @@ class Agent:
         self._loop.post(partial(self._stop, reason))
 
     def _stop(self, reason: str) -> None:
+        self._read_commits()
         self._stop_answering()
         self._groups.preempt()
         self._tell_trainers(Leaving())
@@ -211,9 +212,19 @@ class Agent:
             _log.warning("rank %d goes on without protection: peers do not wait for this node", trainer.rank)
             self._peers.tell_deserted()
 
+    @property
+    def _trainers(self) -> Iterator[Connection]:
+        """Those of the attempt."""
+        return self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else "")
+
+    def _read_commits(self) -> None:
+        """Take what trainers have sent so far, before anything else is decided: it counts, whether they live or not."""
+        for connection in self._trainers:
+            self._connections.read(connection)
+
     def _tell_trainers(self, message: AgentToTrainer) -> None:
         """To all trainers of the attempt."""
-        for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
+        for connection in self._trainers:
             self._connections.answer(connection, message)
 
     def tell(
@@ -221,7 +232,7 @@ class Agent:
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
         self._observer.told(ranks, message)
-        for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
+        for connection in self._trainers:
             trainer = connection.trainer
             if trainer is not None and trainer.unit == ranks and trainer.rank != besides:
                 self._connections.answer(connection, message, [fd] if fd is not None else None)
@@ -375,9 +386,8 @@ class Agent:
 
     def _new_attempt(self, hello: Hello) -> None:
         if self._attempt is not None:
-            # Commits that the dead ones had sent count: read them before anything else is decided.
-            for old in self._connections.of_attempt(self._attempt.nonce):
-                self._connections.read(old)
+            self._read_commits()
+            for old in self._trainers:
                 self._connections.drop(old)
             for trainer in self._attempt.trainers.values():
                 trainer.process.close()

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import select
 import socket
 import struct
@@ -57,6 +58,10 @@ class AgentAddress:
         """The file that names the agent; one per node, as nodes may share the run directory."""
         return self.run_dir / f"agent-{self.node}.json"
 
+    def leaving_path(self, serving: ServingAgent) -> Path:
+        """The file that names an agent which answers no more, until it has written what it holds."""
+        return self.run_dir / f"leaving-{self.node}-{serving.pid}.json"
+
     @property
     def log_path(self) -> Path:
         return self.run_dir / f"agent-{self.node}.log"
@@ -67,18 +72,21 @@ class AgentAddress:
         Raises:
             AgentError: the file is there, and cannot be read.
         """
+        return self._named_by(self.file_path)
+
+    def _named_by(self, path: Path) -> ServingAgent | None:
         try:
-            return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
+            return msgspec.json.decode(path.read_bytes(), type=ServingAgent)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise AgentError(
-                f"expected a run directory whose {self.file_path.name} this user, {os.getuid()}, can read, found "
+                f"expected a run directory whose {path.name} this user, {os.getuid()}, can read, found "
                 f"{error}; it names the run's agent: make it readable, or choose another run directory"
             ) from error
         except MALFORMED as error:
             # The file is written in full and renamed, but not synced: the machine has crashed, and the agent with it.
-            _log.warning("%s names no agent (%s); it will be rewritten", self.file_path, error)
+            _log.warning("%s names no agent (%s); it will be rewritten", path, error)
             return None
 
     def original(self) -> str:
@@ -124,9 +132,21 @@ class AgentAddress:
         return listener
 
     def withdraw(self, serving: ServingAgent) -> None:
-        """Remove the file that names this agent. The caller holds :meth:`starting`."""
+        """Make the file name this agent as one that leaves. The caller holds :meth:`starting`, and :meth:`forget`."""
         if self.serving() == serving:
-            self.file_path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a user has removed the run directory
+                self.file_path.replace(self.leaving_path(serving))
+
+    def forget(self, serving: ServingAgent) -> None:
+        """Remove the file that names this agent as one that leaves: it has written all."""
+        self.leaving_path(serving).unlink(missing_ok=True)
+
+    def leaving(self) -> list[ServingAgent]:
+        """Agents of this node that answer no more, and may still write to storage what they hold."""
+        name = re.compile(rf"leaving-{re.escape(self.node)}-\d+\.json")
+        paths = [path for path in sorted(self.run_dir.iterdir()) if name.fullmatch(path.name)]
+        named = [serving for path in paths if (serving := self._named_by(path)) is not None]
+        return [each for each in named if not each.serves_elsewhere(self.run_dir)]
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -208,6 +228,27 @@ class AgentAddress:
                         "expected agent and trainer in one network namespace (container, pod). Start both in one, or "
                         "end the agent"
                     ) from None
+
+    def await_leaving(self, seconds: float, log: logging.Logger) -> None:
+        """Wait until agents of this node that leave have written to storage what they hold, `seconds` at most."""
+        until = time.monotonic() + seconds
+        for agent in self.leaving():
+            if not agent.ends(within=0.0):
+                log.warning(
+                    "memckpt: agent pid %d of this node was told to end, and still writes to storage what it holds; "
+                    "the start waits for it, at most %.0f s",
+                    agent.pid,
+                    seconds,
+                )
+                if not agent.ends(within=max(0.0, until - time.monotonic())):
+                    log.warning(
+                        "memckpt: agent pid %d has not ended within %.0f s; the start goes on without what it has not "
+                        "written yet",
+                        agent.pid,
+                        seconds,
+                    )
+                    continue
+            self.forget(agent)
 
     def _connect_to(self, serving: ServingAgent) -> socket.socket:
         refusal: OSError = ConnectionRefusedError()

@@ -26,6 +26,8 @@ from memckpt.state.search_path import user_search_path
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
+#: Longest time, in seconds, that an agent may take to end once what it holds is in storage.
+_LEAVING_SECONDS = 10.0
 
 
 class AgentLink:
@@ -104,6 +106,16 @@ class AgentLink:
             accelerated=self._accelerated,
         )
         return self._client.hello(hello)
+
+    def begin(self, spec: StateSpec) -> tuple[HeldRecords, ...]:
+        """Connect as :meth:`connect` does when an attempt begins, and have all in storage that is on its way there.
+
+        An agent of this node that was told to end answers no more, while it writes what it holds.
+        """
+        held = self.connect(spec, next_record=0, rejoining=False)
+        grace = self._storage.grace_seconds if self._storage is not None else 0.0
+        self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
+        return held
 
     def reconnect(self, spec: StateSpec, next_record: int) -> None:
         """Connect to another agent in the same attempt, starting it if there is none.

@@ -126,7 +126,7 @@ class Resumption:
         """
         self._reason = reason
         ranks = self._ranks
-        answers = ranks.together(lambda: (self._link.connect(spec, next_record=0, rejoining=False), spec.sharding()))
+        answers = ranks.together(lambda: (self._link.begin(spec), spec.sharding()))
         own = answers[ranks.rank][0]
         held = [each for inventories, _ in answers for each in inventories]
         shardings = [sharding for _, sharding in answers]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from memckpt.checkpointing import job_maker
 from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError, UsageError
+from memckpt.processes.address import AgentAddress
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
@@ -287,6 +288,51 @@ def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab)
     died = lab.train(PLAIN, settings, actions={("after commit", 8): preempt, ("backward", 10): kill_both})
     assert "training goes on without protection" in died.log
     assert newest(lab) == 8
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
+def test_a_start_waits_for_an_agent_that_still_writes_what_it_holds(lab: Lab) -> None:
+    """The agent is told to end, and its trainer dies: another one starts at once, and finds all."""
+    settings = stored("lazy", every_steps=None)
+
+    def preempt(control: Control) -> None:
+        assert control.session is not None
+        pid = control.session.agent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        kill_self(control)
+
+    def prepare(control: Control) -> None:
+        """As a trainer that is started a little later would find it: the old agent answers no more."""
+        serving = AgentAddress.of(lab.run_dir).serving()
+        if serving is not None:
+            while (answered := AgentAddress.of(lab.run_dir).connect()) is not None:
+                answered.close()
+                serving.ends(within=0.01)
+
+    died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
+    final = lab.train(PLAIN, settings, seed=2, prepare=prepare)
+    assert final.restored_step == 8
+    assert "still writes to storage what it holds" in final.log
+    lab.check_same(PLAIN, died, final)
+
+
+def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+
+    def stop(control: Control) -> None:
+        assert control.session is not None
+        pid = control.session.agent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+
+    died = lab.train(PLAIN, settings, actions={("after commit", 5): stop, ("backward", 9): kill_self})
+    serving = AgentAddress.of(lab.run_dir).serving()
+    assert serving is not None
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        os.kill(serving.pid, number)
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 8
     lab.check_same(PLAIN, died, final)
