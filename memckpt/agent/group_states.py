@@ -238,6 +238,11 @@ class GroupStates:
         told = [one.saver.preempt() for one in self]
         return any(told)
 
+    @property
+    def preempted_until(self) -> float | None:
+        """End of the grace period that runs (monotonic clock); None: none does."""
+        return max((until for one in self if (until := one.saver.preempted_until) is not None), default=None)
+
     def retry_later(self) -> None:
         for one in self:
             one.saver.retry_later()

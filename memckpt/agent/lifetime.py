@@ -91,8 +91,7 @@ class Lifetime:
             self._groups.save_asked()
         if self._must_save and self._clock() >= self._groups.save_at(self.idle_since or 0.0):
             self._save(as_checkpoint=self.finishing)
-        owed = self.finishing and not self._saved_alone
-        if self._over_when_saved is not None and not self._groups.saving and not owed:
+        if self._over_when_saved is not None and not self._groups.saving and not self._owes:
             self.over = self._over_when_saved
         lingers_until = self._lingers_until()
         if lingers_until is not None and self._clock() >= lingers_until and not self._groups.saving:
@@ -103,7 +102,14 @@ class Lifetime:
         # What is being saved has a deadline of its own, and its end is an event.
         lingers_until = None if self._groups.saving else self._lingers_until()
         save_at = self._groups.save_at(self.idle_since or 0.0) if self._must_save else None
-        return min((at for at in (lingers_until, save_at) if at is not None), default=None)
+        graced_until = self._groups.preempted_until if self._over_when_saved is not None and self._owes else None
+        return min((at for at in (lingers_until, save_at, graced_until) if at is not None), default=None)
+
+    @property
+    def _owes(self) -> bool:
+        """Whether it stays although it is to end: what it holds could not be saved, and is tried again."""
+        in_grace = self._groups.preempted_until is not None and bool(self._groups.complete_generations)
+        return not self._saved_alone and (self.finishing or in_grace)
 
     def _lingers_until(self) -> float | None:
         """When lingering ends; None while a trainer is here."""

@@ -25,6 +25,7 @@ from memckpt.errors import AgentError
 from memckpt.journal.events import Decision
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
+from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
 from memckpt.protocol.status import StorageStatus
@@ -86,6 +87,8 @@ class Saver:
         )
         self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
         self._retry_at = float("-inf")
+        #: Pauses before what could not be saved is tried again in a grace period.
+        self._hurried = Backoff(at_once=0)
         #: The generation whose records are being flushed to the log because it stands still; the answer: they are.
         self._flushing: tuple[Generation, Answer[None]] | None = None
 
@@ -155,7 +158,14 @@ class Saver:
         if self._storage.config is None:
             return False
         self._schedule.preempt(self._storage.config.grace_seconds)
+        self._hurried.reset()
+        self._hurried.started()
         return True
+
+    @property
+    def preempted_until(self) -> float | None:
+        """End of the grace period that runs (monotonic clock); None: none does."""
+        return self._schedule.preempted_until if self._schedule.preempted else None
 
     # While training runs
 
@@ -295,8 +305,9 @@ class Saver:
                 export.done(SaveFailed(0, "no step can be produced from memory"))
 
     def retry_later(self) -> None:
-        """Have what is held saved once more after a while: it could not be."""
-        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        """Have what is held saved once more after a while, in a grace period soon: it could not be."""
+        pause = self._hurried.died() if self._schedule.preempted else _RETRY_SECONDS
+        self._retry_at = time.monotonic() + pause
 
     def save_at(self, idle_since: float) -> float:
         """Until when trainers may come back before their state goes to storage (monotonic clock)."""

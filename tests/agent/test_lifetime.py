@@ -6,6 +6,8 @@ from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from memckpt.agent.lifetime import Lifetime
 from memckpt.processes.event_loop import EventLoop
 from tests.processes.test_event_loop import MadeUp
@@ -14,15 +16,24 @@ from tests.processes.test_event_loop import MadeUp
 class Held:
     """What an agent holds: one state, which it can save."""
 
-    complete_generations = ("one",)
+    complete_generations: tuple[str, ...] = ("one",)
     enabled = True
     saving = False
+    retry_at = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, clock: MadeUp, grace_ends: float = 0.0) -> None:
         self.saved = 0
+        self._clock, self._grace_ends = clock, grace_ends
+
+    @property
+    def preempted_until(self) -> float | None:
+        return self._grace_ends if self._clock.now < self._grace_ends else None
 
     def save_at(self, idle_since: float) -> float:
-        return idle_since + 3.0
+        return max(idle_since + 3.0, self.retry_at)
+
+    def retry_later(self) -> None:
+        self.retry_at = 105.0
 
     def save_asked(self) -> None:
         pass
@@ -34,7 +45,7 @@ class Held:
 
 def test_what_trainers_leave_is_saved_and_lingering_ends_when_it_is_saved_without_a_turn_in_between() -> None:
     clock = MadeUp()
-    held: Any = Held()
+    held: Any = Held(clock)
     host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
     lifetime = Lifetime(held, host, 10.0, False, clock)
     with closing(EventLoop(clock=clock, poller=clock)) as loop:
@@ -53,3 +64,43 @@ def test_what_trainers_leave_is_saved_and_lingering_ends_when_it_is_saved_withou
         loop.turn()
     assert lifetime.over == "no trainer came back within 10 s"
     assert held.saved == 1
+
+
+@pytest.mark.parametrize("trainer", ["gone", "here"])
+def test_what_cannot_be_saved_is_tried_again_until_the_grace_period_ends(trainer: str) -> None:
+    clock = MadeUp()
+    held: Any = Held(clock, grace_ends=110.0)
+    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
+    lifetime = Lifetime(held, host, 1000.0, False, clock)
+    with closing(EventLoop(clock=clock, poller=clock)) as loop:
+        loop.each_turn(lifetime.look_at_clock, lifetime.deadline)
+        lifetime.trainer_came()
+        lifetime.end_when_saved("signal SIGTERM")
+        if trainer == "gone":
+            lifetime.trainers_left()
+        held.saving = False
+        lifetime.checkpoint_failed()
+        lifetime.look_at_clock()
+        assert lifetime.over is None
+        if trainer == "gone":
+            loop.turn()
+            assert (clock.now, held.saved) == (105.0, 2), "once more"
+            held.saving = False
+            lifetime.checkpoint_failed()
+        held.retry_at = 1000.0
+        loop.turn()
+        assert clock.now == 110.0
+    assert lifetime.over == "signal SIGTERM"
+
+
+def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> None:
+    clock = MadeUp()
+    held: Any = Held(clock, grace_ends=110.0)
+    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
+    lifetime = Lifetime(held, host, 1000.0, False, clock)
+    lifetime.end_when_saved("signal SIGTERM")
+    lifetime.look_at_clock()
+    assert lifetime.over is None
+    held.saving = False
+    lifetime.look_at_clock()
+    assert lifetime.over == "signal SIGTERM"

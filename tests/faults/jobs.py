@@ -30,6 +30,8 @@ from tests.support.trainings.engine_harness import Lab, import_ahead
 _LIVENESS_SECONDS, _ACK_SECONDS = 4.0, 4.0
 #: Seconds for which a resume asks silent nodes again: shorter than what the cluster waits for a start.
 _PATIENCE_SECONDS = 30.0
+#: Seconds for which an agent that is told to end tries to save: a start waits for it.
+_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,12 @@ class Job:
             agent=AgentConfig(linger_seconds=60.0, liveness_seconds=_LIVENESS_SECONDS, niceness=0),
             peers=peers,
             storage=StorageConfig(
-                url=str(store), mode="replica", every_steps=self.every_steps, min_seconds=0.0, overhead=1.0
+                url=str(store),
+                mode="replica",
+                every_steps=self.every_steps,
+                min_seconds=0.0,
+                overhead=1.0,
+                grace_seconds=_GRACE_SECONDS,
             ),
         )
 

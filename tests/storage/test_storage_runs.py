@@ -338,6 +338,27 @@ def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab:
     lab.check_same(PLAIN, died, final)
 
 
+def test_an_agent_that_cannot_save_tries_again_until_its_grace_period_ends(lab: Lab, tmp_path: Path) -> None:
+    place = tmp_path / "mount"
+    place.write_text("not a directory")
+    settings = stored("lazy", every_steps=None, url=str(place / "inside"), grace_seconds=LIMIT_SECONDS)
+
+    def preempt(control: Control) -> None:
+        """And the disk is back once the agent has failed to save."""
+        assert control.session is not None
+        pid = control.session.agent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: "step 8 is not in storage" in AgentAddress.of(lab.run_dir).log_path.read_text())
+        place.unlink()
+        kill_self(control)
+
+    died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
 def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training_goes_on(lab: Lab) -> None:
     """Whoever had the signal before still gets it: here a handler that lets training go on."""
     settings = stored("lazy", every_steps=None)
