@@ -17,7 +17,7 @@ from memckpt.processes.handles import ProcessHandle
 from memckpt.processes.listener import Listener, ServingAgent
 from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
-from memckpt.protocol.trainer import Refused
+from memckpt.protocol.trainer import Leaving, Refused
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -71,15 +71,28 @@ class Connections:
         moved_to = self._listener.moved_to if self._listener is not None else None
         return self._address if moved_to is None else dataclasses.replace(self._address, run_dir=moved_to)
 
+    @property
+    def listening(self) -> bool:
+        """Whether trainers can find this agent."""
+        return self._listener is not None
+
     def stop_listening(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
         if self._listener is None:
             return
         address = self.address
         # The file goes first: as long as it names this process, whoever reads it gets through.
-        with address.starting():
-            address.withdraw(self._listener.serving)
-            self._withdrawn = address, self._listener.serving
+        try:
+            with address.starting():
+                address.withdraw(self._listener.serving)
+                self._withdrawn = address, self._listener.serving
+                self._close_listener()
+        except (AgentError, OSError) as error:  # what it holds still has to be saved
+            _log.error("the run directory still names this agent, which answers no more: %s", error)
+            self._close_listener()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
             for listening in self._listener.sockets:
                 self._loop.forget(listening)
             self._listener.close()
@@ -175,6 +188,11 @@ class Connections:
         self.answer(connection, Refused(type(error).__name__, str(error)))
         if isinstance(error, AgentError):
             self.drop(connection)
+
+    def turn_away(self, connection: Connection) -> None:
+        """Send a trainer to another agent."""
+        self.answer(connection, Leaving())
+        self.drop(connection)
 
     def answer(self, connection: Connection, message: AgentToTrainer, fds: list[int] | None = None) -> None:
         """Send a message, with descriptors. A receiver that is gone or does not read is dropped, but not here: what it

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from memckpt.agent.connections import Connection
+from memckpt.agent.connections import Connection, Connections
+from memckpt.agent.lifetime import Lifetime
+from memckpt.agent.observer import Observer
 from memckpt.errors import RunBusyError
-from memckpt.node.attempt import TrainerHandle
+from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
-from memckpt.protocol.trainer import Hello
+from memckpt.protocol.trainer import Fencing, Hello
 
 _log = logging.getLogger("memckpt.agent")
 _REPORT_SECONDS = 5.0
@@ -95,3 +97,80 @@ class Fence:
         for _, process in self._dying:
             self._let_go(process)
         self._dying.clear()
+
+
+class Gate:
+    """Lets a new attempt in once no trainer of the last one lives. Its owner closes it.
+
+    Args:
+        loop: the agent's.
+        connections: through which ranks are let in, or told whom they wait for.
+        observer: told whom an attempt waits for.
+        lifetime: told that trainers are here, and that they have given up.
+    """
+
+    def __init__(self, loop: EventLoop, connections: Connections, observer: Observer, lifetime: Lifetime) -> None:
+        self._loop = loop
+        self._connections = connections
+        self._observer = observer
+        self._lifetime = lifetime
+        self._fence: Fence | None = None
+        loop.each_turn(self._look, lambda: None if self._fence is None else self._fence.deadline)
+
+    @property
+    def shut(self) -> bool:
+        """Whether an attempt waits."""
+        return self._fence is not None
+
+    def lets_in(self, connection: Connection, hello: Hello, present: Attempt | None) -> bool:
+        """Whether no trainer of the present attempt lives on, so that this one may begin; if not, it waits."""
+        if present is None:
+            return True
+        if self._fence is None:
+            dying = present.fence(hello, connection.process.pid)
+            if not dying:
+                return True
+            self._observer.fencing(dying)
+            self._fence = Fence(dying, hello.fence_seconds, self._loop)
+            self._lifetime.trainer_came()
+        self._fence.waiting.append((connection, hello))
+        return False
+
+    def _look(self) -> None:
+        """Let the new attempt begin when the old one is dead; until then tell it what it waits for."""
+        fence = self._fence
+        if fence is None:
+            return
+        if fence.done:
+            self._fence = None
+            for connection, hello in fence.waiting:
+                self._connections.handle(connection, hello)
+            return
+        try:
+            report = fence.report()
+        except RunBusyError as error:
+            _log.error("%s", error)
+            self.close()
+            self._lifetime.trainers_left()
+            for connection, _ in fence.waiting:
+                self._connections.refuse(connection, error)
+            return
+        if report is not None:
+            _log.warning("a new attempt waits for trainers of the last one, %s", report)
+            for connection, _ in fence.waiting:
+                self._connections.answer(connection, Fencing(report))
+
+    def turn_away(self) -> None:
+        """Send those that wait to another agent."""
+        fence = self._fence
+        if fence is not None:
+            self.close()
+            self._lifetime.trainers_left()
+            for connection, _ in fence.waiting:
+                self._connections.turn_away(connection)
+
+    def close(self) -> None:
+        """Let nobody in."""
+        fence, self._fence = self._fence, None
+        if fence is not None:
+            fence.close()

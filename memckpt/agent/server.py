@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from memckpt.agent.connections import Connection, Connections
-from memckpt.agent.fencing import Fence
+from memckpt.agent.fencing import Gate
 from memckpt.agent.group_states import GroupStates
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.metrics.exporter import Metrics
@@ -41,7 +41,6 @@ from memckpt.protocol.trainer import (
     Alarm,
     Begin,
     Drift,
-    Fencing,
     Hello,
     HoldingOn,
     Inventory,
@@ -81,8 +80,6 @@ class Agent:
         self._loop = EventLoop(self._life)
         self._connections = Connections(address, self._loop, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
-        #: In front of the attempt that is about to begin, while trainers of the present one are dying.
-        self._fence: Fence | None = None
         self._past_nonces: set[str] = set()
         self._figures = Figures()
         self._observer = Observer(address, by_operator, self._figures, self._status, self._loop.clock)
@@ -108,7 +105,8 @@ class Agent:
         self._trainer_messages = TrainerMessages(
             self, self._connections, self._groups, self._peers, self._lifetime, self._figures
         )
-        self._loop.each_turn(self._look_at_fence, lambda: None if self._fence is None else self._fence.deadline)
+        #: In front of the attempt that is about to begin, while trainers of the present one are dying.
+        self._gate = Gate(self._loop, self._connections, self._observer, self._lifetime)
         self._loop.each_turn(self._groups.look_at_clock, self._groups.deadline)
         self._loop.each_turn(self._tell_replicator, lambda: None)
         self._loop.each_turn(self._lifetime.look_at_clock, self._lifetime.deadline)
@@ -149,10 +147,12 @@ class Agent:
 
     def _stop(self, reason: str) -> None:
         self._read_commits()
-        self._stop_answering()
+        # What it holds goes first: the lock that the rest takes may be held by others for a while.
         self._groups.preempt()
-        self._tell_trainers(Leaving())
         self._lifetime.end_when_saved(reason)
+        self._stop_answering()
+        self._gate.turn_away()
+        self._tell_trainers(Leaving())
 
     def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
@@ -176,8 +176,7 @@ class Agent:
 
     def _close(self) -> None:
         self._stop_answering()
-        if self._fence is not None:
-            self._fence.close()
+        self._gate.close()
         if self._lifetime.finishing:
             self._peers.finish()
         self._peers.close()
@@ -199,13 +198,13 @@ class Agent:
             self._groups.make_slots(self._attempt)
             last = not self._attempt.living()
             self._observer.trainer_left(connection.trainer, last)
-            if last and self._fence is None:
+            if last and not self._gate.shut:
                 self._lifetime.trainers_left()
 
     def _tell_replicator(self) -> None:
         """What memory is held; and where a trainer goes on without us, others do not wait for this node's records."""
         self._peers.tell_own(sum(one.nbytes for one in self._groups))
-        if self._attempt is None or self._fence is not None:
+        if self._attempt is None or self._gate.shut:
             return
         for trainer in self._attempt.deserters(self._loop.clock() - self._liveness_seconds):
             trainer.left_at = math.inf  # told once
@@ -315,10 +314,13 @@ class Agent:
                 f"expected protocol {PROTOCOL_VERSION}, found {hello.version}: trainer and agent differ in version; "
                 "stop the agent (memckpt stop) and start again"
             )
+        if not self._connections.listening:
+            self._connections.turn_away(connection)  # it came before the end was known
+            return
         if hello.nonce in self._past_nonces:
             raise RunBusyError("this attempt was superseded by a later one")
         if self._attempt is None or self._attempt.nonce != hello.nonce:
-            if not self._fenced(connection, hello):
+            if not self._gate.lets_in(connection, hello, self._attempt):
                 return  # handled again once they are dead
             self._new_attempt(hello)
         assert self._attempt is not None
@@ -344,45 +346,6 @@ class Agent:
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self.tell(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))
-
-    def _fenced(self, connection: Connection, hello: Hello) -> bool:
-        """Whether no trainer of the present attempt lives on, so that this one may begin; if not, it waits."""
-        if self._attempt is None:
-            return True
-        if self._fence is None:
-            dying = self._attempt.fence(hello, connection.process.pid)
-            if not dying:
-                return True
-            self._observer.fencing(dying)
-            self._fence = Fence(dying, hello.fence_seconds, self._loop)
-            self._lifetime.trainer_came()
-        self._fence.waiting.append((connection, hello))
-        return False
-
-    def _look_at_fence(self) -> None:
-        """Let the new attempt begin when the old one is dead; until then tell it what it waits for."""
-        fence = self._fence
-        if fence is None:
-            return
-        if fence.done:
-            self._fence = None
-            for connection, hello in fence.waiting:
-                self._connections.handle(connection, hello)
-            return
-        try:
-            report = fence.report()
-        except RunBusyError as error:
-            _log.error("%s", error)
-            self._fence = None
-            fence.close()
-            self._lifetime.trainers_left()
-            for connection, _ in fence.waiting:
-                self._connections.refuse(connection, error)
-            return
-        if report is not None:
-            _log.warning("a new attempt waits for trainers of the last one, %s", report)
-            for connection, _ in fence.waiting:
-                self._connections.answer(connection, Fencing(report))
 
     def _new_attempt(self, hello: Hello) -> None:
         if self._attempt is not None:

@@ -134,17 +134,31 @@ class AgentAddress:
     def withdraw(self, serving: ServingAgent) -> None:
         """Make the file name this agent as one that leaves. The caller holds :meth:`starting`, and :meth:`forget`."""
         if self.serving() == serving:
-            with contextlib.suppress(FileNotFoundError):  # a user has removed the run directory
+            try:
                 self.file_path.replace(self.leaving_path(serving))
+            except FileNotFoundError:
+                return  # a user has removed the run directory
+            except OSError as error:
+                _log.warning("a start will not know that this agent still writes to storage: %s", error)
+                self.file_path.unlink(missing_ok=True)
 
     def forget(self, serving: ServingAgent) -> None:
-        """Remove the file that names this agent as one that leaves: it has written all."""
-        self.leaving_path(serving).unlink(missing_ok=True)
+        """Remove the file that names this agent as one that leaves: it has ended, or is about to."""
+        try:
+            self.leaving_path(serving).unlink(missing_ok=True)
+        except OSError as error:  # the file is stale, and does no harm
+            _log.warning("%s cannot be removed: %s", self.leaving_path(serving), error)
 
     def leaving(self) -> list[ServingAgent]:
         """Agents of this node that answer no more, and may still write to storage what they hold."""
         name = re.compile(rf"leaving-{re.escape(self.node)}-\d+\.json")
-        paths = [path for path in sorted(self.run_dir.iterdir()) if name.fullmatch(path.name)]
+        try:
+            paths = [path for path in sorted(self.run_dir.iterdir()) if name.fullmatch(path.name)]
+        except OSError as error:
+            raise AgentError(
+                f"expected a run directory that uid {os.getuid()} can list, found {error}; make it readable, or choose "
+                "another run directory"
+            ) from error
         named = [serving for path in paths if (serving := self._named_by(path)) is not None]
         return [each for each in named if not each.serves_elsewhere(self.run_dir)]
 

@@ -110,9 +110,17 @@ class AgentLink:
     def begin(self, spec: StateSpec) -> tuple[HeldRecords, ...]:
         """Connect as :meth:`connect` does when an attempt begins, and have all in storage that is on its way there.
 
-        An agent of this node that was told to end answers no more, while it writes what it holds.
+        An agent of this node that was told to end answers no more, while it writes what it holds. One that was told so
+        after it had taken the connection is left for another one.
         """
-        held = self.connect(spec, next_record=0, rejoining=False)
+        try:
+            held = self.connect(spec, next_record=0, rejoining=False)
+        except AgentGoneError:
+            serving = self._address.serving()
+            if serving is not None and serving.pid == self.agent_pid:
+                raise
+            self.abandon()
+            held = self.connect(spec, next_record=0, rejoining=False)
         grace = self._storage.grace_seconds if self._storage is not None else 0.0
         self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
         return held

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from memckpt.agent.server import Agent
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.processes.address import AgentAddress
@@ -17,7 +18,7 @@ from memckpt.processes.control import ask_status
 from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
-from memckpt.protocol.trainer import Credit, Leaving
+from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving
 from memckpt.session.agent_client import AgentClient
 from memckpt.session.reconnection import Reconnection
 from tests.storage.test_storage_runs import until
@@ -74,6 +75,26 @@ def test_an_agent_that_leaves_is_gone_also_for_whoever_was_not_told_at_once() ->
 @pytest.fixture
 def address(tmp_path: Path) -> AgentAddress:
     return AgentAddress.of(tmp_path, "node")
+
+
+def test_whoever_comes_to_an_agent_that_ends_is_sent_to_another_one(address: AgentAddress) -> None:
+    agent = Agent(address, linger_seconds=60.0)
+    agent.listen()
+    sock = address.connect()
+    assert sock is not None
+    client = AgentClient(Channel(sock), AgentConfig())
+    try:
+        agent._loop.turn()  # it accepts
+        agent.leave("a test")
+        agent._loop.turn()
+        assert address.connect() is None
+        client.send(Hello(PROTOCOL_VERSION, "new", 0, 1, (0,), (0,), Launcher(0, 0, 0), ()))
+        agent._loop.turn()
+        with pytest.raises(AgentGoneError, match="told to leave"):
+            client.notices()
+    finally:
+        client.abandon()
+        agent._close()
 
 
 @pytest.fixture

@@ -143,3 +143,18 @@ def test_who_has_stopped_listening_leaves_its_place(desk: Desk) -> None:
     assert desk.address.connect() is None
     assert not desk.address.file_path.exists()
     desk.connections.stop_listening()
+
+
+def test_an_agent_that_cannot_take_its_name_away_closes_its_sockets_all_the_same(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path, *arguments: object, **named: object) -> None:
+        raise PermissionError("a read-only mount")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    desk.connections.stop_listening()
+    assert not desk.connections.listening
+    assert "still names this agent, which answers no more: a read-only mount" in caplog.text
+    monkeypatch.undo()
+    desk.address.file_path.unlink()

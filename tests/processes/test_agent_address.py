@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -87,6 +88,7 @@ def test_a_file_that_names_no_agent_hinders_nobody(address: AgentAddress, conten
     listener = address.listen()
     with address.starting():
         address.withdraw(listener.serving)
+    address.forget(listener.serving)
     listener.close()
     assert not list(address.run_dir.iterdir())
 
@@ -131,6 +133,36 @@ def test_who_has_left_takes_only_its_own_file(address: AgentAddress) -> None:
     assert address.serving() == new.serving
     for listener in (old, new):
         listener.close()
+
+
+def test_an_agent_that_leaves_is_known_until_it_has_ended(address: AgentAddress) -> None:
+    """Others of the same directory have their own; a file of one that has been killed hinders nobody."""
+    listener = address.listen()
+    with address.starting():
+        address.withdraw(listener.serving)
+    listener.close()
+    assert address.serving() is None
+    assert address.leaving() == [listener.serving]
+    others = [AgentAddress.of(address.run_dir, name) for name in (f"{address.node}-1", address.node[:-1], ".*")]
+    assert not any(other.leaving() for other in others)
+    address.forget(listener.serving)
+    assert not list(address.run_dir.iterdir())
+    killed = msgspec.structs.replace(listener.serving, start_ticks=1)
+    address.leaving_path(killed).write_bytes(msgspec.json.encode(killed))
+    address.await_leaving(1000.0, logging.getLogger())
+    assert not address.leaving()
+
+
+def test_an_agent_that_does_not_end_is_not_waited_for_for_ever(
+    address: AgentAddress, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = address.listen()
+    with address.starting():
+        address.withdraw(listener.serving)
+    listener.close()
+    address.await_leaving(0.01, logging.getLogger("memckpt"))
+    assert "has not ended within 0 s; the start goes on" in caplog.text
+    assert address.leaving(), "another start may wait again"
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from memckpt.checkpointing import job_maker
 from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.processes.address import AgentAddress
+from memckpt.protocol.trainer import Hello
+from memckpt.session.agent_client import AgentClient
+from memckpt.state.records import HeldRecords
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
@@ -334,6 +337,26 @@ def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab:
     for number in (signal.SIGTERM, signal.SIGCONT):
         os.kill(serving.pid, number)
     final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
+def test_a_start_whose_agent_is_told_to_end_while_it_connects_goes_on_with_another_one(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+
+    def prepare(control: Control) -> None:
+        original = AgentClient.hello
+
+        def hello(client: AgentClient, message: Hello) -> tuple[HeldRecords, ...]:
+            AgentClient.hello = original  # type: ignore[method-assign]
+            os.kill(client.agent_pid, signal.SIGTERM)
+            until(lambda: AgentAddress.of(lab.run_dir).serving() is None)
+            return original(client, message)
+
+        AgentClient.hello = hello  # type: ignore[method-assign]  # in a forked child
+
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    final = lab.train(PLAIN, settings, seed=2, prepare=prepare)
     assert final.restored_step == 8
     lab.check_same(PLAIN, died, final)
 
