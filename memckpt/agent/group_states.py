@@ -233,9 +233,9 @@ class GroupStates:
         for one in self:
             one.saver.look_at_clock()
 
-    def preempt(self) -> bool:
-        """Somebody got SIGTERM: save at once. False where there is no storage to save to."""
-        told = [one.saver.preempt() for one in self]
+    def preempt(self, ending: bool = False) -> bool:
+        """Somebody got SIGTERM, if `ending` the agent: save at once. False where there is no storage to save to."""
+        told = [one.saver.preempt(ending) for one in self]
         return any(told)
 
     @property

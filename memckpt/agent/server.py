@@ -148,7 +148,7 @@ class Agent:
     def _stop(self, reason: str) -> None:
         self._read_commits()
         # What it holds goes first: the lock that the rest takes may be held by others for a while.
-        self._groups.preempt()
+        self._groups.preempt(ending=True)
         self._lifetime.end_when_saved(reason)
         self._stop_answering()
         self._gate.turn_away()

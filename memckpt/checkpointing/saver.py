@@ -7,6 +7,7 @@ checkpoints are written, too (:mod:`memckpt.checkpointing.record_log`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,7 +89,7 @@ class Saver:
         self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
         self._retry_at = float("-inf")
         #: Pauses before what could not be saved is tried again in a grace period.
-        self._hurried = Backoff(at_once=0)
+        self._hurried = Backoff(at_once=0, steady=math.inf)
         #: The generation whose records are being flushed to the log because it stands still; the answer: they are.
         self._flushing: tuple[Generation, Answer[None]] | None = None
 
@@ -153,13 +154,16 @@ class Saver:
         """Follow what the job has measured: the interval of checkpoints depends on it."""
         self._schedule.observe(observed)
 
-    def preempt(self) -> bool:
-        """Save at once, within the grace period: somebody got SIGTERM. False where nothing is to be written."""
+    def preempt(self, ending: bool = False) -> bool:
+        """Save at once, within the grace period: somebody got SIGTERM; if `ending`, the agent.
+
+        Returns:
+            False where nothing is to be written.
+        """
         if self._storage.config is None:
             return False
-        self._schedule.preempt(self._storage.config.grace_seconds)
+        self._schedule.preempt(self._storage.config.grace_seconds, ending)
         self._hurried.reset()
-        self._hurried.started()
         return True
 
     @property

@@ -76,7 +76,7 @@ class Schedule:
         #: Measurements of the job; None: none yet, or it does not tune.
         self._observed: Observed | None = None
         self._tuned = Follower()
-        self._preempted_until = float("-inf")
+        self._preempted_until, self._ending = float("-inf"), False
         #: Whether records are chosen by what the first rank's node announces.
         self._by_announcement = False
         self._announced: int | None = None
@@ -88,15 +88,21 @@ class Schedule:
     def restart(self) -> None:
         self.pace.restart()
         self._began = time.monotonic()
-        self._preempted_until, self.at_once = float("-inf"), False
+        self._preempted_until, self._ending, self.at_once = float("-inf"), False, False
         self._not_before = float("-inf")
         self._backoff.reset()
         self._announced = None
         self._observed, self._tuned = None, Follower()
 
-    def preempt(self, grace_seconds: float) -> None:
-        """Want a checkpoint at once, and have it written in this time: the machine may then be gone."""
+    def preempt(self, grace_seconds: float, ending: bool = False) -> None:
+        """Want a checkpoint at once, and have it written in this time: the machine may then be gone.
+
+        Args:
+            grace_seconds: length of the grace period.
+            ending: whether the agent ends with it.
+        """
         self._preempted_until = time.monotonic() + grace_seconds
+        self._ending = ending
         self.at_once = True
 
     @property
@@ -112,7 +118,9 @@ class Schedule:
     def limit_seconds(self) -> float:
         """Seconds that writing a checkpoint may take."""
         config = self._config or StorageConfig()
-        return config.grace_seconds if self.preempted else config.timeout_seconds
+        if not self.preempted:
+            return config.timeout_seconds
+        return self._preempted_until - time.monotonic() if self._ending else config.grace_seconds
 
     # When, after which record
 

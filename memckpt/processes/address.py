@@ -72,21 +72,18 @@ class AgentAddress:
         Raises:
             AgentError: the file is there, and cannot be read.
         """
-        return self._named_by(self.file_path)
-
-    def _named_by(self, path: Path) -> ServingAgent | None:
         try:
-            return msgspec.json.decode(path.read_bytes(), type=ServingAgent)
+            return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise AgentError(
-                f"expected a run directory whose {path.name} this user, {os.getuid()}, can read, found "
+                f"expected a run directory whose {self.file_path.name} this user, {os.getuid()}, can read, found "
                 f"{error}; it names the run's agent: make it readable, or choose another run directory"
             ) from error
         except MALFORMED as error:
             # The file is written in full and renamed, but not synced: the machine has crashed, and the agent with it.
-            _log.warning("%s names no agent (%s); it will be rewritten", path, error)
+            _log.warning("%s names no agent (%s); it will be rewritten", self.file_path, error)
             return None
 
     def original(self) -> str:
@@ -146,21 +143,30 @@ class AgentAddress:
         """Remove the file that names this agent as one that leaves: it has ended, or is about to."""
         try:
             self.leaving_path(serving).unlink(missing_ok=True)
-        except OSError as error:  # the file is stale, and does no harm
-            _log.warning("%s cannot be removed: %s", self.leaving_path(serving), error)
+        except OSError as error:
+            _log.warning("a stale file, which does no harm, cannot be removed: %s", error)
 
     def leaving(self) -> list[ServingAgent]:
-        """Agents of this node that answer no more, and may still write to storage what they hold."""
+        """Agents of this node that answer no more, and may still write to storage what they hold.
+
+        Raises:
+            OSError: the run directory cannot be read.
+        """
         name = re.compile(rf"leaving-{re.escape(self.node)}-\d+\.json")
-        try:
-            paths = [path for path in sorted(self.run_dir.iterdir()) if name.fullmatch(path.name)]
-        except OSError as error:
-            raise AgentError(
-                f"expected a run directory that uid {os.getuid()} can list, found {error}; make it readable, or choose "
-                "another run directory"
-            ) from error
-        named = [serving for path in paths if (serving := self._named_by(path)) is not None]
-        return [each for each in named if not each.serves_elsewhere(self.run_dir)]
+        found = []
+        for path in sorted(self.run_dir.iterdir()):
+            if not name.fullmatch(path.name):
+                continue
+            try:
+                serving = msgspec.json.decode(path.read_bytes(), type=ServingAgent)
+            except FileNotFoundError:
+                continue  # it has just ended
+            except MALFORMED:
+                path.unlink(missing_ok=True)  # the machine has crashed, and the agent with it
+                continue
+            if not serving.serves_elsewhere(self.run_dir):
+                found.append(serving)
+        return found
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -246,7 +252,12 @@ class AgentAddress:
     def await_leaving(self, seconds: float, log: logging.Logger) -> None:
         """Wait until agents of this node that leave have written to storage what they hold, `seconds` at most."""
         until = time.monotonic() + seconds
-        for agent in self.leaving():
+        try:
+            agents = self.leaving()
+        except OSError as error:  # no reason to end a start whose agent answers
+            log.warning("memckpt: whether another agent of this node still writes is not known: %s", error)
+            return
+        for agent in agents:
             if not agent.ends(within=0.0):
                 log.warning(
                     "memckpt: agent pid %d of this node was told to end, and still writes to storage what it holds; "

@@ -429,3 +429,12 @@ def test_limits_of_the_user_s_are_left_alone(clock: Clock, config: dict[str, flo
     for _ in range(3):
         run.wrote(cpu_seconds=4.0)
     assert run.schedule.interval_steps() == before == run.schedule.interval_steps_unlogged()
+
+
+def test_what_an_agent_that_ends_begins_late_has_only_the_rest_of_the_grace_period(clock: Clock) -> None:
+    run = Run(clock, timeout_seconds=1800.0, grace_seconds=25.0)
+    run.schedule.preempt(25.0, ending=True)
+    clock.now += 20.0
+    assert run.schedule.limit_seconds() == pytest.approx(5.0)
+    clock.now += 5.0
+    assert run.schedule.limit_seconds() == 1800.0

@@ -1,0 +1,55 @@
+"""What a trainer hears at its end, and says of the final step."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from memckpt.config import AgentConfig
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.messages import Message
+from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.protocol.trainer import Goodbye, HoldingOn, Leaving, OthersStay
+from memckpt.session import farewell
+from memckpt.session.conversation import Conversation
+
+LEAVING, FAILED = Leaving(), SaveFailed(9, "the disk is full")
+SAVED = Saved(9, 9, 1, 0.1, 0.1)
+NOT_STORED = "the final step is not in storage: the disk is full"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([LEAVING], ""),
+        ([SAVED, LEAVING], ""),
+        ([OthersStay()], ""),
+        ([FAILED, HoldingOn("the disk is full", 60.0)], f"{NOT_STORED}; the agent (pid"),
+        # It was told to end, and says so before it writes.
+        ([LEAVING, SAVED, LEAVING], ""),
+        ([LEAVING, FAILED, LEAVING], f"{NOT_STORED}; the agent (pid"),
+        ([LEAVING, FAILED, SAVED, LEAVING], ""),
+        ([FAILED], "whether the final step is in storage is not known"),
+        ([], "whether the final step is in storage is not known"),
+    ],
+    ids=lambda value: "-".join(type(one).__name__ for one in value) if isinstance(value, list) else "",
+)
+def test_what_becomes_of_the_final_step_is_said(
+    messages: Sequence[Message], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(farewell, "_END_SECONDS", 0.01)  # the agent is this process, and does not end
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent, conversation = Channel(theirs), Conversation(Channel(ours), AgentConfig())
+    try:
+        for message in messages:
+            agent.send(message)
+        theirs.shutdown(socket.SHUT_WR)
+        farewell.say_goodbye(conversation, finished=True, saving_seconds=60.0)
+        assert agent.receive(5.0)[0] == Goodbye(True)
+    finally:
+        conversation.close()
+        agent.close()
+    texts = [record.message for record in caplog.records if "final step" in record.message]
+    assert [said in text for text in texts] == ([True] if said else [])
