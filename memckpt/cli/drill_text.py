@@ -13,7 +13,7 @@ from rich.text import Text
 from memckpt.cli.common import count, out, seconds_text
 from memckpt.config import ErasureConfig
 from memckpt.drill.carry_out import FIRST, SECOND, Result
-from memckpt.drill.difference import PLAIN, RESULTS, Difference
+from memckpt.drill.difference import PLAIN, RESULTS, STEPS, Difference
 from memckpt.drill.overhead import Overhead
 from memckpt.drill.supervisor import Blow
 from memckpt.drill.verdict import BAND_FACTOR, Band, Verdict
@@ -239,14 +239,15 @@ def verdict_text(result: Result) -> Text:
     kills = count(len(result.blows), "kill")
     if verdict.outcome == "equal":
         return Text.assemble(("Equal, bit for bit: ", "bold green"), f"{kills} left no trace in the training.")
-    if verdict.band is None:
-        first = verdict.differences[0]
+    differences = [each for each in verdict.differences if verdict.band is None or each.kind == STEPS]
+    if differences:
+        first = differences[0]
         where = "right behind a restore of" if first.restored else "in"
         return Text.assemble(
             ("Different: ", "bold red"),
-            f"the killed run is not the undisturbed one, first {where} step {first.step}: "
-            f"{_named(verdict.differences)}",
+            f"the killed run is not the undisturbed one, first {where} step {first.step}: {_named(differences)}",
         )
+    assert verdict.band is not None
     if verdict.outcome == "within":
         return Text.assemble(
             ("No difference found beyond the training's own: ", "bold yellow"),

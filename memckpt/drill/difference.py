@@ -15,8 +15,11 @@ from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Key, Restored, Taken
 RESULTS = ("loss", "parameter", "state", "buffer", "frozen")
 #: Kinds of values that are in no state.
 PLAIN = ("attribute", "variable")
+#: Kind of the difference that steps are missing.
+STEPS = "steps"
 #: Causes before effects, within one step.
 _ORDER = (
+    STEPS,
     "data position",
     "input",
     "loss",
@@ -73,6 +76,8 @@ def compare(
 ) -> list[Difference]:
     """The differences of a run from another one, one for each value that differs: the first ones first.
 
+    Steps that a run leaves out are a difference, too: a resume may have made its loop shorter.
+
     Args:
         found: a run, with any number of attempts.
         expected: a run of one attempt.
@@ -96,7 +101,19 @@ def compare(
                 first = new if known is None or point.record < known.record else known
                 count = 1 if known is None else known.count + 1
                 differences[key] = Difference(**{**vars(first), "count": count})
+    for rank, history in expected.ranks.items():
+        missing = _missing(found.ranks.get(rank), history, last_record)
+        if missing and (rank, (STEPS, "")) not in ignored:
+            text = f"{len(missing)} of {last_record} are missing"
+            new = Difference(rank, missing[0].step, missing[0].record, STEPS, "", None, text, len(missing))
+            differences[new.key] = new
     return sorted(differences.values(), key=lambda each: (each.record, not each.restored, _order(each.kind), each.rank))
+
+
+def _missing(found: RankHistory | None, expected: RankHistory, last_record: int) -> list[Point[Taken]]:
+    """Steps of the expected run whose state the other one has never had."""
+    there = set() if found is None else {point.record for point in found.points()}
+    return [point for record, point in by_record(expected).items() if record <= last_record and record not in there]
 
 
 def _order(kind: str) -> int:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from memckpt.drill.difference import PLAIN, RESULTS, Difference, by_record, compare, sketch_distance
+from memckpt.drill.difference import PLAIN, RESULTS, STEPS, Difference, by_record, compare, sketch_distance
 from memckpt.drill.history import Point, RunHistory
 from memckpt.drill.lines import SKETCHES, Taken
 
@@ -86,10 +86,10 @@ def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record
     if any(each.kind in RESULTS for each in unrepeatable):
         band = _band(first, second, killed, last_record)
     outcome: Outcome = "equal"
-    if band is not None:
-        outcome = "within" if band.outside is None else "different"
-    elif differences:
+    if any(each.kind == STEPS for each in differences) or (band is None and differences):
         outcome = "different"
+    elif band is not None:
+        outcome = "within" if band.outside is None else "different"
     point = max(by_record(first.ranks[0]).values(), key=lambda each: min(each.record, last_record))
     loaders, counts = first.ranks[0].loaders, _counts(point)
     return Verdict(outcome, point.step, last_record, unrepeatable, differences, holes, loaders, counts, band)

@@ -16,10 +16,11 @@ from torch import nn
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
-from memckpt.cli.drill_text import overhead_text, undisturbed_line
+from memckpt.cli.drill_text import overhead_text, undisturbed_line, verdict_text
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
+from memckpt.drill.carry_out import Result
 from memckpt.drill.difference import sketch_distance
 from memckpt.drill.draw import KINDS, draw, parse_kinds
 from memckpt.drill.fingerprint import Fingerprints
@@ -230,6 +231,38 @@ def test_a_generator_that_nobody_seeds_is_left_out_where_results_agree(tmp_path:
     verdict = judge(*runs, 1)  # type: ignore[call-arg]
     assert (verdict.outcome, verdict.repeats) == ("equal", True)
     assert [each.label for each in verdict.unrepeatable] == ["generators torch"]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "missing"),
+    [
+        ([(1, 10)], "in step 11: steps: 30 of 40 are missing"),
+        ([(1, 10), (31, 40)], "in step 11: steps: 20 of 40 are missing"),
+        ([(1, 39)], "in step 40: steps: 1 of 40 are missing"),
+        ([(1, 12), (9, 40)], ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("repeats", [True, False], ids=["repeats", "does not repeat"])
+def test_a_killed_run_that_leaves_steps_out_is_different(
+    attempts: list[tuple[int, int]], missing: str, repeats: bool, tmp_path: Path
+) -> None:
+    """A resume that makes the loop shorter, such as a wrong epoch counter, ends with status 0."""
+    first = a_run(tmp_path, plain(steps=40))
+    second = a_run(tmp_path, plain(0.0 if repeats else 1e-4, steps=40))
+    steps = plain(steps=40)
+    verdict = judge(first, second, a_run(tmp_path, *(steps[begin - 1 : end] for begin, end in attempts)), 40)
+    assert verdict.outcome == ("different" if missing else "equal" if repeats else "within")
+    if missing:
+        text = verdict_text(Result(verdict, [], [], {}, {}, None, None)).plain
+        assert text == f"Different: the killed run is not the undisturbed one, first {missing}"
+
+
+def test_training_that_takes_another_number_of_steps_each_time_is_not_blamed_on_kills(tmp_path: Path) -> None:
+    short = a_run(tmp_path, plain(steps=30))
+    verdict = judge(a_run(tmp_path, plain(steps=40)), short, short, 40)
+    assert [each.label for each in verdict.unrepeatable] == ["steps"]
+    assert verdict.outcome == "equal"
 
 
 def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(tmp_path: Path) -> None:
