@@ -50,6 +50,7 @@ class Lifetime:
         self._had_attempt = False
         #: Why it ends as soon as what it holds is in storage; None: it stays.
         self._over_when_saved: str | None = None
+        self._ordered = False
         self._saved_alone = False
 
     # What happens
@@ -70,9 +71,16 @@ class Lifetime:
             self.finishing = False
         self._saved_alone = False
 
-    def end_when_saved(self, reason: str, finishing: bool = False) -> None:
-        """End as soon as what is held is in storage."""
-        self._over_when_saved, self.finishing = reason, finishing
+    def end_when_saved(self, reason: str, finishing: bool = False, ordered: bool = False) -> None:
+        """End as soon as what is held is in storage.
+
+        Args:
+            reason: why.
+            finishing: training has finished: then that may take any time.
+            ordered: somebody wants the end: it comes with the grace period, whether training finishes meanwhile or not.
+        """
+        self._ordered = self._ordered or ordered
+        self._over_when_saved, self.finishing = reason, finishing and not self._ordered
         self._save(as_checkpoint=finishing)
 
     def checkpoint_failed(self) -> bool:
@@ -92,7 +100,7 @@ class Lifetime:
         if self._must_save and self._clock() >= self._groups.save_at(self.idle_since or 0.0):
             self._save(as_checkpoint=self.finishing)
         if self._over_when_saved is not None and not self._groups.saving and not self._owes:
-            self.over = self._over_when_saved
+            self.over = self._over_when_saved + self._unsaved
         lingers_until = self._lingers_until()
         if lingers_until is not None and self._clock() >= lingers_until and not self._groups.saving:
             self.over = f"no trainer came back within {self.linger_seconds:.0f} s"
@@ -108,8 +116,15 @@ class Lifetime:
     @property
     def _owes(self) -> bool:
         """Whether it stays although it is to end: what it holds could not be saved, and is tried again."""
-        in_grace = self._groups.preempted_until is not None and bool(self._groups.complete_generations)
+        in_grace = self._in_grace and bool(self._groups.complete_generations)
         return not self._saved_alone and (self.finishing or in_grace)
+
+    @property
+    def _unsaved(self) -> str:
+        """What is lost with its end, in words."""
+        if self._saved_alone or not self._groups.enabled or not self._groups.complete_generations:
+            return ""
+        return f"; what it held could not be saved: {self._groups.alarm}"
 
     def _lingers_until(self) -> float | None:
         """When lingering ends; None while a trainer is here."""
@@ -121,9 +136,14 @@ class Lifetime:
 
     @property
     def _must_save(self) -> bool:
-        """Whether no trainer is here and what they left is not on its way to storage yet."""
-        alone = self.idle_since is not None and bool(self._groups.complete_generations)
-        return alone and not self._saved_alone and self._groups.enabled
+        """Whether no trainer is here, or the end is ordered, and what is held is not on its way to storage yet."""
+        alone = self.idle_since is not None or self._in_grace
+        held = bool(self._groups.complete_generations)
+        return alone and held and not self._saved_alone and self._groups.enabled
+
+    @property
+    def _in_grace(self) -> bool:
+        return self._ordered and self._groups.preempted_until is not None
 
     def _save(self, as_checkpoint: bool) -> None:
         self._saved_alone = True

@@ -149,7 +149,7 @@ class Agent:
         self._read_commits()
         # What it holds goes first: the lock that the rest takes may be held by others for a while.
         self._groups.preempt(ending=True)
-        self._lifetime.end_when_saved(reason)
+        self._lifetime.end_when_saved(reason, ordered=True)
         self._stop_answering()
         self._gate.turn_away()
         self._tell_trainers(Leaving())

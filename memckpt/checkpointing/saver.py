@@ -40,6 +40,8 @@ _log = logging.getLogger("memckpt.agent")
 _RETURN_SECONDS = 3.0
 #: Seconds before what is held with no trainer, and could not be saved, is tried again: a disk may have room.
 _RETRY_SECONDS = 60.0
+#: Seconds, at most, before it is tried again in a grace period.
+_HURRIED_SECONDS = 4.0
 
 #: Starts a process that writes; its messages go to the first function, the reason of its end to the second.
 StartWriter = Callable[
@@ -89,7 +91,7 @@ class Saver:
         self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
         self._retry_at = float("-inf")
         #: Pauses before what could not be saved is tried again in a grace period.
-        self._hurried = Backoff(at_once=0, steady=math.inf)
+        self._hurried = Backoff(at_once=0, longest=_HURRIED_SECONDS, steady=math.inf)
         #: The generation whose records are being flushed to the log because it stands still; the answer: they are.
         self._flushing: tuple[Generation, Answer[None]] | None = None
 

@@ -344,7 +344,9 @@ def _without_standbys(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
 
 
 _OTHER_SHARDS = "with another number of ranks, or other shards"
-_NOTHING = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
+_NOTHING = (
+    "nothing is held in local memory (no agent of this run was alive, it was told to end, or no step was committed)"
+)
 
 
 def _is_other(held: Iterable[tuple[RankGroup, int, str]], attempt: NewAttempt) -> bool:

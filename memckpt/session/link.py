@@ -121,8 +121,9 @@ class AgentLink:
                 raise
             self.abandon()
             held = self.connect(spec, next_record=0, rejoining=False)
-        grace = self._storage.grace_seconds if self._storage is not None else 0.0
-        self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
+        if not any(each.records and not each.standby for each in held):  # else the other one has nothing newer
+            grace = self._storage.grace_seconds if self._storage is not None else 0.0
+            self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
         return held
 
     def reconnect(self, spec: StateSpec, next_record: int) -> None:

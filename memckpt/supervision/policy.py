@@ -13,6 +13,8 @@ from memckpt.processes.backoff import Backoff
 #: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay. An attempt that has
 #: lived longer may have got further, and its agent have died with it, so that nobody knows.
 _MOST_ALIKE = 20
+#: Seconds, at least, after which a restart that could not be made is tried again.
+_LEAST_PAUSE = 1.0
 #: Signals by which a program ends itself, as it does with an error.
 _OWN_FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP})
 
@@ -86,6 +88,10 @@ class Policy:
     def started(self) -> None:
         """An attempt is about to be started."""
         self._backoff.started()
+
+    def not_started(self) -> float:
+        """A restart could not be made; returns the seconds until it is tried again."""
+        return max(_LEAST_PAUSE, self._backoff.died())
 
     def ended(self, end: End, stopped: bool) -> Verdict:
         """What follows this end; `stopped`: somebody has sent a signal that asks for it."""

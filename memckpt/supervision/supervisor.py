@@ -18,6 +18,8 @@ from memckpt.supervision.signals import ENDING, Inbox, has_it_already
 _log = logging.getLogger("memckpt.run")
 #: Longest wait, in seconds, for the agent's word on the newest step. It only decides about pauses, and about giving up.
 _STATUS_SECONDS = 2.0
+#: Tries of a restart that cannot be made, before the error ends the run.
+_MOST_TRIES = 20
 #: Has torchrun, behind `memckpt run`, make a store of its own for each restart: in a shared one Gloo finds the dead.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -41,9 +43,12 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit status of the last attempt; the negative number of a signal if one has killed it."""
+        code = 0
         while True:
             self._policy.started()
             attempt = self._start()
+            if attempt is None:
+                return code
             code = self._wait(attempt)
             end = End(code, self._newest_step() if code and not self._stopped else None)
             verdict = self._policy.ended(end, self._stopped)
@@ -58,10 +63,25 @@ class Supervisor:
             if not self._pause(verdict.pause):
                 return code
 
-    def _start(self) -> Attempt:
+    def _start(self) -> Attempt | None:
+        """The next attempt; None if somebody asks for the end before it can be started.
+
+        Raises:
+            OSError: it cannot be started: the first one at all, others for long.
+        """
         added = {**self._notes.environment(), RESTART_COUNT: str(self._policy.restarts)}
-        environment = {_NO_SHARED_STORE: "1", **os.environ, **added}
-        return self._starter.start(Given(environment, self._inbox.before))
+        given = Given({_NO_SHARED_STORE: "1", **os.environ, **added}, self._inbox.before)
+        for _ in range(_MOST_TRIES):
+            try:
+                return self._starter.start(given)
+            except OSError as error:  # such as: no process is left
+                if not self._policy.restarts:
+                    raise
+                pause = self._policy.not_started()
+                _log.warning("the restart cannot be made: %s; once more in %.0f s", error, pause)
+                if not self._pause(pause):
+                    return None
+        return self._starter.start(given)
 
     def _wait(self, attempt: Attempt) -> int:
         """Pass signals on until the attempt has ended."""

@@ -61,8 +61,13 @@ class WarmProcess:
         added = {"PYTHONPATH": path, "MEMCKPT_WARM": f"{far.fileno()}:{'-' if before is None else f'+{before}'}"}
         far.set_inheritable(True)
         # It keeps this process's signal mask: signals to all processes of a terminal are not meant for it.
-        self._process = subprocess.Popen(command, env={**environment, **added}, close_fds=False)
-        far.close()
+        try:
+            self._process = subprocess.Popen(command, env={**environment, **added}, close_fds=False)
+        except OSError:
+            self._link.close()
+            raise
+        finally:
+            far.close()
 
     @property
     def pid(self) -> int:
@@ -134,7 +139,10 @@ class WarmStarter:
     def look(self, attempt: Attempt) -> float | None:
         """Bring the warm process nearer to its end; seconds until the next look, None if none is needed."""
         if self._step is not None:
-            self._step(attempt)
+            try:
+                self._step(attempt)
+            except OSError as error:  # no process or no memory is left: the training is to go on all the same
+                self._give_up(f"the warm process cannot be made: {error}")
         return None if self._step is None else _LOOK_SECONDS
 
     # The steps

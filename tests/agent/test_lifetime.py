@@ -19,6 +19,7 @@ class Held:
     complete_generations: tuple[str, ...] = ("one",)
     enabled = True
     saving = False
+    alarm = "the disk is full"
     retry_at = 0.0
 
     def __init__(self, clock: MadeUp, grace_ends: float = 0.0) -> None:
@@ -66,8 +67,9 @@ def test_what_trainers_leave_is_saved_and_lingering_ends_when_it_is_saved_withou
     assert held.saved == 1
 
 
-@pytest.mark.parametrize("trainer", ["gone", "here"])
+@pytest.mark.parametrize("trainer", ["gone", "here", "finishes"])
 def test_what_cannot_be_saved_is_tried_again_until_the_grace_period_ends(trainer: str) -> None:
+    """Also where a trainer is still connected, in a long step, and where training finishes meanwhile."""
     clock = MadeUp()
     held: Any = Held(clock, grace_ends=110.0)
     host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
@@ -75,22 +77,25 @@ def test_what_cannot_be_saved_is_tried_again_until_the_grace_period_ends(trainer
     with closing(EventLoop(clock=clock, poller=clock)) as loop:
         loop.each_turn(lifetime.look_at_clock, lifetime.deadline)
         lifetime.trainer_came()
-        lifetime.end_when_saved("signal SIGTERM")
-        if trainer == "gone":
+        lifetime.end_when_saved("signal SIGTERM", ordered=True)
+        if trainer == "finishes":
+            lifetime.end_when_saved("training finished", finishing=True)
+        elif trainer == "gone":
             lifetime.trainers_left()
+        saved = held.saved
         held.saving = False
         lifetime.checkpoint_failed()
         lifetime.look_at_clock()
         assert lifetime.over is None
-        if trainer == "gone":
-            loop.turn()
-            assert (clock.now, held.saved) == (105.0, 2), "once more"
-            held.saving = False
-            lifetime.checkpoint_failed()
+        loop.turn()
+        assert (clock.now, held.saved) == (105.0, saved + 1), "once more"
+        held.saving = False
+        lifetime.checkpoint_failed()
         held.retry_at = 1000.0
         loop.turn()
         assert clock.now == 110.0
-    assert lifetime.over == "signal SIGTERM"
+    reason = "training finished" if trainer == "finishes" else "signal SIGTERM"
+    assert lifetime.over == f"{reason}; what it held could not be saved: the disk is full"
 
 
 def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> None:
@@ -98,7 +103,7 @@ def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> No
     held: Any = Held(clock, grace_ends=110.0)
     host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
     lifetime = Lifetime(held, host, 1000.0, False, clock)
-    lifetime.end_when_saved("signal SIGTERM")
+    lifetime.end_when_saved("signal SIGTERM", ordered=True)
     lifetime.look_at_clock()
     assert lifetime.over is None
     held.saving = False

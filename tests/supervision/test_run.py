@@ -284,3 +284,63 @@ def test_a_bug_that_strikes_again_at_its_step_is_not_tried_a_third_time(lab: Lab
     assert [number for number, _ in resumed(child)] == ["0", "1", "2"]
     assert "it has ended with exit status 1 at step 5 twice in a row" in child.log.read_text()
     lab.stop(lab.directory / "run")
+
+
+class Failing:
+    """A starter whose restarts fail as often as it is told, as where no process is left."""
+
+    how = "cold"
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+        self.starts = 0
+
+    def start(self, given: Given) -> Attempt:
+        self.starts += 1
+        if self.starts == 1 + self._failures + 1:
+            return Ended(0)
+        if self.starts == 1:
+            return Ended(1)
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    def look(self, attempt: Attempt) -> float | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+class Ended:
+    """An attempt that has ended at once."""
+
+    pid = 0
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def poll(self) -> int | None:
+        return self._code
+
+
+@pytest.mark.parametrize("failures", [0, 1, 3, 100])
+def test_a_restart_that_cannot_be_made_is_tried_again(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(Supervisor, "_pause", lambda supervisor, seconds: pauses.append(seconds) or True)
+    starter = Failing(failures)
+    with contextlib.closing(Supervisor(starter, 100, Notes())) as supervisor:
+        if failures == 100:
+            with pytest.raises(BlockingIOError):
+                supervisor.run()
+        else:
+            assert supervisor.run() == 0
+            assert starter.starts == failures + 2
+    assert caplog.text.count("the restart cannot be made: Resource temporarily unavailable") == min(failures, 20)
+    assert pauses[1:4] == [1.0, 1.0, 2.0][:failures]
+
+
+def test_a_first_start_that_cannot_be_made_is_an_error() -> None:
+    starter = Failing(1)
+    starter.starts = 1
+    with contextlib.closing(Supervisor(starter, 100, Notes())) as supervisor, pytest.raises(BlockingIOError):
+        supervisor.run()

@@ -20,7 +20,7 @@ import pytest
 from memckpt.processes.supervised import Notes
 from memckpt.supervision.attempts import Attempt, ColdStarter, Given
 from memckpt.supervision.command import PythonCommand, python_command
-from memckpt.supervision.warm import Warm, WarmStarter
+from memckpt.supervision.warm import Warm, WarmProcess, WarmStarter
 from tests.supervision.test_run import children_of, forked_job, resumed, supervise, wait_for, weights
 from tests.support.trainings import start_probe, supervised_job
 from tests.support.trainings.engine_harness import Lab
@@ -252,3 +252,22 @@ def test_a_training_that_is_forked_warm_ends_as_if_nothing_had_been(lab: Lab, mo
     assert resumed(child) == [("0", "None"), ("1", "RestoreReport(step=5"), ("2", "RestoreReport(step=8")], log
     assert re.findall(r"^forked (\w+)", log, re.MULTILINE) == ["False", "True", "True"], log
     assert weights(child) == weights(plain)
+
+
+def test_a_warm_process_that_cannot_be_made_leaves_the_training_alone(warmed: Any, tmp_path: Path) -> None:
+    found = warmed(str(tmp_path / "job.py"))
+
+    def fail(attempt: Attempt) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")  # no process is left
+
+    found.starter._step = fail
+    assert found.starter.look(Warm(0)) is None
+    assert found.last == "restarts will be cold: the warm process cannot be made: Resource temporarily unavailable"
+    assert found.starter.how == "cold"
+
+
+def test_a_warm_process_that_cannot_be_started_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        WarmProcess(["/no/such/python"], {})
+    assert os.listdir("/proc/self/fd") == before

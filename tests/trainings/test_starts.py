@@ -63,7 +63,9 @@ def said(lab: Lab, resume: str = "auto", first: int | None = None) -> list[str]:
 
 
 def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
-    nothing = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
+    nothing = (
+        "nothing is held in local memory (no agent of this run was alive, it was told to end, or no step was committed)"
+    )
     assert said(lab) == [f"memckpt: starting over: {nothing}"]
     assert said(lab) == ["memckpt: resuming from local memory at step 3"]
     assert said(lab) == ["memckpt: resuming from local memory at step 6"]
