@@ -171,6 +171,37 @@ def test_where_agent_and_trainers_die_together_more_steps_may_be_lost_than_are_k
     assert "10 or more" in {cell.text for row in _failures(tell(told.entries)).rows for cell in row}
 
 
+@pytest.mark.parametrize("said_late", [False, True])
+@pytest.mark.parametrize("end", ["goes on", "lost", "left"])
+def test_trainers_that_go_over_to_another_agent_train_on(end: str, said_late: bool) -> None:
+    """The agent was told to end, or another one took over: neither is an end of the attempt."""
+    told = Told()
+    told.begin()
+    told.train(1, 20)
+    left, came = journal.TrainerLeft(0, 1, 20), journal.AttemptBegan(2, ((0, 1), (1, 2)), rejoined=True)
+    for event in (came, left) if said_late else (left, came):
+        told.note(event)
+    told.now += 1
+    for step in range(21, 41):
+        told.now += 1.0
+        if step % 10 == 0:
+            told.note(journal.Sample(step, None, None, step, 20, 0.0, 0.0, 0, 0.0, 1 << 20, 0, 1 << 20, 0))
+    if end == "left":
+        told.note(journal.TrainerLeft(0, 1, 40))
+    elif end == "lost":
+        told.begin()
+        told.recover(10, "storage", lost=None)
+        told.train(11, 12)
+    story = tell(told.entries)
+    assert len(story.attempts) == (2 if end == "lost" else 1)
+    assert story.attempts[0].end == {"goes on": "", "lost": "lost", "left": "left"}[end]
+    assert len(story.failures) == (end != "goes on")
+    assert story.attempts[0].last_step == 40
+    if end == "goes on":
+        assert story.attempts[0].ended_at is None
+        assert measure(story).wall == told.now - 1000.0
+
+
 def test_tiers_and_agents() -> None:
     told = Told()
     told.begin()

@@ -46,11 +46,18 @@ class Attempt:
     end: str = ""
     last_step: int | None = None
     seen: float = 0.0
+    #: Node whose trainers have left their agent last, and the newest step then.
+    left: tuple[str, int] = ("", 0)
 
     @property
     def seen_ending(self) -> bool:
         """Whether somebody was left who knows how far it came."""
         return self.end != "lost"
+
+    def _goes_on(self, node: str) -> None:
+        """The trainers of a node train: those that had left had gone over to another agent."""
+        if self.end == "left" and node == self.left[0]:
+            self.end, self.ended_at = "", None
 
     def _reached(self, step: int | None) -> None:
         if step is not None:
@@ -180,11 +187,16 @@ def _note(attempt: Attempt, at: float, node: str, event: object) -> None:
         case journal.TrainerLeft():
             if attempt.end != "died":
                 attempt.end, attempt.ended_at = "left", at
+                attempt.left = node, event.step or 0
             attempt._reached(event.step)
         case journal.Finished():
             attempt.end, attempt.ended_at = "finished", at
             attempt._reached(event.step)
+        case journal.AttemptBegan() if event.rejoined:
+            attempt._goes_on(node)
         case journal.Sample():
+            if event.step is not None and event.step > attempt.left[1]:
+                attempt._goes_on(node)  # its new agent may have written earlier than the one that it left
             attempt._reached(event.step)
         case journal.Stored() if attempt.first_step is not None:  # else it is of the attempt before
             attempt._reached(event.step)
