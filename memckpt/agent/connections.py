@@ -56,6 +56,8 @@ class Connections:
         self._left = left
         self._open: dict[int, Connection] = {}
         self._listener: Listener | None = None
+        #: Why the last connection could not be accepted; empty if it could.
+        self._refusal = ""
         #: Where the run directory names this agent as one that leaves.
         self._withdrawn: tuple[AgentAddress, ServingAgent] | None = None
 
@@ -119,6 +121,9 @@ class Connections:
             sock, _ = listening.accept()
         except BlockingIOError:
             return
+        except OSError as error:  # no descriptor or memory is left: who asks waits, and what is held stays
+            self._note_refusal(error)
+            return
         pid, uid = peer(sock)
         if uid != os.getuid() or pid == 0:
             _log.warning(
@@ -131,11 +136,22 @@ class Connections:
         except ProcessLookupError:
             sock.close()
             return
+        except OSError as error:
+            self._note_refusal(error)
+            sock.close()
+            return
+        self._refusal = ""
         connection = Connection(AgentChannel(sock), process)
         self._open[sock.fileno()] = connection
         self._loop.attend(sock, lambda: self.read(connection))
         # Forked loader workers may keep a dead trainer's socket open: only the pidfd tells that it is dead.
         self._loop.attend(process, lambda: self._died(connection))
+
+    def _note_refusal(self, error: OSError) -> None:
+        """Log why nobody can connect, once in a row: the loop may come here again at once."""
+        if str(error) != self._refusal:
+            self._refusal = str(error)
+            _log.error("a connection cannot be accepted: %s", error)
 
     def drop(self, connection: Connection) -> None:
         """End one of them, if it has not ended yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from datetime import datetime
@@ -76,6 +77,10 @@ def no_agent(address: AgentAddress) -> str:
         return f"{said}: there is no such directory"
     if original := address.original():
         return f"{said}: it is a copy of {original}, and its {address.file_path.name} names the agent of that run"
+    with contextlib.suppress(OSError):  # whoever may not list the directory is told less
+        for agent in address.leaving():
+            if not agent.ends(within=0.0):
+                return f"{said}: pid {agent.pid} was told to end, and still writes to storage what it holds"
     others = sorted(path.stem.removeprefix("agent-") for path in address.run_dir.glob("agent-*.log"))
     others = [name for name in others if name != address.node]
     if others:

@@ -81,10 +81,11 @@ def drill(
     from memckpt.cli.drill_text import as_json, print_result, print_undisturbed
     from memckpt.drill.carry_out import FIRST, KILLED, SECOND, WITHOUT, Plan
     from memckpt.drill.carry_out import drill as carry_out
-    from memckpt.drill.draw import ON_ONE, ON_SEVERAL, parse_kinds
+    from memckpt.drill.draw import ON_ONE, ON_SEVERAL, draw, parse_kinds
 
     chosen = parse_kinds(kinds or (ON_ONE if nodes == 1 else ON_SEVERAL), nodes)
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
+    draw(seed, kills, steps, chosen)  # refuses what cannot be, before anything is trained
     place = _make(directory)
     on_nodes = f", {nodes} nodes simulated on this machine" if nodes > 1 else ""
     out.print(

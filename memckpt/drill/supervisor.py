@@ -366,7 +366,8 @@ class Run:
         try:
             self._end_processes()
         finally:
-            for address in self._agents():
-                stop_agent(address)
-            self.history.poll()
-            self.history.close()
+            with contextlib.ExitStack() as stack:  # one agent that does not end keeps no other one
+                stack.callback(self.history.close)
+                stack.callback(self.history.poll)
+                for address in self._agents():
+                    stack.callback(stop_agent, address)

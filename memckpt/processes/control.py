@@ -77,7 +77,11 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
     if sock is None:
         return None
     pid = peer(sock)[0]
-    process = os.pidfd_open(pid)
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        sock.close()
+        return pid  # it has just ended
     channel = TrainerChannel(sock)
     try:
         channel.send(StopRequest(), timeout=timeout)

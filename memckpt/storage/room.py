@@ -40,7 +40,7 @@ def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, 
     why = f" ({refused})" if refused else ""
     return StorageFullError(
         f"{url} has no room for {what}: expected {nbytes_text(needed)}, found {found}{also}{why}. Make room there, or "
-        "give the run a storage.url with more; training goes on, and the next step is written as soon as there is room",
+        "give the run a storage.url with more; nothing waits for it, and it is tried again as soon as there is room",
         needed,
         free,
         spare,

@@ -26,7 +26,7 @@ import msgspec
 from memckpt.supervision import recording
 from memckpt.supervision.kin import end_with_parent
 from memckpt.supervision.recording import Module, Recorded
-from memckpt.supervision.warm_messages import Fork, Forked, Here, Import, Ready, Refused, receive_order, send
+from memckpt.supervision.warm_messages import Fork, Forked, FromWarm, Here, Import, Ready, Refused, receive_order, send
 from memckpt.supervision.watched_imports import Traces
 
 _COMM = Path("/proc/self/comm")
@@ -68,7 +68,7 @@ def serve(number: int) -> None:
     """
     link = socket.socket(fileno=number)
     link.set_inheritable(False)
-    send(link, Here())
+    _say(link, Here())
     comm = _COMM.read_text()
     _COMM.write_text("memckpt-warm")
     imported = Imported()
@@ -79,17 +79,24 @@ def serve(number: int) -> None:
         order, fds = received
         if isinstance(order, Import):
             answer, imported = _import(order, *fds)
-            with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, which the next order says
-                send(link, answer)
+            _say(link, answer)
         else:
             refusal = imported.refusal(order, fds)
             if refusal is not None:
-                send(link, Refused(refusal))
+                _say(link, Refused(refusal))
             elif _fork(link, order, fds):
                 _COMM.write_text(comm.rstrip("\n"))
                 return
         for fd in fds:
             os.close(fd)
+
+
+def _say(link: socket.socket, message: FromWarm) -> None:
+    """Answer the supervisor; this process ends where that is gone."""
+    try:
+        send(link, message)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)
 
 
 def _fork(link: socket.socket, order: Fork, streams: Sequence[int]) -> bool:
@@ -117,7 +124,7 @@ def _fork(link: socket.socket, order: Fork, streams: Sequence[int]) -> bool:
     os.close(waits)
     pid = int(os.read(said, 32))
     os.waitpid(between, 0)
-    send(link, Forked(pid))
+    _say(link, Forked(pid))
     os.write(goes, b"g")
     os.close(said)
     os.close(goes)

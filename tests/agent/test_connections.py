@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from memckpt.agent import connections as connections_module
 from memckpt.agent.connections import Connection, Connections
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.node.attempt import TrainerHandle
@@ -158,3 +160,30 @@ def test_an_agent_that_cannot_take_its_name_away_closes_its_sockets_all_the_same
     assert "still names this agent, which answers no more: a read-only mount" in caplog.text
     monkeypatch.undo()
     desk.address.file_path.unlink()
+
+
+def test_without_descriptors_nobody_is_accepted_and_the_agent_lives_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(connections_module.ProcessHandle, "of_peer", fail)
+    for _ in range(2):
+        desk.call().close()
+    monkeypatch.undo()
+
+    class Listening:
+        def accept(self) -> None:
+            raise error
+
+    desk.connections._accept(Listening())  # type: ignore[arg-type]
+    assert caplog.text.count("a connection cannot be accepted: [Errno 24] Too many open files") == 1
+    trainer = desk.call()
+    trainer.send(StatusRequest())
+    desk.loop.turn()
+    assert len(desk.handled) == 1
+    desk.left.append(desk.handled[0][0])
+    trainer.close()
