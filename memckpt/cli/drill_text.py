@@ -38,6 +38,8 @@ def print_result(result: Result) -> None:
             out.print(f"Kill {number}: training went on without the agent, and was protected {when}.", soft_wrap=True)
         if blow.check not in ("equal", ""):
             out.print(Text(f"Kill {number}: {blow.check_line or 'nothing was compared'}"), soft_wrap=True)
+    if (line := storage_line(result.blows)) is not None:
+        out.print(line, soft_wrap=True)
     deadly = [blow for blow in result.blows if blow.kind != "agent"]
     if deadly:
         lost, seconds = sum(blow.lost for blow in deadly), sum(blow.seconds for blow in deadly) / len(deadly)
@@ -52,6 +54,18 @@ def print_result(result: Result) -> None:
     if verdict.holes:
         out.print(holes_text(verdict), soft_wrap=True)
     out.print(verdict_text(result), soft_wrap=True)
+
+
+def storage_line(blows: Sequence[Blow]) -> Text | None:
+    """That nothing has come from storage, where it was to serve; None if it has served, or was not to."""
+    anew = [blow.step for blow in blows if blow.kind == "both" and blow.tier == "nothing"]
+    if not anew:
+        return None
+    return Text.assemble(
+        ("Storage was not tried: ", "bold yellow"),
+        f"agent and trainer were killed together in step {', '.join(map(str, anew))}, where no checkpoint was in "
+        "storage yet, and training started over. Drill more --steps; a script with storage=None has none.",
+    )
 
 
 def print_undisturbed(verdict: Verdict) -> None:

@@ -122,9 +122,18 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, (bool, int, float, complex, str)) and len(repr(value)) <= _TEXT_CHARACTERS:
         return TEXT + repr(value)
     try:
-        return xxhash.xxh3_128_hexdigest(codec.encode(value))
+        return xxhash.xxh3_128_hexdigest(codec.encode(_in_order(value)))
     except UnsupportedStateError:
         return None
+
+
+def _in_order(value: Any) -> Any:
+    """The same with all mappings in the order of their keys: load_state_dict() and others change it."""
+    if type(value) is dict:
+        return {key: _in_order(value[key]) for key in sorted(value, key=repr)}
+    if type(value) in (list, tuple):
+        return type(value)(_in_order(one) for one in value)
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -21,9 +21,12 @@ from memckpt.errors import DrillError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.processes.handles import ProcessHandle, start_ticks
+from memckpt.protocol.status import Status
 
 #: Seconds between two questions whether peers protect a node.
 _ASK_SECONDS = 0.05
+#: Records before the next kill, or the end, at which a kill waits no longer for a checkpoint.
+_NEXT_RECORDS = 3
 _ONE_JOB = (
     "The command is started once for each node, and all are to be one job: a script with one process on each gets "
     "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; torchrun gets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and "
@@ -125,8 +128,9 @@ class Run:
             self._start()
             if self._until(lambda: self.history.attempts > 0):
                 self._check_nodes()
-            for instant in instants:
-                if not self._kill(instant, step_seconds):
+            ends = [instant.record for instant in instants[1:]] + [self._limits.records]
+            for instant, end in zip(instants, ends, strict=False):
+                if not self._kill(instant, step_seconds, end):
                     break
             self._until(lambda: self.history.last_record >= self._limits.records)
             self.history.poll()
@@ -164,14 +168,21 @@ class Run:
 
     # Kills
 
-    def _kill(self, instant: Instant, step_seconds: float) -> bool:
-        """Kill at the instant, and wait for what follows. False if training ended before."""
+    def _kill(self, instant: Instant, step_seconds: float, end: int) -> bool:
+        """Kill at the instant, and wait for what follows. False if training ended before.
+
+        What is to come from storage or from peers has to be there: the kill waits for that, for storage until shortly
+        before the record `end`.
+        """
         if not self._until(lambda: self.history.last_record >= instant.record):
             return False
         attempts = self.history.attempts
         victim = len(self._blows) % len(self.history.ranks)
         begun = self.history.ranks[victim].attempts[-1].begun
         if instant.kind == "node" and not self._until(self._peers_protect):
+            return False
+        latest = max(instant.record, end - _NEXT_RECORDS)
+        if instant.kind == "both" and not self._until(lambda: self.history.last_record >= latest or self._stored()):
             return False
         with self._process(begun.pid, begun.ticks) as trainer:
             if trainer is None or trainer.wait(instant.fraction * step_seconds):
@@ -214,15 +225,20 @@ class Run:
             )
 
     def _peers_protect(self) -> bool:
-        """Whether any node may be lost now, as all agents see it. Asks them now and then; False in between."""
+        """Whether any node may be lost now, as all agents see it."""
+        return self._all_say(lambda status: status.peers is not None and status.peers.protected)
+
+    def _stored(self) -> bool:
+        """Whether a checkpoint is in storage, as all agents see it, or none will be."""
+        return self._all_say(lambda status: status.storage is None or status.storage.step is not None)
+
+    def _all_say(self, met: Callable[[Status], bool]) -> bool:
+        """Whether it is so in the status of each agent. Asks them now and then; False in between."""
         if time.monotonic() < self._asked_at + _ASK_SECONDS:
             return False
         self._asked_at = time.monotonic()
-        for address in self._agents():
-            status = ask_status(address)
-            if status is None or status.peers is None or not status.peers.protected:
-                return False
-        return True
+        statuses = [ask_status(address) for address in self._agents()]
+        return all(status is not None and met(status) for status in statuses)
 
     def _agents(self) -> list[AgentAddress]:
         """Addresses of the run's agents, one for each node."""

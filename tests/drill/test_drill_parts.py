@@ -16,10 +16,11 @@ from torch import nn
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
-from memckpt.cli.drill_text import overhead_text, undisturbed_line, verdict_text
+from memckpt.cli.drill_text import overhead_text, storage_line, undisturbed_line, verdict_text
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
+from memckpt.drill.attributes import text_of
 from memckpt.drill.carry_out import Result
 from memckpt.drill.difference import sketch_distance
 from memckpt.drill.draw import KINDS, draw, parse_kinds
@@ -28,6 +29,7 @@ from memckpt.drill.history import Attempt, Point, RankHistory, RunHistory
 from memckpt.drill.job import Job, kill_processes
 from memckpt.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
 from memckpt.drill.overhead import Overhead, first_change
+from memckpt.drill.supervisor import Blow
 from memckpt.drill.verdict import judge
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
@@ -276,6 +278,23 @@ def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(tmp_
     assert outside.outcome == "different"
     assert outside.band is not None
     assert outside.band.outside == 20
+
+
+def test_the_order_of_keys_is_no_difference() -> None:
+    """load_state_dict() of an optimizer puts the parameters of a group behind its other keys."""
+    group = {"params": [0, 1], "lr": 0.1, "betas": (0.9, {"b": 1, "a": 2})}
+    moved = {"lr": 0.1, "betas": (0.9, {"a": 2, "b": 1}), "params": [0, 1]}
+    assert text_of([group]) == text_of([moved])
+    assert text_of([group]) != text_of([{**moved, "lr": 0.2}])
+    assert text_of([1, 2]) != text_of([2, 1])
+
+
+def test_that_storage_was_not_tried_is_said() -> None:
+    blows = [Blow("both", 0, 7, 7), Blow("both", 0, 20, 20, resumed=20, tier="storage"), Blow("trainer", 0, 30, 30)]
+    line = storage_line(blows)
+    assert line is not None
+    assert line.plain.startswith("Storage was not tried: agent and trainer were killed together in step 7, where")
+    assert storage_line(blows[1:]) is None
 
 
 def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

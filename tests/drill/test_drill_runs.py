@@ -134,7 +134,8 @@ def test_the_agent_and_both_are_killed_and_training_goes_on(drills: Drills) -> N
     assert (agent.kind, agent.lost, agent.tier) == ("agent", 0, "")
     # A kill comes from outside, a step or two behind what it is to befall; after the last no commit finds it.
     assert agent.unprotected is not None or agent.step >= result.verdict.last_step - 2
-    assert (both.kind, both.resumed, both.lost, both.tier) == ("both", 0, both.step, "nothing")
+    assert (both.kind, both.lost) == ("both", both.step - both.resumed)
+    assert (both.tier, both.resumed > 0) in (("storage", True), ("nothing", False))  # it may be too short a run
 
 
 def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(drills: Drills) -> None:
