@@ -39,6 +39,7 @@ from memckpt.journal.events import (
     name_of,
 )
 from memckpt.journal.journal import Journal
+from memckpt.journal.reading import latest_attempt
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol import trainer as said
@@ -88,6 +89,8 @@ class Observer:
         self._status = status
         self._clock = clock
         self.journal = Journal(address.run_dir, address.node)
+        #: Number of the newest attempt that the journal knew of as the agent started.
+        self._former_attempt = latest_attempt(address.run_dir, address.node)
         self.counts: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
         self.recovery_seconds = 0.0
@@ -148,6 +151,11 @@ class Observer:
         return self._memory.reason
 
     # The agent
+
+    @property
+    def latest_attempt(self) -> int:
+        """Number of the newest attempt that this node knows of, dead with its agent or not; 0: none."""
+        return max(self._former_attempt, self.journal.attempt)
 
     def started(self, replaces: int | None) -> None:
         """The agent serves; `replaces` is the pid of one that died without leaving."""

@@ -342,7 +342,8 @@ class Agent:
         held = () if hello.rejoining else (*self._groups.inventory(hello), *self._peers.inventory_of_standbys())
         self._liveness_seconds = hello.liveness_seconds
         self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
-        self._connections.answer(connection, Inventory(held, os.getpid()), [self._life.fd])
+        inventory = Inventory(held, os.getpid(), self._observer.latest_attempt)
+        self._connections.answer(connection, inventory, [self._life.fd])
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self.tell(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))

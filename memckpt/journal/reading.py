@@ -13,6 +13,8 @@ from memckpt.journal.journal import file_name, files_of
 
 #: Longest line that is waited for, in bytes, and size of a read. The journal's own lines are far shorter.
 _LONGEST_BYTES = 1 << 20
+#: Bytes at a journal's end that tell of its newest attempt.
+_TAIL_BYTES = 1 << 16
 
 
 class _Lines:
@@ -56,6 +58,18 @@ def read_journal(run_dir: Path, node: str | None = None) -> list[Entry]:
     """
     with contextlib.closing(Follower(run_dir, node)) as follower:
         return follower.poll()
+
+
+def latest_attempt(run_dir: Path, node: str) -> int:
+    """Number of the newest attempt that a node's journal knows of; 0 where it knows of none, or cannot be read."""
+    numbers = [0]
+    for path in reversed(files_of(run_dir, node).get(node, [])):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # a journal is nothing that a start depends on
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            numbers += [entry.envelope.attempt for entry in entries_of(file.read().split(b"\n"))]
+        if len(numbers) > 1:
+            break
+    return max(numbers)
 
 
 class _File:

@@ -62,11 +62,13 @@ class Fencing(msgspec.Struct, frozen=True, tag="fencing"):
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
     """Answer to Hello: what this node can produce of each set of shards that it holds.
 
-    The page in which the agent shows that it lives comes along as a descriptor.
+    `attempt`: number of the newest attempt that this node knows of. The page in which the agent shows that it lives
+    comes along as a descriptor.
     """
 
     held: tuple[HeldRecords, ...]
     agent_pid: int
+    attempt: int = 0
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):

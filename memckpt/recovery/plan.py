@@ -25,12 +25,14 @@ class NewAttempt:
         shardings: by rank, digest of its shards; empty: nothing is sharded.
         units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
             where every node restores what it holds itself.
+        former: number of the newest attempt that some node knows of, whether anything is left of it or not.
     """
 
     world_size: int
     nonce: str
     shardings: Sequence[str] = ()
     units: Sequence[tuple[str, RankGroup]] = ()
+    former: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def make_plan(
     everything: list[HeldRecords | HeldFragments] = [*nodes, *fragments]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored.points), default=0)
-    timeline = Timeline(max(in_memory, in_storage, stored.latest_attempt) + 1, attempt.nonce)
+    timeline = Timeline(max(in_memory, in_storage, stored.latest_attempt, attempt.former) + 1, attempt.nonce)
     something = any(held.records or held.problem for held in everything)
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something, asked=True)

@@ -45,7 +45,6 @@ from memckpt.protocol.trainer import (
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.conversation import Conversation, reach_agent
 from memckpt.session.farewell import say_goodbye
-from memckpt.state.records import HeldRecords
 
 Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
@@ -169,8 +168,8 @@ class AgentClient:
         if self._leaving:
             raise AgentGoneError("it was told to leave")
 
-    def hello(self, hello: Hello) -> tuple[HeldRecords, ...]:
-        """Introduce this rank. Returns the held records of the node, for each set of shards.
+    def hello(self, hello: Hello) -> Inventory:
+        """Introduce this rank. Returns what the node holds and knows.
 
         Raises:
             RunBusyError: another live trainer holds the run.
@@ -178,7 +177,7 @@ class AgentClient:
         answer, fds = self._request(hello, Inventory)
         assert isinstance(answer, Inventory)
         self._conversation.watch(fds[0])
-        return answer.held
+        return answer
 
     def configure(self, message: Configure) -> None:
         """Send the run's settings."""

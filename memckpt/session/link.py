@@ -17,11 +17,11 @@ from memckpt.journal.events import TrainerEvent
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.messages import TrainerToAgent
 from memckpt.protocol.status import MetricsSettings
-from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Note, Preempted, Prepare, Resume
+from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Inventory, Note, Preempted, Prepare, Resume
 from memckpt.session.agent_client import AgentClient, Notice
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
-from memckpt.state.records import HeldRecords, Timeline
+from memckpt.state.records import Timeline
 from memckpt.state.search_path import user_search_path
 from memckpt.state.spec import StateSpec
 
@@ -83,12 +83,8 @@ class AgentLink:
 
     # Requests
 
-    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> tuple[HeldRecords, ...]:
-        """Connect to the agent, starting it if there is none, and introduce this rank.
-
-        Returns:
-            The held records of the node, for each set of shards.
-        """
+    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> Inventory:
+        """Connect to the agent, starting it if there is none, and introduce this rank; what the node holds."""
         self._client = AgentClient.connect(self._address, self._config)
         hello = Hello(
             version=PROTOCOL_VERSION,
@@ -107,24 +103,25 @@ class AgentLink:
         )
         return self._client.hello(hello)
 
-    def begin(self, spec: StateSpec) -> tuple[HeldRecords, ...]:
+    def begin(self, spec: StateSpec) -> Inventory:
         """Connect as :meth:`connect` does when an attempt begins, and have all in storage that is on its way there.
 
         An agent of this node that was told to end answers no more, while it writes what it holds. One that was told so
         after it had taken the connection is left for another one.
         """
         try:
-            held = self.connect(spec, next_record=0, rejoining=False)
+            inventory = self.connect(spec, next_record=0, rejoining=False)
         except AgentGoneError:
             serving = self._address.serving()
             if serving is not None and serving.pid == self.agent_pid:
                 raise
             self.abandon()
-            held = self.connect(spec, next_record=0, rejoining=False)
-        if not any(each.records and not each.standby for each in held):  # else the other one has nothing newer
+            inventory = self.connect(spec, next_record=0, rejoining=False)
+        # An agent that holds something has come later than one that leaves, which then has nothing newer.
+        if not any(each.records and not each.standby for each in inventory.held):
             grace = self._storage.grace_seconds if self._storage is not None else 0.0
             self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
-        return held
+        return inventory
 
     def reconnect(self, spec: StateSpec, next_record: int) -> None:
         """Connect to another agent in the same attempt, starting it if there is none.

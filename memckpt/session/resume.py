@@ -127,11 +127,12 @@ class Resumption:
         self._reason = reason
         ranks = self._ranks
         answers = ranks.together(lambda: (self._link.begin(spec), spec.sharding()))
-        own = answers[ranks.rank][0]
-        held = [each for inventories, _ in answers for each in inventories]
+        own = answers[ranks.rank][0].held
+        held = [each for inventory, _ in answers for each in inventory.held]
         shardings = [sharding for _, sharding in answers]
         fragments = self._peers.listen()
-        attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units)
+        former = max(inventory.attempt for inventory, _ in answers)
+        attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units, former)
         resharding = must_reshard(held, attempt, fragments)
         if resharding:
             self._resharding.save(own, held, fragments, resume, spec)

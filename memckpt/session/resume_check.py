@@ -122,7 +122,7 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
         ((order, rank, one) for rank, each in enumerate(everybody) for order, one in each.differences),
         key=lambda item: item[:2],
     )
-    which, are, those = ("gradient", "is", "that") if count == 1 else (f"{count} gradients", "are", "those")
+    which, are, those = ("gradient", "is", "the one") if count == 1 else (f"{count} gradients", "are", "those")
     what = f"step {step}'s first {which} ({_size(sum(each.nbytes for each in everybody))}) {are}"
     left = f"{those} that the dead attempt had left"
     if not wrong:

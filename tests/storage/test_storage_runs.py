@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from memckpt.checkpointing import job_maker
 from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError, UsageError
+from memckpt.journal.events import AttemptBegan
+from memckpt.journal.reading import latest_attempt, read_journal
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.trainer import Hello
+from memckpt.protocol.trainer import Hello, Inventory
 from memckpt.session.agent_client import AgentClient
-from memckpt.state.records import HeldRecords
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
@@ -117,6 +118,20 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
     assert final.restored_step == 10
     lab.check_same(PLAIN, first, second, final)
     assert newest(lab) == PLAIN.steps
+    # The journal knows of attempts of which nothing else is left.
+    began = [one.envelope.attempt for one in read_journal(lab.run_dir) if isinstance(one.event, AttemptBegan)]
+    assert began == [1, 2, 3]
+
+
+def test_attempts_are_numbered_on_though_nothing_is_left_of_them(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+    for number in (1, 2):
+        lab.train(PLAIN, settings, actions={("forward", 2): kill_both})
+        assert latest_attempt(lab.run_dir, AgentAddress.of(lab.run_dir).node) == number
+    (lab.run_dir / f"events-{AgentAddress.of(lab.run_dir).node}.jsonl").write_bytes(b"torn")
+    lab.train(PLAIN, settings, actions={("forward", 2): kill_both})
+    assert latest_attempt(lab.run_dir, AgentAddress.of(lab.run_dir).node) == 1
+    assert latest_attempt(lab.run_dir, "another") == 0
 
 
 def average_swapped_in(control: Control) -> None:
@@ -347,7 +362,7 @@ def test_a_start_whose_agent_is_told_to_end_while_it_connects_goes_on_with_anoth
     def prepare(control: Control) -> None:
         original = AgentClient.hello
 
-        def hello(client: AgentClient, message: Hello) -> tuple[HeldRecords, ...]:
+        def hello(client: AgentClient, message: Hello) -> Inventory:
             AgentClient.hello = original  # type: ignore[method-assign]
             os.kill(client.agent_pid, signal.SIGTERM)
             until(lambda: AgentAddress.of(lab.run_dir).serving() is None)
