@@ -28,6 +28,8 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt")
 #: Longest time, in seconds, that an agent may take to end once what it holds is in storage.
 _LEAVING_SECONDS = 10.0
+#: Longest time, in seconds, from when an agent that dies closes its connections to its end.
+_DYING_SECONDS = 1.0
 
 
 class AgentLink:
@@ -107,13 +109,13 @@ class AgentLink:
         """Connect as :meth:`connect` does when an attempt begins, and have all in storage that is on its way there.
 
         An agent of this node that was told to end answers no more, while it writes what it holds. One that was told so
-        after it had taken the connection is left for another one.
+        after it had taken the connection, or has died since, is left for another one.
         """
         try:
             inventory = self.connect(spec, next_record=0, rejoining=False)
         except AgentGoneError:
             serving = self._address.serving()
-            if serving is not None and serving.pid == self.agent_pid:
+            if serving is not None and serving.pid == self.agent_pid and not serving.ends(within=_DYING_SECONDS):
                 raise
             self.abandon()
             inventory = self.connect(spec, next_record=0, rejoining=False)
