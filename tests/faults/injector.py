@@ -97,7 +97,7 @@ class Injector:
             Kind.KILL_RESUMING: self._kill_resuming,
             Kind.KILL_TRAINERS: self._kill_trainers,
             Kind.KILL_AGENT: self._kill_agent,
-            Kind.KILL_REPLICATOR: lambda node: self._kill_helper(node, "replication"),
+            Kind.KILL_REPLICATOR: self._kill_replicator,
             Kind.KILL_WRITER: lambda node: self._kill_helper(node, "checkpointing"),
             Kind.TERMINATE_AGENT: self._terminate_agent,
             Kind.STOP_TRAINER: lambda node: self._stop(cluster.pid_of(node)),
@@ -187,6 +187,13 @@ class Injector:
             self._weaken(node)
         return end
 
+    def _kill_replicator(self, node: int) -> End | None:
+        end = self._kill_helper(node, "replication")
+        if end is not None:
+            self.cluster.drain()
+            self.cluster.model.end_replicator(node)
+        return end
+
     def _kill_helper(self, node: int, module: str) -> End | None:
         return next((self._kill(pid) for pid in self.cluster.helpers_of(node, module)), None)
 
@@ -229,7 +236,13 @@ class Injector:
         return end
 
     def _stop_replicator(self, node: int) -> End | None:
-        return next((self._stop(pid) for pid in self.cluster.helpers_of(node, "replication")), None)
+        """It is killed if it stands still for long, and others do not wait for it then."""
+        for pid in self.cluster.helpers_of(node, "replication"):
+            end = self._stop(pid, lambda: self.cluster.model.strengthen(node))
+            if end is not None:
+                self._weaken(node, lasting=True)
+                return end
+        return None
 
     def _lose(self, nodes: list[int]) -> End | None:
         """Kill all processes of nodes at once; their shared memory goes with them."""

@@ -65,6 +65,8 @@ class Model:
     apart: set[int] = field(default_factory=set)
     #: Agents that were told to end, by node: they answer their ranks until they do.
     _ending: dict[int, int] = field(default_factory=dict)
+    #: Nodes whose replicators have died, where the rank has not said yet that it knows.
+    _unknowing: set[int] = field(default_factory=set)
     _damaged: set[int] = field(default_factory=set)
     _protected: dict[int, int] = field(default_factory=dict)
     _began: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -121,6 +123,11 @@ class Model:
     def end_agent(self, node: int, pid: int) -> None:
         """This node's agent ends sooner or later: until its rank has another one, what it says of protection is old."""
         self._ending[node] = pid
+        self.weaken([node])
+
+    def end_replicator(self, node: int) -> None:
+        """This node's replicator has died: a gap opens, until all is sent anew."""
+        self._unknowing.add(node)
         self.weaken([node])
 
     def strengthen(self, node: int) -> None:
@@ -181,6 +188,7 @@ class Model:
         self.committed = dict.fromkeys(range(self.ranks), step)
         self.weak = {node: None if since is None else step + _HEARD_STEPS for node, since in self.weak.items()}
         self._protected = {}
+        self._unknowing.clear()
         self.attempt, self.begun_at = next(iter(self._began.values()))["number"], step
         self._began = {}
         self.resumes[tier] = self.resumes.get(tier, 0) + 1
@@ -196,8 +204,12 @@ class Model:
         if rank in self._ending and note["agent"] != self._ending[rank]:
             del self._ending[rank]
             self.weaken([rank])
+        if not note["protected"] and rank in self._unknowing:
+            self._unknowing.remove(rank)
+            self.weaken([rank])
         if note["event"] == "step":
-            self._protected[rank] = note["step"] if note["protected"] and rank not in self._ending else -1
+            knows = rank not in self._ending and rank not in self._unknowing
+            self._protected[rank] = note["step"] if note["protected"] and knows else -1
         if len(self._protected) == self.ranks:
             said = min(self._protected.values())
             self.weak = {node: since for node, since in self.weak.items() if since is None or said < since}
