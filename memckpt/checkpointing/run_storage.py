@@ -81,6 +81,8 @@ class RunStorage:
         if timeline != self.timeline:
             self.timeline = timeline
             self.schedule.restart()
+            # What the last attempt has left could not be written: the trainers' own copy of it can, perhaps.
+            self.schedule.at_once = bool(self.alarm)
             self._missing = self._mode_of = None
         if config is None:
             self.log.pause()

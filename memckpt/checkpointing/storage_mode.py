@@ -48,7 +48,7 @@ def choose_mode(asked: StorageChoice, impossible: str, measured: Measured) -> tu
     if asked == "log":
         return "log", "as configured"
     if measured.step_seconds is None or measured.bytes_per_second is None or measured.interval_steps is None:
-        return "replica", "nothing is measured before the first checkpoint"
+        return "replica", "the first checkpoint measures what storage takes, and the mode is chosen with the next one"
     size = f"a record is {_text(measured.record_bytes)}"
     needed = measured.record_bytes / max(measured.step_seconds, 1e-9)
     share = needed / max(measured.bytes_per_second, 1.0)

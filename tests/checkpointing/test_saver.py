@@ -478,6 +478,25 @@ def test_a_record_that_training_has_gone_past_meanwhile_is_a_failure_and_no_end_
     assert not node.saver.saving
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_what_an_attempt_has_left_and_could_not_be_written_is_soon_written_by_the_next_one(
+    make: Any, failed: bool
+) -> None:
+    """The process that writes cannot import an optimizer of the script; trainers copy their state themselves."""
+    node = make(mode="replica", min_seconds=3600)
+    node.checkpoint()
+    node.train(5)
+    node.saver.save_held(node.held, as_checkpoint=True)
+    if failed:
+        node.refused("optimizer class __main__.Lion cannot be imported")
+    else:
+        node.saved()
+    node.begin_attempt(T2)
+    orders = len(node.orders)
+    node.train(5)
+    assert len(node.orders) == orders + failed
+
+
 def test_a_sigterm_promises_storage_only_where_there_is_one(make: Any, tmp_path: Path) -> None:
     node = logging_node(make)
     assert node.saver.preempt()

@@ -171,6 +171,22 @@ def test_where_agent_and_trainers_die_together_more_steps_may_be_lost_than_are_k
     assert "10 or more" in {cell.text for row in _failures(tell(told.entries)).rows for cell in row}
 
 
+@pytest.mark.parametrize("end", ["died", "finished"])
+def test_figures_that_come_after_the_end_make_no_step_longer(end: str) -> None:
+    """An agent notes them every few seconds, whether trainers are there or not."""
+    told = Told()
+    told.begin()
+    told.train(1, 20)
+    told.now += 4.0
+    if end == "died":
+        told.die(24)
+    else:
+        told.note(journal.Finished(24))
+    told.now += 56.0
+    told.note(journal.Sample(24, None, None, 24, 20, 0.0, 0.0, 0, 0.0, 1 << 20, 0, 1 << 20, 0))
+    assert measure(tell(told.entries)).step == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("said_late", [False, True])
 @pytest.mark.parametrize("end", ["goes on", "lost", "left"])
 def test_trainers_that_go_over_to_another_agent_train_on(end: str, said_late: bool) -> None:

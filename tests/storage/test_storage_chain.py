@@ -332,8 +332,8 @@ GOOD = Measured(1 << 20, 100 << 20, 0.5, 200e6, 60)
         ({"interval_steps": 140, "logged": True}, "log", "140 MiB between two checkpoints"),
         ({"interval_steps": 160, "logged": True}, "replica", "more than a checkpoint"),
         ({"step_seconds": 0.04, "logged": True}, "log", "13.1% of what this storage takes"),
-        ({"bytes_per_second": None}, "replica", "nothing is measured"),
-        ({"step_seconds": None}, "replica", "nothing is measured"),
+        ({"bytes_per_second": None}, "replica", "the first checkpoint measures"),
+        ({"step_seconds": None}, "replica", "the first checkpoint measures"),
     ],
 )
 def test_records_are_logged_where_they_are_small(change: dict[str, float], mode: str, why: str) -> None:

@@ -112,6 +112,9 @@ def _step_seconds(story: Story) -> float | None:
     seconds, steps = 0.0, 0
     for (at, attempt, sample), (later, same, after) in itertools.pairwise(story.samples):
         if attempt == same and sample.step is not None and after.step is not None and after.step > sample.step:
+            ended_at = story.attempts[attempt].ended_at if attempt >= 0 else None
+            if ended_at is not None and at < ended_at < later:
+                later = ended_at  # the next figures came when nothing was trained any more
             seconds, steps = seconds + later - at, steps + after.step - sample.step
     if not steps:
         for one in story.attempts:
