@@ -22,6 +22,10 @@ STATE = f"{OWN}loop"
 #: Commits between two searches for reasons that prevent an exact resume; some show only while training runs.
 _LOOK_EVERY_COMMITS = 64
 _log = logging.getLogger("memckpt")
+_NOT_FOLLOWED = (
+    "epochs() counts the epochs, and no loader was given to session.loader(): an epoch that was interrupted takes all "
+    "of its batches again, unless the loop over them begins at session.batch"
+)
 LoaderT = TypeVar("LoaderT")
 
 
@@ -36,6 +40,7 @@ class Loop:
     Attributes:
         epoch: the current or next epoch of `epochs`.
         batch: number of batches of this epoch before the last commit.
+        counts_batches: whether the user's loop counts them, too.
     """
 
     def __init__(self, rank_state: RankState, ranks: Ranks, restore_rng: Callable[[], None]) -> None:
@@ -54,6 +59,7 @@ class Loop:
         self._commits = 0
         self.epoch = 0
         self.batch = 0
+        self.counts_batches = False
 
     def follow(self, loader: LoaderT) -> LoaderT:
         """Follow a loader. Arguments, result and errors are those of :meth:`memckpt.Session.loader`."""
@@ -180,6 +186,8 @@ class Loop:
         self.batch = self._batch_now()
         self._ended_at_commit = self._followers.ended
         if not len(self._followers):
+            if self._in_epochs and self.batch > 1 and not self.counts_batches:
+                self._warn(_NOT_FOLLOWED)
             return
         self._warn(self._watch.committed(self._followers.places(), self._in_epochs))
         self._commits += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +54,8 @@ from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
 from memckpt.session.tuning import Tuning
 from memckpt.supervision.recording import note_imports
+
+_log = logging.getLogger("memckpt")
 
 
 class Session(Information):
@@ -274,6 +277,7 @@ class Session(Information):
     @property
     def batch(self) -> int:
         """Batches of this epoch before the last commit; the start of a batch counter of your own."""
+        self._loop.counts_batches = True
         return self._loop.batch
 
     def _refuse_unrestored(self, what: str) -> None:
@@ -374,6 +378,11 @@ class Session(Information):
         if self._closed:
             return
         self._closed = True
+        if finished and self._last is None and self._recorder.graphs.stepped:
+            _log.warning(
+                "memckpt: training has ended without a single commit, and nothing of it was protected: call "
+                "session.commit() after each optimizer step"
+            )
         self._loop.release()
         self._link.finish_sending()
         last = self._last if self._last is not None else self._resumption.point  # which no step has followed

@@ -319,3 +319,28 @@ def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:
     log = in_child(lab, body)
     assert "a second loop over batches in one epoch" in log
     assert "the loop over batches was left after a commit" in log
+
+
+@pytest.mark.parametrize("loop", ["followed", "not followed", "counted", "one step an epoch", "no commit"])
+def test_a_loop_that_a_resume_cannot_follow_is_told(lab: Lab, loop: str) -> None:
+    """A loader that was forgotten, and commits that were."""
+
+    def body() -> None:
+        process = Process(lab.run_dir, lab.directory / "noted", None)
+        session, loader = process.session, make("shuffle", NONE)
+        if loop == "followed":
+            session.loader(loader)
+        session.restore()
+        for _ in session.epochs(2):
+            for _, batch in enumerate(loader, start=session.batch if loop == "counted" else 0):
+                process.backward("", batch)
+                process.step()
+                if loop != "no commit":
+                    session.commit()
+                if loop == "one step an epoch":
+                    break
+        session.close()
+
+    log = in_child(lab, body)
+    assert ("no loader was given to session.loader()" in log) is (loop == "not followed")
+    assert ("training has ended without a single commit" in log) is (loop == "no commit")
