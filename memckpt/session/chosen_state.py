@@ -41,6 +41,11 @@ class ChosenInMemory:
         """Whether the restore has begun."""
         return self.regions is None
 
+    @property
+    def lost(self) -> int | None:
+        """Number of committed records beyond it."""
+        return self.plan.lost
+
     def repeat_from(self, record: int, step: int, rank_state: bytes, world_size: int) -> None:
         """Restore the state before the record, from which its step is repeated."""
         self.state = codec.decode(rank_state)
@@ -81,6 +86,12 @@ class ChosenInStorage:
     repeated: StoredState | None = None
     diverges: int | None = None
     restored: bool = False
+
+    @property
+    def lost(self) -> int | None:
+        """Number of committed records beyond it; None where no memory knows."""
+        reached = self.repeated if self.repeated is not None else self.stored
+        return max(0, self.newest_known - reached.point.record) if self.newest_known is not None else None
 
     def repeat_from(self, before: StoredState, state: Mapping[str, Any]) -> None:
         """Restore the state before the chosen one, from which its step is repeated."""

@@ -180,14 +180,12 @@ class Restoration:
             in_storage = InStorage(repeated, self._live)
             self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
         seconds = time.perf_counter() - started
-        reached = repeated.point.record if repeated is not None else point.record
-        lost = max(0, chosen.newest_known - reached) if chosen.newest_known is not None else None
         return RestoreReport(
             point.step,
             point.record,
             chosen.held.tier,
             seconds,
-            lost,
+            chosen.lost,
             stored.exact,
             self._proof.check,
             repeated=self._proof.repeated,

@@ -105,6 +105,11 @@ class Resumption:
         return self.chosen.held if self.chosen is not None else None
 
     @property
+    def lost(self) -> int | None:
+        """Number of committed steps beyond the chosen state; None where that is not known, or training starts over."""
+        return self.chosen.lost if self.chosen is not None else None
+
+    @property
     def due(self) -> bool:
         """Whether the chosen state is yet to be restored."""
         return self.chosen is not None and not self.chosen.restored

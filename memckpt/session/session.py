@@ -140,7 +140,7 @@ class Session(Information):
             raise ForeignStateError(f"{error}. {flat_parameters.REMEDY}") from error
         resumed = self._resumption
         if self._ranks.rank == 0:
-            tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated)
+            tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
         self._tuning.adopt(self.held.rank_state if self.held is not None else None, resumed.point is not None)
         self._switch.use_mode()

@@ -14,7 +14,9 @@ from memckpt.user_messages import show_by_default
 _log = logging.getLogger("memckpt.start")
 
 
-def tell_start(held: HeldState | None, reason: str, drops_held: bool, repeated: int | None = None) -> None:
+def tell_start(
+    held: HeldState | None, reason: str, drops_held: bool, repeated: int | None = None, lost: int | None = None
+) -> None:
     """Log the start line. Called on rank 0.
 
     Args:
@@ -22,6 +24,7 @@ def tell_start(held: HeldState | None, reason: str, drops_held: bool, repeated: 
         reason: why this state, or none, in words; empty if it is the newest one in memory.
         drops_held: whether a held state is dropped.
         repeated: step that is repeated from `held`, which is the state before it; None if no step is.
+        lost: number of committed steps beyond it; None where that is not known.
     """
     show_by_default(_log)
     if held is None:
@@ -29,4 +32,5 @@ def tell_start(held: HeldState | None, reason: str, drops_held: bool, repeated: 
     else:
         why = f": {reason}" if reason else ""
         step, proof = (held.step, "") if repeated is None else (repeated, ", which is repeated first, as a proof")
-        _log.info("memckpt: resuming from %s at step %d%s%s", held.tier, step, proof, why)
+        gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
+        _log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
