@@ -76,8 +76,9 @@ def check_content(facts: StoreFacts) -> Check:
         return Check(name, "warning", f"{facts.wrong[0]}{more}", "memckpt verify RUN, and --repair for what is damaged")
     if facts.step is None:
         return Check(name, "ok", f"none in {facts.url}")
-    whole = count(facts.checkpoints, "whole one") + (f" of the run {facts.owner!r}" if facts.owner else "")
-    return Check(name, "ok", f"{whole}; a resume from storage finds step {facts.step}")
+    whole = count(facts.checkpoints, "complete one") + (f" of the run {facts.owner!r}" if facts.owner else "")
+    text = f"{whole}; a resume from storage takes step {facts.step}, if its content is right (memckpt verify)"
+    return Check(name, "ok", text)
 
 
 def check_other_runs(facts: StoreFacts) -> Check:

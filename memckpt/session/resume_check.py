@@ -41,8 +41,9 @@ _ORDER = (
     "state",
 )
 _CAUSES = (
-    "the usual causes: plain attributes that are in no state_dict, data read from elsewhere, code that has changed, "
-    "another batch size, an optimizer of your own that keeps something outside of its state"
+    "the usual causes: plain attributes that are in no state_dict, a scheduler that is not registered, a loader that "
+    "is not given to the session, data read from elsewhere, code that has changed, another batch size, an optimizer of "
+    "your own that keeps something outside of its state"
 )
 
 

@@ -126,7 +126,11 @@ class WarmStarter:
     def how(self) -> str:
         if self._ready:
             return "warm"
-        return "cold" if self._step is None else "cold, since its imports are not made ahead yet"
+        return (
+            "cold"
+            if self._step is None
+            else "cold: it has not got to its first protected step, or its imports are not made ahead yet"
+        )
 
     def start(self, given: Given) -> Attempt:
         if self._ready:

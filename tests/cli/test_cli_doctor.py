@@ -270,7 +270,10 @@ def test_doctor_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert code == 1
     by_name = {check["name"]: check for check in found["checks"]}
     assert by_name["agent's alarms"]["text"] == "the last checkpoint could not be written: no space left"
-    assert by_name["checkpoints"]["text"] == "2 whole ones; a resume from storage finds step 2"
+    assert (
+        by_name["checkpoints"]["text"]
+        == "2 complete ones; a resume from storage takes step 2, if its content is right (memckpt verify)"
+    )
     assert by_name["room of the run"]["outcome"] == "ok"
     assert "memory of the run" not in by_name
     monkeypatch.setattr(facts, "ask_status", lambda address: None)
@@ -324,7 +327,8 @@ def test_doctor_looks_into_an_object_store_without_a_run(tmp_path: Path) -> None
     assert found["checkpoints"] == f"none in {url}"
     for record in (1, 2):
         write(open_store(url), part_of(record, run="A-1"))
-    assert storage()["checkpoints"] == "2 whole ones of the run 'A-1'; a resume from storage finds step 2"
+    takes = "a resume from storage takes step 2, if its content is right (memckpt verify)"
+    assert storage()["checkpoints"] == f"2 complete ones of the run 'A-1'; {takes}"
 
 
 def test_an_empty_bucket_name_is_no_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
