@@ -64,9 +64,11 @@ def latest_attempt(run_dir: Path, node: str) -> int:
     """Number of the newest attempt that a node's journal knows of; 0 where it knows of none, or cannot be read."""
     numbers = [0]
     for path in reversed(files_of(run_dir, node).get(node, [])):
+        if not path.is_file():
+            continue
         with contextlib.suppress(OSError), path.open("rb") as file:  # a journal is nothing that a start depends on
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            numbers += [entry.envelope.attempt for entry in entries_of(file.read().split(b"\n"))]
+            numbers += [entry.envelope.attempt for entry in entries_of(file.read(_TAIL_BYTES).split(b"\n"))]
         if len(numbers) > 1:
             break
     return max(numbers)
