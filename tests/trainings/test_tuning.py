@@ -299,8 +299,8 @@ def test_a_record_s_redo_is_timed_without_copies(lab: Lab, monkeypatch: pytest.M
 
 
 def slow(apply: Callable[[Replica, RecordMeta], None], replica: Replica, meta: RecordMeta) -> None:
-    """Redo a record in 30 ms or more."""
-    until = time.perf_counter() + 0.03
+    """Redo a record in 150 ms or more: longer than a step takes on a machine that is busy with other things."""
+    until = time.perf_counter() + 0.15
     apply(replica, meta)
     while time.perf_counter() < until:
         pass
