@@ -283,7 +283,7 @@ class Cluster:
         for number in self.nodes:
             with node(f"node{number}"), self.there(number):
                 if self.agent_of(number) is None and not self.lab.agent_answers():
-                    self.lab.start_agent()
+                    self.lab.start_agent(inherits=False)
 
     def there(self, number: int) -> contextlib.AbstractContextManager[None]:
         """This thread on a node's network."""

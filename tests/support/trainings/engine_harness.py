@@ -143,8 +143,11 @@ class Lab:
         self._children.append(child)
         return child
 
-    def start_agent(self, run_dir: Path | None = None, linger_seconds: float = 60.0) -> Child:
-        """An agent that has torch already, in a session of its own; returns when it answers."""
+    def start_agent(self, run_dir: Path | None = None, linger_seconds: float = 60.0, inherits: bool = True) -> Child:
+        """An agent that has torch already, in a session of its own; returns when it answers.
+
+        `inherits`: it keeps the descriptors of this process, which those that trainers start do not have.
+        """
         address = AgentAddress.of(run_dir or self.run_dir)
         address.run_dir.mkdir(parents=True, exist_ok=True)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
@@ -152,6 +155,9 @@ class Lab:
         def body() -> None:
             os.setsid()
             faulthandler.cancel_dump_traceback_later()
+            if not inherits:
+                os.closerange(3, write_fd)
+                os.closerange(write_fd + 1, os.sysconf("SC_OPEN_MAX"))
             fork_helpers()
             serve(address, linger_seconds, lambda: os.close(write_fd) if os.write(write_fd, b"1") else None)
 
