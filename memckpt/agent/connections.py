@@ -58,7 +58,7 @@ class Connections:
         self._listener: Listener | None = None
         #: Why the last connection could not be accepted; empty if it could.
         self._refusal = ""
-        #: Where the run directory names this agent as one that leaves.
+        #: Address whose file names this agent as one that leaves; None before it leaves.
         self._withdrawn: tuple[AgentAddress, ServingAgent] | None = None
 
     def listen(self) -> None:

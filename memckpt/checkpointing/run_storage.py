@@ -81,7 +81,7 @@ class RunStorage:
         if timeline != self.timeline:
             self.timeline = timeline
             self.schedule.restart()
-            # What the last attempt has left could not be written: the trainers' own copy of it can, perhaps.
+            # The state that the last attempt has left could not be written; a copy by trainers may succeed.
             self.schedule.at_once = bool(self.alarm)
             self._missing = self._mode_of = None
         if config is None:

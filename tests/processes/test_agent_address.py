@@ -153,6 +153,23 @@ def test_an_agent_that_leaves_is_known_until_it_has_ended(address: AgentAddress)
     assert not address.leaving()
 
 
+def test_a_leaving_file_that_was_cut_off_is_removed_and_a_directory_that_cannot_be_read_ends_no_start(
+    address: AgentAddress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torn = address.run_dir / f"leaving-{address.node}-17.json"
+    torn.write_bytes(b'{"pid": 1')
+    address.await_leaving(1000.0, logging.getLogger("memckpt"))
+    assert not torn.exists()
+    assert not caplog.text
+
+    def fail(path: Path) -> None:
+        raise PermissionError("not for this user")
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    address.await_leaving(1000.0, logging.getLogger("memckpt"))
+    assert "still writes is not known: not for this user" in caplog.text
+
+
 def test_an_agent_that_does_not_end_is_not_waited_for_for_ever(
     address: AgentAddress, caplog: pytest.LogCaptureFixture
 ) -> None:

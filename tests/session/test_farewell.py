@@ -1,4 +1,4 @@
-"""What a trainer hears at its end, and says of the final step."""
+"""Farewell of a trainer: the agent's answers to its goodbye, and what it logs of the final step."""
 
 from __future__ import annotations
 

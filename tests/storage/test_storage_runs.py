@@ -21,8 +21,6 @@ from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.journal.events import AttemptBegan
 from memckpt.journal.reading import latest_attempt, read_journal
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.trainer import Hello, Inventory
-from memckpt.session.agent_client import AgentClient
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
@@ -288,115 +286,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> N
     final = lab.train(PLAIN, settings, seed=2)
     assert f"passed over: step 10: {damaged.path}: expected checksum" in final.log
     assert final.restored_step == 5
-    lab.check_same(PLAIN, died, final)
-
-
-def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab) -> None:
-    settings = stored("lazy", every_steps=None)
-
-    def preempt(control: Control) -> None:
-        assert control.session is not None
-        pid = control.session.agent_pid
-        assert pid is not None
-        handle = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGTERM)
-        assert select.select([handle], [], [], LIMIT_SECONDS)[0]
-        os.close(handle)
-
-    died = lab.train(PLAIN, settings, actions={("after commit", 8): preempt, ("backward", 10): kill_both})
-    assert "training goes on without protection" in died.log
-    assert newest(lab) == 8
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
-
-
-def test_a_start_waits_for_an_agent_that_still_writes_what_it_holds(lab: Lab) -> None:
-    """The agent is told to end, and its trainer dies: another one starts at once, and finds all."""
-    settings = stored("lazy", every_steps=None)
-
-    def preempt(control: Control) -> None:
-        assert control.session is not None
-        pid = control.session.agent_pid
-        assert pid is not None
-        os.kill(pid, signal.SIGTERM)
-        kill_self(control)
-
-    def prepare(control: Control) -> None:
-        """As a trainer that is started a little later would find it: the old agent answers no more."""
-        serving = AgentAddress.of(lab.run_dir).serving()
-        if serving is not None:
-            while (answered := AgentAddress.of(lab.run_dir).connect()) is not None:
-                answered.close()
-                serving.ends(within=0.01)
-
-    died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
-    final = lab.train(PLAIN, settings, seed=2, prepare=prepare)
-    assert final.restored_step == 8
-    assert "still writes to storage what it holds" in final.log
-    lab.check_same(PLAIN, died, final)
-
-
-def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab: Lab) -> None:
-    settings = stored("lazy", every_steps=None)
-
-    def stop(control: Control) -> None:
-        assert control.session is not None
-        pid = control.session.agent_pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-
-    died = lab.train(PLAIN, settings, actions={("after commit", 5): stop, ("backward", 9): kill_self})
-    serving = AgentAddress.of(lab.run_dir).serving()
-    assert serving is not None
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        os.kill(serving.pid, number)
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_start_whose_agent_ends_while_it_connects_goes_on_with_another_one(lab: Lab, how: signal.Signals) -> None:
-    settings = stored("lazy", every_steps=None)
-    address = AgentAddress.of(lab.run_dir)
-
-    def prepare(control: Control) -> None:
-        original = AgentClient.hello
-
-        def hello(client: AgentClient, message: Hello) -> Inventory:
-            AgentClient.hello = original  # type: ignore[method-assign]
-            os.kill(client.agent_pid, how)
-            until(lambda: (serving := address.serving()) is None or serving.ends(within=0.0))
-            return original(client, message)
-
-        AgentClient.hello = hello  # type: ignore[method-assign]  # in a forked child
-
-    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
-    final = lab.train(PLAIN, settings, seed=2, prepare=prepare)
-    if how == signal.SIGTERM:
-        assert final.restored_step == 8
-        lab.check_same(PLAIN, died, final)
-
-
-def test_an_agent_that_cannot_save_tries_again_until_its_grace_period_ends(lab: Lab, tmp_path: Path) -> None:
-    place = tmp_path / "mount"
-    place.write_text("not a directory")
-    settings = stored("lazy", every_steps=None, url=str(place / "inside"), grace_seconds=LIMIT_SECONDS)
-
-    def preempt(control: Control) -> None:
-        """And the disk is back once the agent has failed to save."""
-        assert control.session is not None
-        pid = control.session.agent_pid
-        assert pid is not None
-        os.kill(pid, signal.SIGTERM)
-        until(lambda: "step 8 is not in storage" in AgentAddress.of(lab.run_dir).log_path.read_text())
-        place.unlink()
-        kill_self(control)
-
-    died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
     lab.check_same(PLAIN, died, final)
 
 
