@@ -64,9 +64,9 @@ class Lifetime:
         self.idle_since = self._clock()
 
     def begin_attempt(self, first: bool) -> None:
-        """Trainers of a new attempt have come: who was about to end stays for them."""
+        """Trainers of a new attempt have come: who was about to end stays for them, unless the end was ordered."""
         self._had_attempt = True
-        if not first:
+        if not first and not self._ordered:
             self.over = self._over_when_saved = None
             self.finishing = False
         self._saved_alone = False

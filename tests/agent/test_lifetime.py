@@ -109,3 +109,17 @@ def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> No
     held.saving = False
     lifetime.look_at_clock()
     assert lifetime.over == "signal SIGTERM"
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_new_attempt_takes_back_only_an_end_that_nobody_has_ordered(ordered: bool) -> None:
+    clock = MadeUp()
+    held: Any = Held(clock, grace_ends=110.0)
+    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
+    lifetime = Lifetime(held, host, 1000.0, False, clock)
+    lifetime.trainer_came()
+    lifetime.end_when_saved("an end", finishing=not ordered, ordered=ordered)
+    lifetime.begin_attempt(first=False)
+    held.saving, clock.now = False, 110.0
+    lifetime.look_at_clock()
+    assert (lifetime.over is not None) is ordered

@@ -145,7 +145,11 @@ LOST = (
     _row(
         "SIGTERM to the agent (a preemption)",
         Kind.TERMINATE_AGENT,
-        _in(_STORAGE, "test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on"),
+        _in(
+            "storage/test_ending_agent",
+            "test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on",
+            "test_a_start_waits_for_an_agent_that_still_writes_what_it_holds",
+        ),
     ),
     _row(
         "no trainer comes back within `linger_seconds` (default 30 minutes)",
