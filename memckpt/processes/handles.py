@@ -17,13 +17,18 @@ _SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
 
 
 def start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 if there is no such process, or only a zombie."""
+    """Start time of a process in clock ticks since boot; 0 if there is no such process, or only a zombie.
+
+    The main thread of a process that was killed may be a zombie before the others have ended. Until then the process
+    has its descriptors, and its listening sockets take connections: it is there.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
     fields = stat[stat.rindex(")") + 2 :].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    threads = int(fields[17])
+    return 0 if fields[0] in "ZX" and threads <= 1 else int(fields[19])
 
 
 def _status_of(pid: int) -> dict[str, str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +28,7 @@ from memckpt.processes import helper_process
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
+from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import INLINE_BYTES, Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.peers import PhasesAre
@@ -111,8 +115,6 @@ def test_what_is_no_message_is_an_error_and_leaks_nothing(pair: Pair, packet: by
 
 
 def test_messages_are_validated(pair: Pair) -> None:
-    import msgspec
-
     pair[0].sock.send(b"i" + msgspec.msgpack.encode({"type": "goodbye", "finished": "yes"}))
     with pytest.raises(AgentError, match="do both ends run one version"):
         pair[1].receive(5)
@@ -132,6 +134,24 @@ def test_start_ticks_tell_a_process_from_a_later_one_of_the_same_id() -> None:
     assert start_ticks(pid) == 0  # a zombie is no process any more
     os.waitpid(pid, 0)
     assert start_ticks(pid) == 0
+
+
+def test_a_process_whose_main_thread_has_ended_is_there_while_another_thread_listens() -> None:
+    listener, (ours, theirs) = Listener(), socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        threading.Thread(target=lambda: (theirs.recv(1), os._exit(0))).start()
+        ctypes.CDLL(None).pthread_exit(None)
+    theirs.close()
+    serving = msgspec.structs.replace(listener.serving, pid=pid, start_ticks=start_ticks(pid))
+    assert serving.start_ticks > 0
+    until(lambda: ProcessHandle(pid, -1).state().startswith("Z"))
+    assert not serving.ends(within=0.0)
+    ours.close()
+    assert serving.ends(within=60.0)
+    os.waitpid(pid, 0)
+    listener.close()
 
 
 def test_a_process_handle_names_the_process_at_the_other_end(lab: Lab) -> None:
