@@ -190,6 +190,8 @@ class WarmStarter:
                 answer.modules,
                 answer.seconds,
             )
+            for name, reason in answer.missing.items():
+                _log.warning("--warm %s: nothing is imported ahead of that name: %s", name, reason)
         elif isinstance(answer, Refused):
             self._give_up(answer.reason)
         elif answer is not None and not isinstance(answer, Here):

@@ -42,10 +42,17 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """So many modules are imported, in so many seconds."""
+    """The imports are made.
+
+    Attributes:
+        modules: number of modules of the cold start that are imported.
+        seconds: time that it took.
+        missing: for each of the user's own modules that could not be imported, its name and the reason.
+    """
 
     modules: int
     seconds: float
+    missing: dict[str, str]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

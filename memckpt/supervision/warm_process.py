@@ -162,7 +162,7 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
     sys.path[:] = recorded.path
     try:
         with _in_background(), traces.watching():
-            count = import_modules(recorded.modules, order.also)
+            count, missing = import_modules(recorded.modules, order.also)
     finally:
         sys.path[:] = before
     problems = traces.problems() + _environment_problems(recorded, environment, traces) + _misplaced(recorded.modules)
@@ -171,19 +171,27 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
     recording.forked = True
     gc.collect()
     gc.freeze()  # what a collection in a fork would write to, and so copy
-    return Ready(count, round(time.monotonic() - began, 3)), Imported(_files(), traces.read)
+    return Ready(count, round(time.monotonic() - began, 3), missing), Imported(_files(), traces.read)
 
 
-def import_modules(modules: Sequence[Module], also: Sequence[str]) -> int:
-    """Import those of installed packages, and those of the user's that are asked for; how many there are now."""
+def import_modules(modules: Sequence[Module], also: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """Import those of installed packages, and those of the user's that are asked for.
+
+    Returns:
+        The number of the former that there are now, and for each of `also` that could not be imported the reason.
+    """
     known = {module.name for module in modules}
     wanted = [module.name for module in modules if _is_wanted(module, also)]
+    missing = {}
     for name in [*wanted, *(name for name in also if name not in known)]:
         if name not in sys.modules:
-            # It may have been made in another way at the time, or belong to what the script has set up.
-            with contextlib.suppress(ImportError, AttributeError):
+            try:
                 importlib.import_module(name)
-    return sum(name in sys.modules for name in wanted)
+            except (ImportError, AttributeError) as error:
+                # It may have been made in another way at the time, or belong to what the script has set up.
+                if name in also:
+                    missing[name] = f"{type(error).__name__}: {error}"
+    return sum(name in sys.modules for name in wanted), missing
 
 
 def _is_wanted(module: Module, also: Sequence[str]) -> bool:

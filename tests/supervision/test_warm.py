@@ -170,6 +170,19 @@ def test_only_what_is_installed_is_imported_ahead_and_what_has_changed_since_is_
         assert (tmp_path / "out").read_text().split() == said
 
 
+def test_a_module_that_cannot_be_imported_ahead_is_named_and_the_others_are(
+    warmed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "own.py").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text("import own\nfrom memckpt.supervision.recording import note_imports\nnote_imports()")
+    training = warmed(str(script), also=["own", "onw"])
+    training.warm_up(training.attempt())
+    assert isinstance(training.attempt(), Warm)
+    said = [each for each in caplog.messages if "--warm" in each]
+    assert said == ["--warm onw: nothing is imported ahead of that name: ModuleNotFoundError: No module named 'onw'"]
+
+
 def test_a_start_with_another_variable_is_cold_where_an_import_has_read_it(warmed: Any, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\nall = dict(os.environ)\nos.environ.get('PLACE')")
     script = tmp_path / "script.py"
