@@ -28,6 +28,7 @@ from memckpt.config import (
 )
 from memckpt.errors import ConfigurationError
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.hydra_settings import compose
 from tests.support.trainings.script_runs import ROOT, Scripts, last_words
 
 hydra = pytest.importorskip("hydra")
@@ -41,12 +42,6 @@ def _imported() -> None:
 @pytest.fixture
 def scripts(_imported: None, lab: Lab) -> Iterator[Scripts]:
     return Scripts(lab)
-
-
-def compose(*overrides: str) -> Any:
-    """In an application of somebody else's, which has no configuration of its own."""
-    with hydra.initialize(version_base="1.3", config_path=None):
-        return hydra.compose(overrides=["+run_dir=somewhere", *overrides])
 
 
 def protection(*overrides: str) -> Any:

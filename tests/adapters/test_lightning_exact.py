@@ -24,9 +24,10 @@ from memckpt.storage.local_store import LocalStore
 from tests.support.faults.check_lines import unproved
 from tests.support.trainings import fake_session
 from tests.support.trainings.compressed import noted_encodings
+from tests.support.trainings.hydra_settings import compose
 from tests.support.trainings.lightning_cases import Kill
 from tests.support.trainings.lightning_data import Case
-from tests.support.trainings.lightning_runs import Run, Server, differences, wrong_losses
+from tests.support.trainings.lightning_runs import Run, Server, differences, finish, interrupted, wrong_losses
 
 # Where a step, a validation, or an epoch's end can die, in the order of one run.
 POINTS: list[Kill] = [
@@ -244,23 +245,6 @@ def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Calla
 Reference = Callable[..., dict[str, Any]]
 
 
-def finish(server: Server, run: Run) -> dict[str, Any]:
-    """Train to the end; what came out, of one rank or by rank."""
-    codes = server.run(run)
-    assert codes == [0] * run.ranks, run.log.read_text()[-4000:]
-    outcomes = [torch.load(run.directory / f"result-{rank}.pt", weights_only=False) for rank in range(run.ranks)]
-    return outcomes[0] if run.ranks == 1 else {f"rank {rank}": each for rank, each in enumerate(outcomes)}
-
-
-def interrupted(server: Server, kills: list[Kill], case: Case, directory: Path, **arguments: Any) -> dict[str, Any]:
-    """Kill a process of the run at each point in turn, then let one finish."""
-    for kill in kills:
-        run = Run(case, directory, kill=kill, **arguments)
-        code = server.run(run)[-1]
-        assert code == -9, f"expected death at {kill}, found exit code {code}: {run.log.read_text()[-4000:]}"
-    return finish(server, Run(case, directory, **arguments))
-
-
 def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> None:
     assert differences(reference, found) == []
     assert wrong_losses(reference, run) == []
@@ -440,11 +424,11 @@ def test_two_ranks_with_compressed_averages(
     kind: type[TopK | RandomK], server: Server, reference: Reference, tmp_path: Path
 ) -> None:
     """As a Hydra application configures it; the undisturbed run averages by the plain hook."""
-    from tests.adapters.test_hydra import protection
+    from memckpt_hydra import protection
 
     settings = ["memckpt.compression.ratio=0.1", "memckpt.compression.min_elements=16"]
     group = f"memckpt/compression={kind.__name__.lower()}"
-    chosen = protection("+memckpt=default", group, *settings).config.compression
+    chosen = protection(compose("+memckpt=default", group, *settings)).config.compression
     assert chosen == kind(ratio=0.1, min_elements=16)
     case = Case(f"compressed_{kind.__name__}", compression=chosen)
     found = interrupted(server, [("before_optimizer", 8)], case, tmp_path, ranks=2)

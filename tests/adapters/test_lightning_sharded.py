@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.test_lightning_exact import finish, interrupted
 from tests.support.trainings.lightning_cases import Kill
 from tests.support.trainings.lightning_data import Case
-from tests.support.trainings.lightning_runs import Run, Server, differences
+from tests.support.trainings.lightning_runs import Run, Server, differences, finish, interrupted
 
 FSDP2 = Case("fsdp2", strategy="fsdp2")
 CASES = [

@@ -20,9 +20,9 @@ from memckpt.config import StorageConfig
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.config.test_flags import parse
 from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.flags import parse
 from tests.support.trainings.transformers_cases import Attempt, Case, Kill, Trainings, make_trainer, settings
 from transformers_memckpt import MemCheckpointTrainerCallback, protect
 from transformers_memckpt.notes import verify

@@ -16,7 +16,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.waiting import until
 
 
 class Victim:

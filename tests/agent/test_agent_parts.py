@@ -36,9 +36,9 @@ from memckpt.protocol.replication import Fragments, Halt, Halted, ListFragments
 from memckpt.protocol.trainer import Commit, Credit, Goodbye
 from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
-from tests.state.test_layout import large_spec
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.large_spec import large_spec
 
 Pair = tuple[Channel, Channel]
 Replicator = tuple[HelperProcess, EventLoop, list[Message], list[str]]

@@ -21,7 +21,7 @@ from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving
 from memckpt.session.agent_client import AgentClient
 from memckpt.session.reconnection import Reconnection
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab

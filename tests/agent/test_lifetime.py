@@ -10,7 +10,7 @@ import pytest
 
 from memckpt.agent.lifetime import Lifetime
 from memckpt.processes.event_loop import EventLoop
-from tests.processes.test_event_loop import MadeUp
+from tests.support.cluster.made_up_time import MadeUp
 
 
 class Held:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
@@ -21,38 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from memckpt.agent.metrics import exporter
 from memckpt.agent.metrics.exporter import Collector, Exporter, Metrics
 from memckpt.agent.metrics.figures import Snapshot
-from memckpt.agent.observer import Observer
-from memckpt.agent.status import Figures
 from memckpt.config import AgentConfig
 from memckpt.errors import ConfigurationError
-from memckpt.journal.events import Recovered, Stalled
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.status import MetricsSettings, Status
-from memckpt.protocol.trainer import Commit
-from tests.cli.test_cli_status import an_agent, some_peers
-from tests.storage.test_storage_runs import until
-
-LABELS = {"run": '/runs/"one"\\', "node": "node"}
-
-
-def snapshot_of(run_dir: Path, status: Status) -> Snapshot:
-    figures = Figures()
-    for stall_ms in (0.05, 0.1, 3.0, 40_000.0):
-        figures.note_stall(Commit(1, 1, 1, b"", stall_ms=stall_ms))
-    observer = Observer(AgentAddress(run_dir, "node"), False, figures, lambda: status)
-    observer.note(Recovered(7, 7, "local memory", 0.25, 1))
-    observer.note(Recovered(9, 9, "storage", 0.5, None))
-    observer.note(Stalled(9, 1500.0, 1))
-    observer.verdict = "equal"
-    try:
-        return Snapshot.take(status, figures, observer)
-    finally:
-        observer.journal.close()
-
-
-def now(call: Callable[[], None]) -> None:
-    """An event loop that is always idle."""
-    call()
+from memckpt.protocol.status import MetricsSettings
+from tests.support.cluster.waiting import until
+from tests.support.monitoring.shown_metrics import LABELS, get, now, samples_in, snapshot_of, text_of
+from tests.support.monitoring.statuses import an_agent, some_peers
 
 
 def samples_of(text: str) -> dict[str, float]:
@@ -64,12 +38,6 @@ def samples_of(text: str) -> dict[str, float]:
             assert {name: sample.labels[name] for name in LABELS} == LABELS
             found[sample.name + "".join(f" {value}" for value in rest.values())] = sample.value
     return found
-
-
-def text_of(snapshot: Snapshot, generate: Any = generate_latest) -> str:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(LABELS, now, lambda: snapshot))
-    return str(generate(registry).decode())
 
 
 def test_what_the_metrics_say(tmp_path: Path) -> None:
@@ -156,11 +124,6 @@ def shown(tmp_path: Path) -> Iterator[Shown]:
     shown.close()
 
 
-def get(url: str, accept: str = "*/*") -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=20) as answer:
-        return str(answer.read().decode())
-
-
 def test_prometheus_is_answered_and_finds_out_where(shown: Shown, tmp_path: Path) -> None:
     made = shown(port=0)
     assert made.state.startswith("http://127.0.0.1:")
@@ -208,10 +171,6 @@ def test_a_file_is_written_again_and_again_and_removed_at_the_end(
     until(lambda: samples_in(path)["memckpt_committed_step"] == 11)
     made.close()
     assert list(tmp_path.glob("*here*")) == []
-
-
-def samples_in(path: Path) -> dict[str, float]:
-    return {sample.name: sample.value for family in parse(path.read_text()) for sample in family.samples}
 
 
 def test_a_file_of_another_name_is_openmetrics_and_that_of_a_successor_stays(shown: Shown, tmp_path: Path) -> None:

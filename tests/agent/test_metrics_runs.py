@@ -11,8 +11,8 @@ import torch
 import memckpt
 from memckpt.config import AgentConfig, MemckptConfig
 from memckpt.errors import ConfigurationError
-from tests.agent.test_metrics import get, samples_in
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.waiting import until
+from tests.support.monitoring.shown_metrics import get, samples_in
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab

@@ -36,7 +36,7 @@ from memckpt.protocol.status import PeersStatus, Status, StorageStatus
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Commit, Configure, Credit, Drift, Gap, Launcher, Protected
 from memckpt.state.records import Timeline
-from tests.cli.test_cli_status import an_agent, some_peers
+from tests.support.monitoring.statuses import an_agent, some_peers
 
 
 class Process:

@@ -15,10 +15,10 @@ from memckpt.processes.control import ask_status
 from memckpt.processes.sd_notify import READY, ServiceManager
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.storage.test_storage_runs import until
 from tests.support.cluster.service_harness import Home, Service
 from tests.support.cluster.service_job import SETTINGS
 from tests.support.cluster.systemd_manager import UserManager
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab, collect

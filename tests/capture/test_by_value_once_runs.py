@@ -12,10 +12,10 @@ from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.faults.deferred_copier import defer
 from tests.support.trainings.ddp_cases import STEPS, Death, Job, fresh_directory, results, run
+from tests.support.trainings.ddp_runs import reference, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.resume_history import journal_of
-from tests.trainings.test_ddp import reference, survives
 
 #: Bytes of the weights in the average of a test's model; biases are small ones.
 AVERAGE = 4 * (16 * 96 + 96 * 96 + 96 * 4)

@@ -14,7 +14,7 @@ import pytest
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
-from tests.storage.test_storage_runs import until_ordered, until_stored
+from tests.support.storage.stored_runs import until_ordered, until_stored
 from tests.support.trainings.engine_cases import COMPILED_LATER, COMPILED_STEP, PLAIN
 from tests.support.trainings.engine_child import Actions, Control, config, kill_agent, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab

@@ -6,141 +6,24 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
-from memckpt.checkpointing.saver import Saver
-from memckpt.config import StorageConfig
 from memckpt.memory.region import Region
-from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.messages import Message
-from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken
 from memckpt.protocol.writer import (
     Appended,
-    Save,
 )
 from memckpt.state.records import Timeline
-from tests.support.cluster.storage_node import Clock, Filled, Process, RecordsProcess, Steps, spec_of
+from tests.support.cluster.storage_node import Clock, Filled, spec_of
+from tests.support.storage.saver_node import Node
 
 T1, T2 = Timeline(1, "a"), Timeline(2, "b")
 SEVERAL_NODES = spec_of((0,), world_size=2)
-
-
-class Node:
-    """An agent's saver, the trainers that it orders about, and its processes.
-
-    Attributes:
-        orders: for snapshots, as trainers got them.
-        told: what else trainers were told.
-        failures: how often the agent heard that what was last to be written could not be.
-        checkpoints, records: the processes that were started, the newest last.
-    """
-
-    def __init__(self, directory: Path, clock: Clock, filled: Filled | None = None, **settings: Any) -> None:
-        self._directory, self.clock, self.filled = directory, clock, filled or Filled()
-        self.orders: list[TakeSnapshot] = []
-        self.told: list[Message] = []
-        self.checkpoints: list[Process] = []
-        self.records: list[RecordsProcess] = []
-        self.failures = 0
-        self.saver = Saver("n", self._order, self.told.append, self._start, self._failed)
-        self.attempt = Steps("n", self.held.spec.world_size, self.held.spec.local_ranks)
-        self.config = StorageConfig(**settings)
-        self.begin_attempt(T1)
-
-    @property
-    def held(self) -> Any:
-        return self.filled.held
-
-    def begin_attempt(self, timeline: Timeline) -> None:
-        self.saver.configure(self.config, self._directory, timeline, 1)
-
-    def _order(self, message: Message, fd: int) -> None:
-        assert isinstance(message, TakeSnapshot)
-        self.orders.append(message)
-
-    def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
-        if what == "records":
-            self.records.append(RecordsProcess(received, ended))
-            return cast("HelperProcess", self.records[-1])
-        self.checkpoints.append(Process(received, ended))
-        return cast("HelperProcess", self.checkpoints[-1])
-
-    def _failed(self) -> None:
-        self.failures += 1
-
-    # What trainers do
-
-    def train(self, count: int = 1, seconds: float = 1.0, work: bool = True) -> None:
-        for _ in range(count):
-            self.clock.passes(seconds)
-            self.attempt.at = self.filled.commit()
-            self.saver.after_commit(self.held, self.attempt)
-            if work:
-                self.work()
-
-    def train_until_ordered(self) -> int:
-        """Until a snapshot that has not been taken is due; its record."""
-        count = len(self.orders)
-        while len(self.orders) == count:
-            self.train()
-        return self.orders[-1].record
-
-    def copy(self, record: int, seconds: float = 0.1) -> None:
-        """All ranks have copied their part of a snapshot."""
-        for rank in self.held.spec.local_ranks:
-            self.saver.snapshots.taken(rank, SnapshotTaken(record, self.order_of(record), seconds))
-
-    def order_of(self, record: int) -> int:
-        """Number of the newest order for a record."""
-        return next(one.order for one in reversed(self.orders) if one.record == record)
-
-    # What processes do
-
-    def work(self) -> None:
-        while self.records and self.records[-1].work():
-            pass
-
-    @property
-    def saves(self) -> list[Save]:
-        """The jobs of the newest process for checkpoints."""
-        return list(self.checkpoints[-1].sent) if self.checkpoints else []
-
-    def saved(self, nbytes: int = 1 << 30, cpu_seconds: float = 0.01) -> None:
-        """The oldest job is done, in a second."""
-        part = self.checkpoints[-1].sent.popleft().part
-        self.checkpoints[-1].received(Saved(part.step, part.record, nbytes, 1.0, cpu_seconds, part.timeline))
-
-    def checkpoint(self, cpu_seconds: float = 0.01) -> int:
-        """Train through a whole checkpoint; its record."""
-        record = self.train_until_ordered()
-        self.train(max(0, record - self.attempt.at))
-        self.copy(record)
-        self.saved(cpu_seconds=cpu_seconds)
-        return record
-
-    def refused(self, reason: str = "no room") -> None:
-        """The oldest job has failed."""
-        part = self.checkpoints[-1].sent.popleft().part
-        self.checkpoints[-1].received(SaveFailed(part.step, reason))
-
-    @property
-    def mode(self) -> str:
-        return self.status.mode
-
-    @property
-    def status(self) -> Any:
-        status = self.saver.status(None)
-        assert status is not None
-        return status
-
-    def close(self) -> None:
-        self.saver.close()
-        self.filled.close()
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from memckpt.protocol.writer import Appended, LookForRoom, OpenLog, Room, Save
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.checkpointing.test_saver import Node
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
 from tests.support.faults.full_disk import LimitedDisk
+from tests.support.storage.saver_node import Node
 
 
 @pytest.fixture

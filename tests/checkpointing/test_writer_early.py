@@ -15,7 +15,7 @@ from memckpt.checkpointing.writer import priority
 from memckpt.config import StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab

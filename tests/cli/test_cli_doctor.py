@@ -26,9 +26,9 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import keep_run
 from memckpt.storage.urls import open_store
 from memckpt.user_messages import short_number
-from tests.cli.test_cli_status import an_agent, some_peers
-from tests.cli.test_doctor_conclusions import outcomes
-from tests.storage.test_storage import part_of, write
+from tests.support.monitoring.checks import outcomes
+from tests.support.monitoring.statuses import an_agent, some_peers
+from tests.support.storage.stored_parts import part_of, write
 from tests.support.trainings.cli_harness import invoke, invoke_json
 
 GIB = 2**30

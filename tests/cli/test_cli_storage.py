@@ -30,7 +30,7 @@ from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import Examined
 from tests.conftest import Bucket
-from tests.storage.test_storage import part_of, write
+from tests.support.storage.stored_parts import part_of, write
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 
 

@@ -24,9 +24,9 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_url
 from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.tidying import PINNED, read_pins
-from tests.cli.test_cli_status import an_agent
-from tests.storage.test_storage import part_of, some_state, write
-from tests.storage.test_storage_owner import start
+from tests.support.monitoring.statuses import an_agent
+from tests.support.storage.stored_parts import part_of, some_state, write
+from tests.support.storage.tiers import start
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 
 STEPS = (1, 2, 3)

@@ -15,7 +15,7 @@ from memckpt.cli.run_view import Stored, View
 from memckpt.cli.watch_page import page, sparkline
 from memckpt.journal.events import Degraded, Entry, Envelope, Recovered, Sample, TrainerDied
 from memckpt.protocol.status import Status
-from tests.cli.test_cli_status import a_view, an_agent, an_alarm, some_peers
+from tests.support.monitoring.statuses import a_view, an_agent, an_alarm, some_peers
 
 
 def entries(number: int = 1) -> list[Entry]:

@@ -9,19 +9,12 @@ import pytest
 
 from memckpt.cli import checks, storage_checks
 from memckpt.cli import probes as facts
-from memckpt.cli.checks import Check
 from memckpt.cli.storage_checks import DiskFacts
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.session import policy as choice
+from tests.support.monitoring.checks import outcomes
 
 GIB = 2**30
-
-
-def outcomes(*found: Check) -> list[str]:
-    """Their outcomes; whatever is not well has a remedy, and only that."""
-    for check in found:
-        assert bool(check.remedy) == (check.outcome != "ok"), check
-    return [check.outcome for check in found]
 
 
 def test_python() -> None:

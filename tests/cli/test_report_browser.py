@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_cli_report import everything, write
+from tests.support.monitoring.reports import everything, write
 from tests.support.trainings.cli_harness import invoke
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -24,7 +24,7 @@ from memckpt.config import (
 from memckpt.config.arguments import config_from_environment
 from memckpt.config.settings import from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
-from tests.config.test_flags import parse
+from tests.support.trainings.flags import parse
 
 #: A compressor with other values than the defaults, as a file has it.
 WRITTEN: list[tuple[str, CompressionConfig]] = [

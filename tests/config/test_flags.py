@@ -16,6 +16,7 @@ from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConf
 from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.flags import parse
 from tests.support.trainings.script_runs import Scripts
 
 #: For every setting another value than its default, as text and as the dataclass has it.
@@ -79,12 +80,6 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "storage.grace_seconds": ("3", 3.0),
 }
 VALUES = [each for each in describe_settings() if each.kind is not None]
-
-
-def parse(*arguments: str, **defaults: Any) -> memckpt.ProtectionArguments:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    memckpt.add_arguments(parser, **defaults)
-    return memckpt.from_args(parser.parse_args(arguments))
 
 
 def look_up(config: object, path: str) -> Any:

@@ -33,7 +33,7 @@ from memckpt.drill.supervisor import Blow
 from memckpt.drill.verdict import judge
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.waiting import until
 
 KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))
 BEGUN = Begun(1, 2, 0, 1, 0.0, None, "node")

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -44,26 +44,10 @@ from memckpt.storage.owner import Claim, Kept, original_of, read_claim, read_kep
 from memckpt.storage.store import StoredFile
 from memckpt.storage.tidying import read_pins
 from tests.support.cluster.peers_records import layout_spec
+from tests.support.faults.changed_bytes import FUZZ, NASTY, changed
 
-FUZZ = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 #: What parsing may take beside a multiple of the bytes themselves.
 MEMORY_BYTES = 4 << 20
-#: Lists in lists, counts of billions, text that is no UTF-8, in msgpack and in JSON; a memo's place in pickles.
-NASTY = [
-    b"\x91" * 5000,
-    b"\x81\xa1x" * 2000,
-    *(bytes([head]) + b"\xff\xff\xff\x7f" for head in (0xC6, 0xDB, 0xDD, 0xDF)),
-    b"\xa2\xff\xfe",
-    b"[" * 5000,
-    b'{"event":' * 2000,
-    b'{"format":' + b"9" * 5000 + b"}",
-    b'"\xff"',
-    b"\x80\x02Nr\xff\xff\xff\x3f.",
-    b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
-    b"",
-]
 
 
 def part(path: str) -> Part:
@@ -142,18 +126,6 @@ PARSERS = {
         lambda data, _: envelope.decode(data), envelope.encode(envelope.Data("a", "b", "c", 1, 2)), (ValueError,)
     ),
 }
-
-
-@st.composite
-def changed(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Valid bytes with some overwritten, cut out, doubled, or replaced by something nasty."""
-    data = bytearray(valid)
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(data)))
-        end = min(len(data), at + draw(st.integers(0, 8)))
-        new = draw(st.one_of(st.binary(max_size=8), st.just(bytes(data[at:end]) * 2), st.sampled_from(NASTY)))
-        data[at:end] = new
-    return bytes(data)
 
 
 def check(parser: Parser, data: bytes, directory: Path) -> None:

@@ -29,8 +29,8 @@ from memckpt.state.records import RecordMeta, SubStep, Timeline
 from memckpt.storage.batch import RecordReader, gradient_name
 from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
-from tests.fuzzing.test_parsers import FUZZ, NASTY, changed
 from tests.support.cluster.peers_records import Records, layout_spec
+from tests.support.faults.changed_bytes import FUZZ, NASTY, changed
 
 # Slots
 

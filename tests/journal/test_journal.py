@@ -34,8 +34,8 @@ from memckpt.journal.events import (
 )
 from memckpt.journal.journal import OLDER_FILES, Journal, files_of
 from memckpt.journal.reading import Follower, read_journal
-from tests.processes.test_agent_log import fill
-from tests.storage.test_storage_runs import until
+from tests.support.cluster.full_log import fill
+from tests.support.cluster.waiting import until
 
 KINDS: list[type[Any]] = [kind for part in typing.get_args(AnyEvent) for kind in (typing.get_args(part) or (part,))]
 

@@ -28,16 +28,10 @@ from memckpt.planning.simulation import (
 )
 from memckpt.planning.simulation.replay import group_of
 from memckpt.replication.coding.placement import place
+from tests.support.planning.tiers import disk
 
 HOUR, DAY = 3600.0, 86400.0
 ONE = Cluster(nodes=1)
-
-
-def disk(every_steps: float, restore_seconds: float, lag_steps: float = 0.0) -> Tier:
-    return Tier(
-        name="disk", every_steps=every_steps, lag_steps=lag_steps, restore_seconds=restore_seconds,
-        survives_cluster=True,
-    )  # fmt: skip
 
 
 def failures_of(*rows: tuple[float, str, int]) -> Failures:

@@ -22,7 +22,7 @@ from memckpt.planning.simulation import (
     replay,
     simulate,
 )
-from tests.planning.test_simulation import disk
+from tests.support.planning.tiers import disk
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from pathlib import Path
@@ -12,18 +11,8 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.processes.launch import spawn_agent
 from memckpt.processes.log import QueuedLines
-from tests.storage.test_storage_runs import until
-
-
-def fill(fd: int) -> None:
-    """Until a pipe takes nothing more."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_NONBLOCK)
-    try:
-        while True:
-            os.write(fd, b"x" * 4096)
-    except BlockingIOError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+from tests.support.cluster.full_log import fill
+from tests.support.cluster.waiting import until
 
 
 def logger_to(handler: logging.Handler) -> logging.Logger:

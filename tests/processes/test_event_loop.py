@@ -10,37 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import pytest
 import zmq
 
 from memckpt.memory.life import LifePage
 from memckpt.processes.event_loop import EventLoop
+from tests.support.cluster.made_up_time import MadeUp
 
 Sockets = tuple[socket.socket, socket.socket]
-
-
-class MadeUp:
-    """A clock, and a poller under which it advances by as long as it is asked to wait."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.waits: list[int | None] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def register(self, source: int, flags: int) -> None:
-        pass
-
-    def unregister(self, source: int) -> None:
-        pass
-
-    def poll(self, milliseconds: int | None) -> list[tuple[Any, int]]:
-        self.waits.append(milliseconds)
-        self.now += (milliseconds or 0) / 1000
-        return []
 
 
 @pytest.fixture(params=[select.poll, zmq.Poller])

@@ -22,10 +22,10 @@ import yaml
 
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentNotFoundError
-from tests.storage.test_storage_runs import until
 from tests.support.cluster.service_harness import LIMIT_SECONDS, ROOT, Home
 from tests.support.cluster.unit_files import SYSTEMD as UNITS
 from tests.support.cluster.unit_files import Unit
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.known_settings import SBATCH, SYSTEMD
 

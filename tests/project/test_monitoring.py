@@ -19,11 +19,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from memckpt.config import AgentConfig
-from tests.agent.test_metrics import get, snapshot_of, text_of
-from tests.cli.test_cli_status import an_agent, some_peers
-from tests.storage.test_storage_runs import until
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.service_harness import ROOT
+from tests.support.cluster.waiting import until
+from tests.support.monitoring.shown_metrics import get, snapshot_of, text_of
+from tests.support.monitoring.statuses import an_agent, some_peers
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab, collect

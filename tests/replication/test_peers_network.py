@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from memckpt.replication.transport.keys import Keys
-from tests.replication.test_peers_transport import PAYLOAD, Sender
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
+from tests.support.cluster.peer_sender import PAYLOAD, Sender
 from tests.support.cluster.peers_harness import Node, acquaint, drive, nodes_of
 
 pytestmark = pytest.mark.skipif(netns.problem(as_root=True) is not None, reason=str(netns.problem(as_root=True)))

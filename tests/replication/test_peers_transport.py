@@ -17,6 +17,7 @@ from memckpt.protocol.descriptors import readable
 from memckpt.replication.transport import directory, envelope, links
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Endpoint, Transport
+from tests.support.cluster.peer_sender import PAYLOAD, Sender, payload_of
 from tests.support.cluster.peers_harness import (
     Node,
     Proxy,
@@ -28,46 +29,10 @@ from tests.support.cluster.peers_harness import (
     open_things,
 )
 
-PAYLOAD = 128 << 10
-RANDOM = random.Random(0).randbytes(1 << 20)
-
 
 @pytest.fixture(params=["curve", "plain"])
 def keys(request: pytest.FixtureRequest) -> Keys | Password:
     return Keys.make() if request.param == "curve" else Password.make()
-
-
-def payload_of(number: int) -> memoryview:
-    at = number * 7919 % (len(RANDOM) - PAYLOAD)
-    return memoryview(RANDOM)[at : at + PAYLOAD]
-
-
-class Sender:
-    """Sends numbered messages as room allows, every fourth one without a payload."""
-
-    def __init__(self, node: Node, peer: str, count: int) -> None:
-        self.node = node
-        self.peer = peer
-        self.count = count
-        self.sent = 0
-
-    def send(self) -> None:
-        transport = self.node.transport
-        while self.sent < self.count and transport.room(self.peer) >= PAYLOAD:
-            payload = payload_of(self.sent) if self.sent % 4 else b""
-            transport.send(self.peer, b"%d" % self.sent, payload)
-            self.sent += 1
-
-    def done(self, node: Node) -> bool:
-        """Send what may be sent; whether all has arrived."""
-        self.send()
-        return len(node.bodies(self.node.name)) >= self.count
-
-    def check(self, node: Node) -> None:
-        received = [each for each in node.received if each.peer == self.node.name]
-        assert [int(each.body) for each in received] == list(range(self.count))
-        for number, each in enumerate(received):
-            assert bytes(each.payload) == (bytes(payload_of(number)) if number % 4 else b"")
 
 
 def test_messages_arrive_in_order_both_ways(keys: Keys | Password) -> None:

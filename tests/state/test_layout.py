@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from memckpt.state.layout import HEADER_BYTES, PAGE, Layout, aligned
 from memckpt.state.spec import (
     ITEM_BYTES,
-    OptimizerSpec,
     OwnerSpec,
     ParamSpec,
     StateSpec,
@@ -21,13 +20,7 @@ from memckpt.state.spec import (
     TensorSpec,
     first_difference,
 )
-
-
-def an_optimizer(index: int, sub_steps: int) -> OptimizerSpec:
-    return OptimizerSpec(
-        module="m", qualname=f"O{index}", attributes=b"", group_sizes=(1,), sub_steps=sub_steps, changes_gradients=False
-    )
-
+from tests.support.trainings.large_spec import an_optimizer, large_spec
 
 dtypes = st.sampled_from(["float32", "float64", "bfloat16", "complex64"])
 shapes = st.lists(st.sampled_from([0, 1, 3, 40, 130, 700]), max_size=2).map(tuple)
@@ -201,19 +194,6 @@ def test_every_parameter_is_staged_by_one_rank_of_the_node(spec: StateSpec) -> N
 def test_aligned_rounds_up(size: int, unit: int) -> None:
     assert 0 <= aligned(size, unit) - size < unit
     assert aligned(size, unit) % unit == 0
-
-
-def large_spec(period: int) -> StateSpec:
-    params = tuple(
-        ParamSpec(
-            TensorSpec(f"p{i}", (size,), "float32"),
-            (OwnerSpec(0, 0, (StateTensorSpec("exp_avg", (size,), "float32", True, False),)),),
-            False,
-            0,
-        )
-        for i, size in enumerate([1_000_000, 300, 20_000, 5])
-    )
-    return StateSpec(params, (an_optimizer(0, 1),), (), (), "lazy", period, 3, (0,), 1)
 
 
 @pytest.mark.parametrize("period", [2, 4, 8, 32])

@@ -12,7 +12,8 @@ import pytest
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.trainer import Hello, Inventory
 from memckpt.session.agent_client import AgentClient
-from tests.storage.test_storage_runs import LIMIT_SECONDS, newest, stored, until
+from tests.support.cluster.waiting import LIMIT_SECONDS, until
+from tests.support.storage.stored_runs import newest, stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab

@@ -20,15 +20,13 @@ import torch.distributed.checkpoint as dcp
 
 from memckpt.errors import ConfigurationError, DamagedStateError, StorageError, UnsupportedError
 from memckpt.state.records import Timeline
-from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
+from memckpt.state.spec import TensorSpec
 from memckpt.storage import dcp as our_dcp
-from memckpt.storage.base import write_base
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.dcp_metadata import read_metadata
 from memckpt.storage.format import (
     FORMAT_VERSION,
     Batch,
-    NodeState,
     Part,
     decode_commit,
     decode_node_state,
@@ -41,24 +39,7 @@ from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.store import Store
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import matches, verify_files
-
-
-def part_of(
-    record: int, *, node: str = "node", ranks: tuple[int, ...] = (0,), world_size: int = 1, **rest: Any
-) -> Part:
-    settings = {"timeline": Timeline(1, "a"), "format": FORMAT_VERSION, "full": 0 in ranks, "created": 0.0, **rest}
-    return Part(record=record, step=record, node=node, ranks=ranks, world_size=world_size, **settings)
-
-
-def some_state() -> NodeState:
-    optimizers = (OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),)
-    spec = StateSpec((), optimizers, (), (TensorSpec("buffer", (3,), "float32"),), "lazy", 4, 3, (0,), 1)
-    return NodeState(spec, (), b"", {0: b"state of rank 0"})
-
-
-def write(store: Store, part: Part) -> Part:
-    return write_base(store, part, some_state(), {"model.weight": torch.arange(6.0).view(2, 3) + part.record})
-
+from tests.support.storage.stored_parts import part_of, some_state, write
 
 # Files
 

@@ -22,9 +22,9 @@ from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, kept_run, read_kept
-from tests.storage.test_storage import part_of, write
-from tests.storage.test_storage_tier import on_ranks
 from tests.support.cluster.storage_node import spec_of
+from tests.support.cluster.thread_ranks import on_ranks
+from tests.support.storage.stored_parts import part_of, write
 from tests.support.trainings.cli_harness import invoke
 
 SPEC = spec_of()

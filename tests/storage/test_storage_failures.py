@@ -25,17 +25,10 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM
 from memckpt.storage.verification import verify_files
 from tests.conftest import Bucket
-from tests.storage.test_storage import part_of, some_state, write
-from tests.storage.test_storage_runs import (
-    LIMIT_SECONDS,
-    catalog_of,
-    stored,
-    until,
-    until_not_stored,
-    until_ordered,
-    until_stored,
-)
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.cluster.waiting import LIMIT_SECONDS, until
+from tests.support.storage.stored_parts import part_of, some_state, write
+from tests.support.storage.stored_runs import catalog_of, stored, until_not_stored, until_ordered, until_stored
 from tests.support.trainings.cli_harness import invoke
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, kill_agent, kill_both

@@ -23,9 +23,10 @@ from memckpt.protocol.storing import Saved, SaveTo
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import read_state
 from memckpt.storage.local_store import LocalStore
-from tests.storage.test_storage_runs import catalog_of, until, until_ordered
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.cluster.waiting import until
 from tests.support.faults.frozen import differences, outcome
+from tests.support.storage.stored_runs import catalog_of, until_ordered
 from tests.support.trainings.cli_harness import invoke
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Actions, Control, config, kill_self

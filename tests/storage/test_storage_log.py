@@ -14,8 +14,9 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.urls import open_store
 from tests.conftest import Bucket
-from tests.storage.test_storage_runs import catalog_of, until, until_ordered
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.cluster.waiting import until
+from tests.support.storage.stored_runs import catalog_of, until_ordered
 from tests.support.trainings.engine_cases import OTHER_GRADIENT_CASES, PLAIN, SHAPE_CASES
 from tests.support.trainings.engine_child import Action, Actions, Control, config, kill_both, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab

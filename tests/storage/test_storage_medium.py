@@ -19,7 +19,7 @@ from memckpt.storage import drain
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import claim
-from tests.storage.test_storage import part_of, some_state, write
+from tests.support.storage.stored_parts import part_of, some_state, write
 
 
 def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(

@@ -14,8 +14,9 @@ import pytest
 from memckpt.checkpointing import schedule
 from memckpt.config import StorageConfig
 from memckpt.processes.address import NODE_VARIABLE
-from tests.storage.test_storage_runs import catalog_of, until
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.cluster.waiting import until
+from tests.support.storage.stored_runs import catalog_of
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run, train
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Child, Lab

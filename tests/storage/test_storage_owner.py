@@ -23,22 +23,16 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, claim, keep_run, kept_run, new_run, read_claim
 from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.store import Store
-from tests.storage.test_storage import part_of, some_state, write
-from tests.storage.test_storage_runs import stored, until_ordered, until_stored
-from tests.storage.test_storage_tier import on_ranks
+from tests.support.cluster.thread_ranks import on_ranks
+from tests.support.storage.stored_parts import part_of, some_state, write
+from tests.support.storage.stored_runs import stored, until_ordered, until_stored
+from tests.support.storage.tiers import start
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
 
 T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
-
-
-def start(place: Path, run_dir: Path, **settings: Any) -> StorageTier:
-    """What an attempt of one rank sees of its storage."""
-    config = StorageConfig(url=str(place), **settings)
-    tier: StorageTier = on_ranks(1, lambda ranks: StorageTier(config, run_dir, ranks, None))[0]
-    return tier
 
 
 def steps(tier: StorageTier) -> list[int]:

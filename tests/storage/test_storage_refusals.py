@@ -24,7 +24,7 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import Part
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.urls import open_store
-from tests.storage.test_storage import part_of, some_state, write
+from tests.support.storage.stored_parts import part_of, some_state, write
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import matches, verify_files
 from tests.conftest import Bucket
-from tests.storage.test_storage import part_of, write
+from tests.support.storage.stored_parts import part_of, write
 
 #: More than s3fs uploads at once.
 LARGE_BYTES = 64 << 20

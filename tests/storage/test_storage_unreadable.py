@@ -29,9 +29,9 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.store import Store
 from memckpt.storage.verification import matches, verify_files
-from tests.storage.test_storage import part_of, some_state, write
-from tests.storage.test_storage_tier import on_ranks
 from tests.support.cluster.sharded_job import plain, rows, train
+from tests.support.cluster.thread_ranks import on_ranks
+from tests.support.storage.stored_parts import part_of, some_state, write
 from tests.support.trainings.cli_harness import exit_status, invoke_json
 
 

@@ -6,56 +6,30 @@ import contextlib
 import fcntl
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
 import sys
 import termios
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 
-from memckpt.cli.run import run
 from memckpt.config.arguments import SUPERVISOR
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.handles import children_of
 from memckpt.processes.supervised import Notes, tell_imports, tell_supervisor
 from memckpt.supervision.attempts import Attempt, ColdStarter, Given
 from memckpt.supervision.supervisor import Supervisor
-from memckpt.supervision.warm import Warm
 from tests.support.trainings import supervised_job
 from tests.support.trainings.engine_harness import Child, Lab
-
-LIMIT_SECONDS = 120.0
-
-
-def supervise(lab: Lab, *command: str, restarts: int = 100) -> Child:
-    """`memckpt run --restarts N -- COMMAND`, in a child of its own."""
-
-    def body() -> None:
-        os.chdir(lab.directory)
-        try:
-            run(list(command), restarts)
-        except typer.Exit as ended:
-            os._exit(ended.exit_code)
-
-    return lab.fork(body, "run")
+from tests.support.trainings.supervised_runs import LIMIT_SECONDS, forked_job, resumed, supervise, wait_for, weights
 
 
 def shell(lab: Lab, script: str, restarts: int = 100) -> Child:
     return supervise(lab, "sh", "-c", script, restarts=restarts)
-
-
-def wait_for(path: Path, text: str, count: int = 1) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS * count
-    while not path.exists() or path.read_text().count(text) < count:
-        assert time.monotonic() < deadline, f"no {text!r} in {path}: {path.exists() and path.read_text()[-2000:]}"
-        select.select([], [], [], 0.002)
 
 
 def test_a_command_that_fails_is_started_again_and_counts_its_restarts(lab: Lab) -> None:
@@ -201,50 +175,7 @@ def test_options_behind_the_command_are_the_command_s(capfd: pytest.CaptureFixtu
     assert (ended.returncode, ended.stdout) == (0, "--restarts|-x|"), ended.stderr
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 # Trainings
-
-
-class Forked:
-    """Starts the job's attempts without the seconds of its imports: by a fork of the pytest process."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._arguments = arguments
-
-    @property
-    def how(self) -> str:
-        return "forked"
-
-    def start(self, given: Given) -> Attempt:
-        pid = os.fork()
-        if pid == 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
-            os.environ.update(given.environment)
-            sys.argv = [supervised_job.__file__, *self._arguments]
-            try:
-                supervised_job.main()
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        return Warm(pid)
-
-    def look(self, attempt: Attempt) -> float | None:
-        return None
-
-    def close(self) -> None: ...
-
-
-def forked_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
-    def body() -> None:
-        os.chdir(lab.directory)
-        with contextlib.closing(Supervisor(Forked(run_dir, *arguments), 100, Notes())) as supervisor:
-            os._exit(supervisor.run() & 0xFF)
-
-    return lab.fork(body, run_dir)
 
 
 def cold_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
@@ -254,16 +185,6 @@ def cold_job(lab: Lab, run_dir: str, *arguments: str) -> Child:
 @pytest.fixture(params=["forked", pytest.param("cold", marks=pytest.mark.slow)])
 def job(request: pytest.FixtureRequest) -> Callable[..., Child]:
     return {"forked": forked_job, "cold": cold_job}[request.param]
-
-
-def weights(child: Child) -> str:
-    (found,) = re.findall("^weights .*$", child.log.read_text(), re.MULTILINE)
-    return str(found)
-
-
-def resumed(child: Child) -> list[tuple[str, str]]:
-    """Number of each attempt, and what it resumed."""
-    return re.findall(r"^attempt (\d): (None|RestoreReport\(step=\d+)", child.log.read_text(), re.MULTILINE)
 
 
 def test_a_training_that_fails_goes_on_at_its_step_and_ends_as_if_nothing_had_been(

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
+from memckpt.processes.handles import children_of
 from memckpt.processes.supervised import Notes
 from memckpt.supervision.attempts import Attempt, ColdStarter, Given
 from memckpt.supervision.command import PythonCommand, python_command
 from memckpt.supervision.warm import Warm, WarmProcess, WarmStarter
-from tests.supervision.test_run import children_of, forked_job, resumed, supervise, wait_for, weights
 from tests.support.trainings import start_probe, supervised_job
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.supervised_runs import forked_job, resumed, supervise, wait_for, weights
 
 LIMIT_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ import typer
 
 from memckpt.cli.worker import worker
 from memckpt.errors import ConfigurationError
-from memckpt.processes.handles import parent_of
+from memckpt.processes.handles import children_of, parent_of
 from memckpt.supervision.worker import command_of_worker, work
-from tests.supervision.test_run import children_of, wait_for
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.supervised_runs import wait_for
 
 LIMIT_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ import pytest
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
 from memckpt.session.compression import DROPPED
-from tests.storage.test_storage_runs import catalog_of
+from tests.support.storage.stored_runs import catalog_of
 from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_runs import job_of, reference, survives
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.resume_history import journal_of
-from tests.trainings.test_ddp import job_of, reference, survives
 
 COMPRESSORS = [
     TopK(ratio=0.05),

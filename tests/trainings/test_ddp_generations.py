@@ -11,9 +11,9 @@ from memckpt.agent.group_state import GroupState
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
+from tests.support.trainings.ddp_runs import survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.trainings.test_ddp import survives
 
 PLACES = pytest.mark.parametrize(
     ("redo", "nodes"),

@@ -23,6 +23,7 @@ from tests.support.trainings.engine_cases import (
 from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import Case
+from tests.support.trainings.kills import kills_of
 
 #: Around the things that happen at steps 6, 8, 10, 15 and 16 in some of the cases.
 KILLS = [("forward", 3), ("after commit", 7), ("before step", 9), ("after commit", 16)]
@@ -41,20 +42,6 @@ def cases(first: set[str]) -> list[Any]:
 
 def names(case: Case) -> str:
     return case.name
-
-
-def kills_of(case: Case, kills: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The kills at points that the case reaches."""
-    match case.name:
-        case "closure":
-            return [("forward" if point == "before step" else point, step) for point, step in kills]
-        case "adversarial" | "kept-gradients":
-            # What the generator leaves on the critic waits, until that was seen to throw it away: in the second batch.
-            kills = [(point, step) for point, step in kills if step > 2]
-            return [("before step" if point == "forward" else point, step) for point, step in kills]
-        case "idle":  # optimizers step in every third batch only
-            return [("forward" if point == "before step" else point, step) for point, step in kills]
-    return kills
 
 
 @pytest.mark.thinned(4)

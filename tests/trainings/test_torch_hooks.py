@@ -9,9 +9,9 @@ import pytest
 
 from memckpt.session.compression import LATE_POWER_SGD
 from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_runs import job_of, survives
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.resume_history import journal_of
-from tests.trainings.test_ddp import job_of, survives
 
 #: Gloo's ranks do not agree on the order in which torch's PowerSGD reduces several buckets, with or without memckpt.
 POWER_SGD: dict[str, Any] = {"users_hook": "powersgd", "ddp": {"bucket_cap_mb": 25}}

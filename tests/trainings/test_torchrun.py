@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.supervision.test_run import wait_for
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.supervised_runs import wait_for
 
 pytestmark = pytest.mark.slow
 _LIMIT_SECONDS = 280

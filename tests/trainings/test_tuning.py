@@ -23,14 +23,14 @@ from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.link import AgentLink
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import RedoGroup
-from tests.storage.test_storage_runs import until_ordered, until_stored
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.storage.stored_runs import until_ordered, until_stored
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
+from tests.support.trainings.ddp_runs import survives as ddp_survives
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_both
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_training import Case, Training
-from tests.trainings.test_ddp import survives as ddp_survives
 
 FREE = config("auto", period=None)
 Decide = Callable[[LayoutTuner, LayoutSettings, Measured], Change | None]

@@ -425,3 +425,20 @@ class Server:
     def close(self) -> None:
         self._connection.close()
         self._process.join(CHILD_SECONDS)
+
+
+def finish(server: Server, run: Run) -> dict[str, Any]:
+    """Train to the end; what came out, of one rank or by rank."""
+    codes = server.run(run)
+    assert codes == [0] * run.ranks, run.log.read_text()[-4000:]
+    outcomes = [torch.load(run.directory / f"result-{rank}.pt", weights_only=False) for rank in range(run.ranks)]
+    return outcomes[0] if run.ranks == 1 else {f"rank {rank}": each for rank, each in enumerate(outcomes)}
+
+
+def interrupted(server: Server, kills: list[Kill], case: Case, directory: Path, **arguments: Any) -> dict[str, Any]:
+    """Kill a process of the run at each point in turn, then let one finish."""
+    for kill in kills:
+        run = Run(case, directory, kill=kill, **arguments)
+        code = server.run(run)[-1]
+        assert code == -9, f"expected death at {kill}, found exit code {code}: {run.log.read_text()[-4000:]}"
+    return finish(server, Run(case, directory, **arguments))

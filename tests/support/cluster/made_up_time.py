@@ -1,0 +1,27 @@
+"""Time that a test makes up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MadeUp:
+    """A clock, and a poller under which it advances by as long as it is asked to wait."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.waits: list[int | None] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def register(self, source: int, flags: int) -> None:
+        pass
+
+    def unregister(self, source: int) -> None:
+        pass
+
+    def poll(self, milliseconds: int | None) -> list[tuple[Any, int]]:
+        self.waits.append(milliseconds)
+        self.now += (milliseconds or 0) / 1000
+        return []

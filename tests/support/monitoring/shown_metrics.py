@@ -1,0 +1,59 @@
+"""Metrics of an agent, as they are shown."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from memckpt.agent.metrics.exporter import Collector
+from memckpt.agent.metrics.figures import Snapshot
+from memckpt.agent.observer import Observer
+from memckpt.agent.status import Figures
+from memckpt.journal.events import Recovered, Stalled
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.status import Status
+from memckpt.protocol.trainer import Commit
+
+
+def snapshot_of(run_dir: Path, status: Status) -> Snapshot:
+    figures = Figures()
+    for stall_ms in (0.05, 0.1, 3.0, 40_000.0):
+        figures.note_stall(Commit(1, 1, 1, b"", stall_ms=stall_ms))
+    observer = Observer(AgentAddress(run_dir, "node"), False, figures, lambda: status)
+    observer.note(Recovered(7, 7, "local memory", 0.25, 1))
+    observer.note(Recovered(9, 9, "storage", 0.5, None))
+    observer.note(Stalled(9, 1500.0, 1))
+    observer.verdict = "equal"
+    try:
+        return Snapshot.take(status, figures, observer)
+    finally:
+        observer.journal.close()
+
+
+def text_of(snapshot: Snapshot, generate: Any = generate_latest) -> str:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector(LABELS, now, lambda: snapshot))
+    return str(generate(registry).decode())
+
+
+def get(url: str, accept: str = "*/*") -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def samples_in(path: Path) -> dict[str, float]:
+    return {sample.name: sample.value for family in parse(path.read_text()) for sample in family.samples}
+
+
+LABELS = {"run": '/runs/"one"\\', "node": "node"}
+
+
+def now(call: Callable[[], None]) -> None:
+    """An event loop that is always idle."""
+    call()

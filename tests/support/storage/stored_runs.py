@@ -1,0 +1,72 @@
+"""Trainings with a storage tier: their settings, what they wait for, and what is stored."""
+
+from __future__ import annotations
+
+import select
+import time
+from pathlib import Path
+from typing import Any
+
+from memckpt.config import StorageConfig
+from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.local_store import LocalStore
+from tests.support.cluster.waiting import LIMIT_SECONDS
+from tests.support.trainings.engine_child import Action, Actions, Control, config
+from tests.support.trainings.engine_harness import Lab
+
+
+def stored(redo: str, every_steps: int | None = 5, **settings: Any) -> Any:
+    """A configuration with a storage tier; None: nothing is stored while training runs."""
+    storage = StorageConfig(every_steps=every_steps, min_seconds=3600, **settings)
+    return config(redo, storage=storage)
+
+
+def until_stored(step: int) -> Action:
+    """The trainer waits here until its agent has told it that a step, or a later one, is in storage."""
+
+    def wait(control: Control) -> None:
+        session = control.session
+        assert session is not None
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while (session.stored_step or 0) < step:
+            left = deadline - time.monotonic()
+            if not select.select([session._link.client.channel], [], [], max(0.0, left))[0]:
+                raise TimeoutError(f"step {step} is not in storage, only {session.stored_step}")
+            session._protection.listen()
+
+    return wait
+
+
+def until_ordered(control: Control) -> None:
+    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step.
+
+    With eager redo nothing is ordered: the trainer cannot be far ahead of the replica.
+    """
+    session = control.session
+    assert session is not None
+    while session.mode != "eager" and session._link.client._order is None:
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._protection.listen()
+
+
+# Of a run that stores every five steps: no order comes too late for step 5, nor for step 10 once step 5 is there.
+BEFORE_5: Actions = {("after commit", 3): until_ordered}
+BEFORE_10: Actions = {("after commit", 8): until_ordered}
+
+
+def until_not_stored(control: Control) -> None:
+    """The trainer waits here until it has been told that a step could not be stored."""
+    session = control.session
+    assert session is not None
+    while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._protection.listen()
+
+
+def catalog_of(lab: Lab) -> Catalog:
+    return read_catalog(LocalStore(lab.run_dir / "storage"))
+
+
+def newest(lab: Lab) -> int | None:
+    complete = catalog_of(lab).complete
+    return complete[0].step if complete else None

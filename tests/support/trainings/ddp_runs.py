@@ -1,0 +1,63 @@
+"""DDP trainings that are killed, resumed, and compared with an undisturbed one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from memckpt.config import CompressionConfig
+from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+
+_references: dict[Any, list[Any]] = {}
+
+
+def reference(lab: Lab, job: Job) -> list[Any]:
+    """The same training undisturbed, without memckpt."""
+    key = (
+        job.world_size,
+        job.hook,
+        job.users_hook,
+        tuple(job.halved),
+        tuple(sorted(job.ddp)),
+        job.accumulate,
+        job.by_hand,
+        job.own_tables,
+    )
+    key += (job.averages, job.flip, job.last_step, job.dtype, job.config.compression)
+    if key not in _references:
+        undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)
+        assert run(lab, undisturbed) == [0] * job.world_size
+        _references[key] = results(undisturbed)
+    return _references[key]
+
+
+def job_of(lab: Lab, redo: str = "lazy", compression: CompressionConfig | None = None, **settings: Any) -> Job:
+    return Job(fresh_directory(lab), lab.run_dir, config(redo, compression=compression), **settings)
+
+
+def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchecked: Sequence[str] = ()) -> Job:
+    """Each attempt ends as planned, each next one goes on at the expected step, the last result is the reference's."""
+    expected = reference(lab, job)
+    if job.config.redo == "eager" and not job.nodes:
+        lab.start_agent()
+    attempts: list[Job] = []
+    for number, death in enumerate(deaths):
+        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
+        codes = run(lab, attempts[-1])
+        killed = range(job.world_size) if death.who == "all" else [death.who]
+        assert all(codes[int(rank)] == -9 for rank in killed), codes
+        check_verdicts(attempts, died=True)
+    last = replace(job, directory=fresh_directory(lab), number=len(deaths))
+    assert run(lab, last) == [0] * job.world_size
+    check_verdicts([*attempts, last], died=False, reasons=unchecked)
+    found = results(last)
+    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert ours["resumed"] == resumed[-1], "the last attempt went on at another step"
+        wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
+        assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
+        different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
+        assert not different, f"rank {rank}: {different} differ"
+    return last
