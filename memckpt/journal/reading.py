@@ -69,7 +69,7 @@ def latest_attempt(run_dir: Path, node: str) -> int:
         with contextlib.suppress(OSError), path.open("rb") as file:  # a journal is nothing that a start depends on
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             numbers += [entry.envelope.attempt for entry in entries_of(file.read(_TAIL_BYTES).split(b"\n"))]
-        if len(numbers) > 1:
+        if max(numbers):  # an agent without trainers may fill a file, too
             break
     return max(numbers)
 

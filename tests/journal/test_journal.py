@@ -33,7 +33,7 @@ from memckpt.journal.events import (
     name_of,
 )
 from memckpt.journal.journal import OLDER_FILES, Journal, files_of
-from memckpt.journal.reading import Follower, read_journal
+from memckpt.journal.reading import Follower, latest_attempt, read_journal
 from tests.support.cluster.full_log import fill
 from tests.support.cluster.waiting import until
 
@@ -131,6 +131,16 @@ def test_a_journal_is_bounded_and_loses_its_oldest_events_only(tmp_path: Path) -
     ranks = notes_of(tmp_path)
     assert ranks == list(range(ranks[0], 400))
     assert len(ranks) > 60
+
+
+def test_an_attempt_is_known_though_an_agent_without_trainers_has_filled_a_file(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path, "a", file_bytes=2_000)) as journal:
+        journal.attempt = 7
+        journal.note(Preempted(0))
+    while len(files_of(tmp_path)["a"]) < 2:
+        with closing(Journal(tmp_path, "a", file_bytes=2_000)) as journal:
+            journal.note(Preempted(0))
+    assert latest_attempt(tmp_path, "a") == 7
 
 
 def test_a_reader_follows_a_journal_through_rotations_and_nodes(tmp_path: Path) -> None:
