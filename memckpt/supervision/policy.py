@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from memckpt.processes.backoff import Backoff
 #: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay. An attempt that has
 #: lived longer may have got further, and its agent have died with it, so that nobody knows.
 _MOST_ALIKE = 20
-#: Seconds, at least, after which a restart that could not be made is tried again.
+#: Seconds after which a restart that could not be made is tried again for the first time.
 _LEAST_PAUSE = 1.0
 #: Signals by which a program ends itself, as it does with an error.
 _OWN_FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP})
@@ -80,18 +81,21 @@ class Policy:
     def __init__(self, restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = restarts
         self._backoff = Backoff(clock)
+        #: Pauses between tries of one restart, however long they have gone on.
+        self._tries = Backoff(clock, at_once=0, first=_LEAST_PAUSE, steady=math.inf)
         self._last: End | None = None
         self._alike = 0
         #: Restarts so far.
         self.restarts = 0
 
     def started(self) -> None:
-        """An attempt is about to be started."""
+        """An attempt has been started."""
         self._backoff.started()
+        self._tries.reset()
 
     def not_started(self) -> float:
         """A restart could not be made; returns the seconds until it is tried again."""
-        return max(_LEAST_PAUSE, self._backoff.died())
+        return self._tries.died()
 
     def ended(self, end: End, stopped: bool) -> Verdict:
         """What follows this end; `stopped`: somebody has sent a signal that asks for it."""

@@ -45,10 +45,10 @@ class Supervisor:
         """The exit status of the last attempt; the negative number of a signal if one has killed it."""
         code = 0
         while True:
-            self._policy.started()
             attempt = self._start()
             if attempt is None:
                 return code
+            self._policy.started()
             code = self._wait(attempt)
             end = End(code, self._newest_step() if code and not self._stopped else None)
             verdict = self._policy.ended(end, self._stopped)

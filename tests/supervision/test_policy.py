@@ -34,6 +34,20 @@ def test_status_0_is_the_end_and_so_is_a_signal_that_asks_for_it() -> None:
     assert Policy(3).ended(End(-signal.SIGTERM, 5), stopped=False) == Restart(0.0)
 
 
+def test_a_restart_that_cannot_be_made_is_tried_ever_more_seldom() -> None:
+    clock = Clock()
+    policy = Policy(3, clock)
+    policy.started()
+    policy.ended(End(-signal.SIGKILL, 5), stopped=False)
+    pauses = []
+    for _ in range(8):
+        pauses.append(policy.not_started())
+        clock.now += pauses[-1]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    policy.started()
+    assert policy.not_started() == 1
+
+
 @pytest.mark.parametrize("code", [1, 77, -signal.SIGSEGV, -signal.SIGABRT])
 def test_an_error_that_repeats_at_the_same_step_is_not_tried_again(code: int) -> None:
     for step in (None, 0, 41):
