@@ -65,6 +65,13 @@ class Checkpoints:
     def busy(self) -> bool:
         return self.snapshots.asker is not None or self.jobs.busy
 
+    @property
+    def newest_held(self) -> int | None:
+        """The newest record that is being written from what stands still, or still to be; None: there is none."""
+        waiting = [record for _, record, _ in self.held]
+        current = self.jobs.held_record
+        return max(waiting if current is None else [*waiting, current], default=None)
+
     # While training runs
 
     async def save_ahead(self, asker: Run | Export, generation: Generation, record: int) -> None:
@@ -145,7 +152,7 @@ class Checkpoints:
                 self._storage.saved(outcome)
             case Run(), SaveFailed():
                 self._storage.not_saved(outcome)
-                if not self.held and not self.jobs.reads_held:  # else what is held is still to come
+                if self.newest_held is None:  # else what is held is still to come
                     self._failed()
 
     # What takes their memory away

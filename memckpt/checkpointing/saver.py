@@ -219,7 +219,7 @@ class Saver:
     # When no trainer runs
 
     def save_held(self, generation: Generation, as_checkpoint: bool, record: int | None = None) -> None:
-        """Write the newest record that stands still in memory, unless it is there already.
+        """Write the newest record that stands still in memory, unless it is there, or on its way, already.
 
         Args:
             generation: the one that is held.
@@ -227,13 +227,16 @@ class Saver:
             record: the one that all ranks of the job have, where that is known; a later one is not written.
         """
         storage, spec = self._storage, generation.spec
-        if storage.config is None or storage.timeline is None or self._jobs.reads_held:
+        if storage.config is None or storage.timeline is None:
             return
         self.snapshots.drop(again=True)
         records = [one for one in standing_still(generation) if record is None or one <= record]
         committed = generation.common
         if generation.ring.disagreed(committed):
             _log.warning("record %d does not go to storage: its ranks do not agree on what is held once", committed)
+        # A commit may have come since: an agent that is told to end takes it while it writes the one before.
+        coming = self._checkpoints.newest_held or 0
+        records = [one for one in records if one > coming]
         if not records or storage.has(records[-1]):
             return
         if storage.mode == "log":

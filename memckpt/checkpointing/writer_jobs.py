@@ -67,9 +67,10 @@ class WriterJobs:
         return self._current is not None or bool(self._waiting)
 
     @property
-    def reads_held(self) -> bool:
-        """Whether the run has a job here that reads held memory."""
-        return any(one.job.own is None and isinstance(one.asker, Run) for one in self._all)
+    def held_record(self) -> int | None:
+        """The newest record that the run has a job for here that reads held memory; None: there is no such job."""
+        held = (one for one in self._all if one.job.own is None and isinstance(one.asker, Run))
+        return max((one.job.save.part.record for one in held), default=None)
 
     @property
     def _all(self) -> list[_Queued]:

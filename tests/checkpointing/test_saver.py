@@ -313,6 +313,23 @@ def test_the_failure_of_an_earlier_checkpoint_is_not_that_of_the_final_step(make
     assert not node.saver.saving
 
 
+def test_what_is_committed_while_the_record_before_is_written_is_written_then(make: Any) -> None:
+    """The agent was told to end at the last step but one; then training finished."""
+    node = make(min_seconds=3600, mode="replica")
+    node.train(3)
+    node.saver.save_held(node.held, as_checkpoint=False)
+    node.train()
+    for _ in range(2):  # each trainer of the node says so
+        node.saver.save_held(node.held, as_checkpoint=True)
+    written = []
+    while node.saves:
+        assert node.saver.saving
+        written.append(node.saves[0].part.record)
+        node.saved()
+    assert written == [3, 4]
+    assert not node.saver.saving
+
+
 class Replica(SimpleNamespace):
     """Stands for a replica that goes forward when it is told to."""
 

@@ -66,11 +66,11 @@ def test_what_reads_held_memory_is_given_up_when_that_is_about_to_change(
         asker.url: write(jobs, Job(save_of(1, asker.url), []), asker)
         for asker in ([export, run] if position == "being-written" else [run, export])
     }
-    assert jobs.reads_held
+    assert jobs.held_record is not None
     jobs.give_up_held()
     assert outcomes == {"run": [None], "beside": [None]}
     assert not jobs.busy
-    assert not jobs.reads_held
+    assert jobs.held_record is None
     assert processes[0].closed
 
 
