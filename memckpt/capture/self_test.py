@@ -1,8 +1,9 @@
 """Test whether an optimizer can be redone: its first steps are redone on copies and compared bit by bit.
 
 The test finds steps that depend on more than gradients, groups and state. Attributes: each redo is a fresh sibling with
-the attributes as they were at the start. Random numbers: the redo draws from other streams. Other tensors: each
-parameter is redone by itself, as a redo in pieces would. The user's tensors, objects and generators are not touched.
+the attributes as they were at the start, and none may change from step to step, as later steps may depend on what it
+has become. Random numbers: the redo draws from other streams. Other tensors: each parameter is redone by itself, as a
+redo in pieces would. The user's tensors, objects and generators are not touched.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class _Run:
         self._copies: dict[int, tuple[torch.Tensor, torch.nn.Parameter, dict[str, Any]]] = {}
         self._noted: tuple[list[dict[str, Any]], dict[int, torch.Tensor]] | None = None
         self._attributes: bytes | dict[str, Any] = b""
+        #: Those that can be encoded, by name, after the first step: until then some are yet to be set.
+        self._attributes_after_first: dict[str, bytes] = {}
         self._guard(self._keep_attributes)
 
     def install(self) -> list[Any]:
@@ -175,6 +178,7 @@ class _Run:
                         self._redo(index, groups, self._copies[id(param)], gradients.get(id(param)))
         for param, piece, state in self._copies.values():
             self._compare(self._names.get(id(param), "a parameter"), param, piece, state)
+        self._compare_attributes()
 
     def _redo(
         self,
@@ -220,6 +224,18 @@ class _Run:
             if not same:
                 raise _Difference(
                     f"state {key!r} of {name} differs {where}: {self.name} uses more than gradients, groups and state"
+                )
+
+    def _compare_attributes(self) -> None:
+        # Lists of parameters change with them; in the copies empty ones stand for parameters.
+        copies = private_attributes(self._optimizer)
+        found = {name: codec.encode(value) for name, value in copies.items() if not codec.unencodable_paths(value)}
+        if self.steps == 1:
+            self._attributes_after_first = found
+        for name, before in self._attributes_after_first.items():
+            if found.get(name) != before:
+                raise _Difference(
+                    f"attribute {name!r} of {self.name} changes from step to step, and later steps may depend on it"
                 )
 
 

@@ -127,7 +127,7 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     """So many steps that what is sent in vain would be more than may wait for one peer.
 
     No states are sent in place of records: on a busy machine they would be, and the last one of them lies behind where
-    this training stands and waits.
+    this training stands and waits. Peers that are back get a whole window before it does.
     """
     config = peers_config(1, 1, ack="proceed", cadence="every_step", agent=PATIENT)
     job = peers_job(lab, Setup(world_size=2), config, network=network, last_step=180)
@@ -143,7 +143,11 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
         Act(0, 170, "forward", looks),
         Act(0, 172, "forward", lambda rank: trouble.end(rank.job)),
     ]
-    died = fail(lab, replace(job, acts=acts, protected_at=(2, 175)), Death("node1", 177, "backward"))
+    died = fail(
+        lab,
+        replace(job, acts=acts, acknowledged_at=(172, 173, 174), protected_at=(2, 175)),
+        Death("node1", 177, "backward"),
+    )
     assert len(noted(died, "acted")[0]) == len(acts)
     assert max(lags(died)) > SLOTS
     assert "the replicator is gone" not in logs(lab)

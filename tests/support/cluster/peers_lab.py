@@ -66,12 +66,14 @@ class PeersJob(Job):
     Attributes:
         names: names of the nodes, in the order of the ranks on them; empty: node0, node1, ...
         acts: the ranks' actions, by place.
+        acknowledged_at: steps after whose commit all ranks wait until every node's peers have that record.
         protected_at: steps after whose commit all ranks wait until every node's records up to it are with its peers.
         network: network of the agents and replicators of node0, node1, ...; ranks share the loopback. None: all do.
     """
 
     names: tuple[str, ...] = ()
     acts: Sequence[Act] = ()
+    acknowledged_at: Sequence[int] = ()
     protected_at: Sequence[int] = ()
     network: Network | None = None
 
@@ -89,7 +91,14 @@ class PeersJob(Job):
 
         An attempt that starts over has number 0: its training begins with the undisturbed one's random numbers.
         """
-        planned: dict[str, Any] = {"deaths": (), "acts": (), "protected_at": (), "prepare": None, "wait_at": None}
+        planned: dict[str, Any] = {
+            "deaths": (),
+            "acts": (),
+            "acknowledged_at": (),
+            "protected_at": (),
+            "prepare": None,
+            "wait_at": None,
+        }
         planned |= {"directory": fresh_directory(lab), "number": self.number + 1, **changes}
         return replace(self, **planned)
 
@@ -150,8 +159,16 @@ class PeersRank(Rank):
     def _note_committed(self) -> None:
         loss = self.losses[self.step]
         self.journal.note("committed", step=self.step, acknowledged=self.acknowledged, loss=loss)
+        if self.step in self.job.acknowledged_at:
+            self.await_acknowledgements()
         if self.step in self.job.protected_at:
             self.await_protection()
+
+    def await_acknowledgements(self) -> None:
+        """Wait until the newest record is with the peers of every node."""
+        assert self.session is not None
+        while self.session._link.client.watermark < self.step + 1:
+            assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not acknowledged for long"
 
     def await_protection(self) -> None:
         """Wait until all committed records are with the peers of every node."""
