@@ -351,8 +351,10 @@ class Saver:
 
     def _deadlines(self) -> list[tuple[float, Callable[[str], None]]]:
         """Times by which processes have to be done (monotonic clock), and what ends them."""
-        log = self._log.deadline(self._schedule.preempted_until)
-        both = [(self._jobs.deadline, self._jobs.ended), (log, self._records_ended)]
+        log, writing = self._log.deadline(self._schedule.preempted_until), self._jobs.deadline
+        if writing is not None:  # it may have begun before the end was ordered
+            writing = min(writing, self._schedule.ends_at)
+        both = [(writing, self._jobs.ended), (log, self._records_ended)]
         return [(limit, end) for limit, end in both if limit is not None]
 
     def deadline(self) -> float | None:

@@ -99,10 +99,11 @@ class Schedule:
 
         Args:
             grace_seconds: length of the grace period.
-            ending: whether the agent ends with it.
+            ending: whether the agent ends with it. Such a period is not made longer by another one.
         """
-        self._preempted_until = time.monotonic() + grace_seconds
-        self._ending = ending
+        if not self._ending:
+            self._preempted_until = time.monotonic() + grace_seconds
+        self._ending = self._ending or ending
         self.at_once = True
 
     @property
@@ -115,12 +116,17 @@ class Schedule:
         """End of the newest grace period (monotonic clock)."""
         return self._preempted_until
 
+    @property
+    def ends_at(self) -> float:
+        """Time at which the agent ends, and all writing with it (monotonic clock); infinite while it stays."""
+        return self._preempted_until if self._ending else math.inf
+
     def limit_seconds(self) -> float:
         """Seconds that writing a checkpoint may take."""
         config = self._config or StorageConfig()
-        if not self.preempted:
-            return config.timeout_seconds
-        return self._preempted_until - time.monotonic() if self._ending else config.grace_seconds
+        if self._ending:
+            return max(0.0, self.ends_at - time.monotonic())
+        return config.grace_seconds if self.preempted else config.timeout_seconds
 
     # When, after which record
 

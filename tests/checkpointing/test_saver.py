@@ -397,6 +397,25 @@ def test_what_an_attempt_has_left_and_could_not_be_written_is_soon_written_by_th
     assert len(node.orders) == orders + failed
 
 
+def test_an_agent_that_ends_bounds_what_it_writes_already_and_what_waits_behind_that(make: Any, clock: Clock) -> None:
+    node = make(min_seconds=3600, mode="replica", timeout_seconds=1800.0, grace_seconds=25.0)
+    record = node.train_until_ordered()
+    node.train(record - node.attempt.at)
+    node.copy(record)
+    node.train(2)
+    assert node.saver.deadline() == clock.now + 1800.0 - 2.0
+    node.saver.preempt(ending=True)
+    node.saver.save_held(node.held, as_checkpoint=False)
+    assert node.saver.deadline() == clock.now + 25.0
+    clock.passes(20.0)
+    node.saved()
+    assert node.saver.deadline() == clock.now + 5.0
+    clock.passes(5.0)
+    node.saver.look_at_clock()
+    assert not node.saver.saving
+    assert node.failures == 1
+
+
 def test_a_sigterm_promises_storage_only_where_there_is_one(make: Any, tmp_path: Path) -> None:
     node = logging_node(make)
     assert node.saver.preempt()

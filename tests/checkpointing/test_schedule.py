@@ -436,5 +436,7 @@ def test_what_an_agent_that_ends_begins_late_has_only_the_rest_of_the_grace_peri
     run.schedule.preempt(25.0, ending=True)
     clock.now += 20.0
     assert run.schedule.limit_seconds() == pytest.approx(5.0)
-    clock.now += 5.0
-    assert run.schedule.limit_seconds() == 1800.0
+    run.schedule.preempt(25.0)  # trainers get the signal, too, and say so
+    assert run.schedule.limit_seconds() == pytest.approx(5.0)
+    clock.now += 6.0
+    assert run.schedule.limit_seconds() == 0.0
