@@ -100,7 +100,8 @@ class Lifetime:
         if self._must_save and self._clock() >= self._groups.save_at(self.idle_since or 0.0):
             self._save(as_checkpoint=self.finishing)
         if self._over_when_saved is not None and not self._groups.saving and not self._owes:
-            self.over = self._over_when_saved + self._unsaved
+            lost = f"; what it held could not be saved: {self.unsaved}" if self.unsaved else ""
+            self.over = self._over_when_saved + lost
         lingers_until = self._lingers_until()
         if lingers_until is not None and self._clock() >= lingers_until and not self._groups.saving:
             self.over = f"no trainer came back within {self.linger_seconds:.0f} s"
@@ -120,11 +121,13 @@ class Lifetime:
         return not self._saved_alone and (self.finishing or in_grace)
 
     @property
-    def _unsaved(self) -> str:
-        """What is lost with its end, in words."""
-        if self._saved_alone or not self._groups.enabled or not self._groups.complete_generations:
+    def unsaved(self) -> str:
+        """Why what it holds is not in storage; empty if it is, or nothing is to be."""
+        if not self._groups.enabled or not self._groups.complete_generations:
             return ""
-        return f"; what it held could not be saved: {self._groups.alarm}"
+        if self._saved_alone and not self._groups.saving:
+            return ""
+        return self._groups.alarm or "there was no time for it"
 
     def _lingers_until(self) -> float | None:
         """When lingering ends; None while a trainer is here."""

@@ -147,12 +147,12 @@ class Agent:
 
     def _stop(self, reason: str) -> None:
         self._read_commits()
-        # What it holds goes first: the lock that the rest takes may be held by others for a while.
         self._groups.preempt(ending=True)
-        self._lifetime.end_when_saved(reason, ordered=True)
         self._stop_answering()
         self._gate.turn_away()
         self._tell_trainers(Leaving())
+        # Last, as a replica may have to go forward first, which takes its time.
+        self._lifetime.end_when_saved(reason, ordered=True)
 
     def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
@@ -180,10 +180,11 @@ class Agent:
         if self._lifetime.finishing:
             self._peers.finish()
         self._peers.close()
+        farewell = Leaving(last=True, unsaved=self._lifetime.unsaved)
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._groups.close()
         self._standbys.close()
-        self._connections.close(Leaving())
+        self._connections.close(farewell)
         self._metrics.close()
         self._observer.close(self._lifetime.over or "an error, which its log has")
         self._life.close()

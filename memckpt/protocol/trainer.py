@@ -350,7 +350,15 @@ class OthersStay(msgspec.Struct, frozen=True, tag="others stay"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """An agent keeps nothing that comes from now on, and ends: at once, or when what it holds is in storage."""
+    """An agent keeps nothing that comes from now on, and ends: at once, or when what it holds is in storage.
+
+    Attributes:
+        last: whether this is its last message: it ends now.
+        unsaved: then, why what it held is not in storage; empty if it is, or nothing was to be.
+    """
+
+    last: bool = False
+    unsaved: str = ""
 
 
 class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):

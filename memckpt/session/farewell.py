@@ -9,7 +9,6 @@ import time
 
 from memckpt.errors import AgentGoneError
 from memckpt.protocol.descriptors import readable
-from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Goodbye, HoldingOn, Leaving, OthersStay
 from memckpt.session.conversation import Conversation
 
@@ -39,14 +38,8 @@ def say_goodbye(conversation: Conversation, finished: bool, saving_seconds: floa
 def _wait_for_end(conversation: Conversation, saving_seconds: float) -> None:
     """Wait until the agent ends, or says that other ranks still train, or that the last step is not in storage yet."""
     deadline = time.monotonic() + _END_SECONDS + saving_seconds
-    leaving, problem = False, ""
     while True:
-        try:
-            message, fds = conversation.hear()
-        except AgentGoneError:
-            if not leaving:
-                raise
-            break
+        message, fds = conversation.hear()
         if time.monotonic() > deadline:
             raise AgentGoneError(f"the agent has not left within {_END_SECONDS + saving_seconds:.0f} s")
         for fd in fds:
@@ -54,12 +47,8 @@ def _wait_for_end(conversation: Conversation, saving_seconds: float) -> None:
         match message:
             case OthersStay():
                 return
-            case Leaving():
-                leaving = True  # one that was told to end has to write yet
-            case Saved():
-                problem = ""
-            case SaveFailed():
-                problem = message.reason
+            case Leaving(last=True):  # before, one that was told to end says so, and has to write yet
+                break
             case HoldingOn():
                 _log.warning(
                     "memckpt: the final step is not in storage: %s; the agent (pid %d) keeps it in memory for "
@@ -69,10 +58,10 @@ def _wait_for_end(conversation: Conversation, saving_seconds: float) -> None:
                     message.linger_seconds,
                 )
                 return
-    if problem:
+    if message.unsaved:
         _log.warning(
             "memckpt: the final step is not in storage: %s; the agent (pid %d) was told to end, and has ended",
-            problem,
+            message.unsaved,
             conversation.agent_pid,
         )
     _see_end(conversation.agent_pid)

@@ -106,9 +106,11 @@ def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> No
     lifetime.end_when_saved("signal SIGTERM", ordered=True)
     lifetime.look_at_clock()
     assert lifetime.over is None
+    assert lifetime.unsaved, "it is being written"
     held.saving = False
     lifetime.look_at_clock()
     assert lifetime.over == "signal SIGTERM"
+    assert not lifetime.unsaved
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -15,24 +15,30 @@ from memckpt.protocol.trainer import Goodbye, HoldingOn, Leaving, OthersStay
 from memckpt.session import farewell
 from memckpt.session.conversation import Conversation
 
-LEAVING, FAILED = Leaving(), SaveFailed(9, "the disk is full")
-SAVED = Saved(9, 9, 1, 0.1, 0.1)
+FAILED, SAVED = SaveFailed(9, "the disk is full"), Saved(9, 9, 1, 0.1, 0.1)
+ORDERED, LAST, LOST = Leaving(), Leaving(last=True), Leaving(last=True, unsaved="the disk is full")
 NOT_STORED = "the final step is not in storage: the disk is full"
+NOT_KNOWN = "whether the final step is in storage is not known"
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([LEAVING], ""),
-        ([SAVED, LEAVING], ""),
+        ([LAST], ""),
+        ([SAVED, LAST], ""),
         ([OthersStay()], ""),
         ([FAILED, HoldingOn("the disk is full", 60.0)], f"{NOT_STORED}; the agent (pid"),
         # It was told to end, and says so before it writes.
-        ([LEAVING, SAVED, LEAVING], ""),
-        ([LEAVING, FAILED, LEAVING], f"{NOT_STORED}; the agent (pid"),
-        ([LEAVING, FAILED, SAVED, LEAVING], ""),
-        ([FAILED], "whether the final step is in storage is not known"),
-        ([], "whether the final step is in storage is not known"),
+        ([ORDERED, SAVED, LAST], ""),
+        ([ORDERED, FAILED, LOST], f"{NOT_STORED}; the agent (pid"),
+        ([ORDERED, FAILED, SAVED, LAST], ""),
+        # Trainers know already that the disk is full: failures for the same reason are told once.
+        ([ORDERED, LOST], f"{NOT_STORED}; the agent (pid"),
+        # It was killed before it had written.
+        ([ORDERED], NOT_KNOWN),
+        ([ORDERED, SAVED], NOT_KNOWN),
+        ([FAILED], NOT_KNOWN),
+        ([], NOT_KNOWN),
     ],
     ids=lambda value: "-".join(type(one).__name__ for one in value) if isinstance(value, list) else "",
 )
