@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,6 +21,10 @@ from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.trainer import Leaving, Refused
 
 _log = logging.getLogger("memckpt.agent")
+#: Longest wait, in seconds, for one who holds the address's starting lock, where this agent ends.
+_LOCK_SECONDS = 2.0
+#: Seconds after which it is tried again to accept a connection, where no descriptor was left for it.
+_DEAF_SECONDS = 1.0
 
 
 class Connection:
@@ -58,14 +63,27 @@ class Connections:
         self._listener: Listener | None = None
         #: Why the last connection could not be accepted; empty if it could.
         self._refusal = ""
+        #: Until when none is accepted, by the loop's clock; None: they are.
+        self._deaf_until: float | None = None
+        loop.each_turn(self._hear_again, lambda: self._deaf_until)
         #: Address whose file names this agent as one that leaves; None before it leaves.
         self._withdrawn: tuple[AgentAddress, ServingAgent] | None = None
 
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
         self._listener = self._address.listen()
+        self._attend_listener()
+
+    def _attend_listener(self) -> None:
+        assert self._listener is not None
         for listening in self._listener.sockets:
             self._loop.attend(listening, functools.partial(self._accept, listening))
+
+    def _hear_again(self) -> None:
+        if self._deaf_until is not None and self._loop.clock() >= self._deaf_until:
+            self._deaf_until = None
+            if self._listener is not None:
+                self._attend_listener()
 
     @property
     def address(self) -> AgentAddress:
@@ -82,23 +100,31 @@ class Connections:
         """From here on a trainer that looks for an agent starts another one."""
         if self._listener is None:
             return
-        address = self.address
+        address, serving = self.address, self._listener.serving
         # The file goes first: as long as it names this process, whoever reads it gets through.
         try:
-            with address.starting():
-                address.withdraw(self._listener.serving)
-                self._withdrawn = address, self._listener.serving
-                self._close_listener()
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(address.starting(_LOCK_SECONDS))
+                except AgentError as error:  # it hangs: nobody who could be starting another agent does
+                    _log.warning("it ends all the same: %s", error)
+                address.withdraw(serving)
+                self._withdrawn = address, serving
         except (AgentError, OSError) as error:  # what it holds still has to be saved
             _log.error("the run directory still names this agent, which answers no more: %s", error)
+        finally:
             self._close_listener()
 
     def _close_listener(self) -> None:
         if self._listener is not None:
-            for listening in self._listener.sockets:
-                self._loop.forget(listening)
+            self._forget_listener()
             self._listener.close()
             self._listener = None
+
+    def _forget_listener(self) -> None:
+        if self._listener is not None:
+            for listening in self._listener.sockets:
+                self._loop.forget(listening)
 
     def close(self, last_words: AgentToTrainer) -> None:
         """End all of them."""
@@ -123,6 +149,8 @@ class Connections:
             return
         except OSError as error:  # no descriptor or memory is left: who asks waits, and what is held stays
             self._note_refusal(error)
+            self._forget_listener()  # it stays readable, and the loop would do nothing else
+            self._deaf_until = self._loop.clock() + _DEAF_SECONDS
             return
         pid, uid = peer(sock)
         if uid != os.getuid() or pid == 0:

@@ -169,8 +169,11 @@ class AgentAddress:
         return found
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def starting(self, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         """Hold the lock for starting an agent: one starter at a time, and none while an agent withdraws.
+
+        Args:
+            seconds: longest wait for it.
 
         The lock is a name in the abstract namespace. It goes with its holder, needs no file system with locks, and
         belongs to this node, which may share the run directory with others.
@@ -180,7 +183,7 @@ class AgentAddress:
         """
         text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
         name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             lock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -191,13 +194,13 @@ class AgentAddress:
                 lock.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
-            self._wait_for_starter(name, deadline)
+            self._wait_for_starter(name, deadline, seconds)
         try:
             yield
         finally:
             lock.close()
 
-    def _wait_for_starter(self, name: str, deadline: float) -> None:
+    def _wait_for_starter(self, name: str, deadline: float, limit: float) -> None:
         """Wait until the lock's holder releases it; only briefly if it does not listen yet."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
             waiting.setblocking(False)
@@ -218,7 +221,7 @@ class AgentAddress:
         if time.monotonic() > deadline:
             raise AgentError(
                 f"pid {holder or '?'} has been starting or ending an agent of {self.run_dir} for more than "
-                f"{_LOCK_SECONDS:.0f} s; end it if it hangs"
+                f"{limit:.0f} s; end it if it hangs"
             )
 
     # For trainers and commands

@@ -181,9 +181,14 @@ def test_without_descriptors_nobody_is_accepted_and_the_agent_lives_on(
 
     desk.connections._accept(Listening())  # type: ignore[arg-type]
     assert caplog.text.count("a connection cannot be accepted: [Errno 24] Too many open files") == 1
-    trainer = desk.call()
+    sock = desk.address.connect()
+    assert sock is not None
+    trainer = Channel(sock)
     trainer.send(StatusRequest())
-    desk.loop.turn()
+    assert desk.loop.deadline() is not None, "it rests, as it would find the same at once"
+    for _ in range(3):  # when the rest is over, the connection, the message
+        desk.loop.turn()
     assert len(desk.handled) == 1
+    assert desk.loop.deadline() is None
     desk.left.append(desk.handled[0][0])
     trainer.close()
