@@ -28,8 +28,8 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt")
 #: Longest time, in seconds, that an agent may take to end once what it holds is in storage.
 _LEAVING_SECONDS = 10.0
-#: Longest time, in seconds, from when an agent that dies closes its connections to its end.
-_DYING_SECONDS = 1.0
+#: Longest time, in seconds, from when an agent that dies closes its connections to its end: it may hold much memory.
+_DYING_SECONDS = 10.0
 
 
 class AgentLink:
