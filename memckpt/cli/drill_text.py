@@ -12,6 +12,7 @@ from rich.text import Text
 
 from memckpt.cli.common import count, out, seconds_text
 from memckpt.config import ErasureConfig
+from memckpt.drill.attributes import OF_OPTIMIZER
 from memckpt.drill.carry_out import FIRST, SECOND, Result
 from memckpt.drill.difference import PLAIN, RESULTS, STEPS, Difference
 from memckpt.drill.overhead import Overhead
@@ -159,10 +160,13 @@ def holes_text(verdict: Verdict) -> Text:
     ]
     more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     effect = "" if verdict.outcome == "different" else " In these steps that had no effect on what was trained."
+    hidden = any(OF_OPTIMIZER in each.name for each in verdict.holes)
+    captured = ' An optimizer\'s steps depend on its own: redo="capture" carries them.' if hidden else ""
     return Text.assemble(
         ("Not restored: ", "bold red" if not effect else "bold yellow"),
         f"{'; '.join(named[:_NAMED])}{more}. It changes in training and is in no state that a resume puts back: make "
         'it a buffer, put it into a state_dict(), or session.register("name", object, attributes=[...]).',
+        captured,
         effect,
     )
 

@@ -22,12 +22,16 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.optim import Optimizer
 
 from memckpt.errors import UnsupportedStateError
 from memckpt.state import codec
+from memckpt.state.optimizer_attributes import own_attributes
 
 #: Kinds of the values found here.
 ATTRIBUTE, VARIABLE = "attribute", "variable"
+#: In the name of an attribute of an optimizer, between its own and that of the class.
+OF_OPTIMIZER = " of optimizer "
 #: Length up to which a value's text stands for it, and which text begins with this character.
 _TEXT_CHARACTERS, TEXT = 40, "="
 #: Largest containers, in elements, and tensors, in bytes, that are looked at.
@@ -73,9 +77,11 @@ class Attributes:
 
 
 def _attributes_of(found: Any, where: str) -> Iterator[tuple[str, str, str]]:
-    for name, value in list(vars(found).items()):
+    kind = OF_OPTIMIZER if isinstance(found, Optimizer) else " of "
+    attributes = own_attributes(found) if isinstance(found, Optimizer) else vars(found)
+    for name, value in list(attributes.items()):
         if name not in _NOT_PLAIN and not name.endswith("_hooks") and (text := text_of(value)) is not None:
-            yield ATTRIBUTE, f"{name} of {type(found).__qualname__}{where}", text
+            yield ATTRIBUTE, f"{name}{kind}{type(found).__qualname__}{where}", text
 
 
 def _find_others(known: set[int]) -> Iterator[weakref.ref[Any]]:
@@ -136,6 +142,15 @@ def _in_order(value: Any) -> Any:
     return value
 
 
+def _has_parameters(value: Any) -> bool:
+    """Whether it is a parameter, or lists some: these are compared by themselves."""
+    if isinstance(value, dict):
+        return any(map(_has_parameters, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_parameters, value))
+    return isinstance(value, nn.Parameter)
+
+
 def _plain(value: Any) -> Any:
     """The state of a generator, a detached tensor, or the value itself if it may be plain; None if it is not."""
     if isinstance(value, random.Random):
@@ -146,7 +161,7 @@ def _plain(value: Any) -> Any:
         return dict(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    if isinstance(value, nn.Parameter) or callable(value):
+    if callable(value) or _has_parameters(value):
         return None
     if isinstance(value, torch.Tensor):  # one with a gradient was computed: it is an effect
         return (

@@ -103,7 +103,7 @@ def drill(
     second.train()
     on_undisturbed(judge(first.history, second.history, second.history, records))
     killed = run(KILLED, records)
-    blows = killed.train(instants, first.step_seconds)
+    blows = killed.train(instants, first.step_seconds, to_its_end=first.ended_by_itself)
     if not blows and instants[0].kind == "node":
         raise DrillError(
             f"expected peers that protect the training's nodes by its step {records}, found none that did; drill more "
@@ -115,7 +115,7 @@ def drill(
             f"{instants[0].record} of {records}); drill more steps, or longer ones"
         )
     runs = {FIRST: first, SECOND: second, KILLED: killed}
-    verdict = judge(first.history, second.history, killed.history, records)
+    verdict = judge(first.history, second.history, killed.history, records, whole=first.ended_by_itself)
     steps = {name: each.step_seconds for name, each in runs.items()}
     stalls = {name: each.stall_seconds for name, each in runs.items()}
     overhead = None

@@ -72,17 +72,22 @@ class Difference:
 
 
 def compare(
-    found: RunHistory, expected: RunHistory, last_record: int, ignored: Collection[tuple[int, Key]] = ()
+    found: RunHistory,
+    expected: RunHistory,
+    last_record: int,
+    ignored: Collection[tuple[int, Key]] = (),
+    whole: bool = False,
 ) -> list[Difference]:
     """The differences of a run from another one, one for each value that differs: the first ones first.
 
-    Steps that a run leaves out are a difference, too: a resume may have made its loop shorter.
+    Steps that a run leaves out, or adds, are a difference, too: a resume may have made its loop shorter, or longer.
 
     Args:
         found: a run, with any number of attempts.
         expected: a run of one attempt.
         last_record: records behind it are not compared.
         ignored: ranks and keys of values that are not compared.
+        whole: whether the expected run ended with that record.
     """
     differences: dict[tuple[int, Key], Difference] = {}
     for rank, history in found.ranks.items():
@@ -101,6 +106,14 @@ def compare(
                 first = new if known is None or point.record < known.record else known
                 count = 1 if known is None else known.count + 1
                 differences[key] = Difference(**{**vars(first), "count": count})
+    for rank, history in found.ranks.items() if whole else ():
+        if (rank, (STEPS, "")) in ignored:
+            continue
+        beyond = min((one for one in history.points() if one.record > last_record), key=_record, default=None)
+        if beyond is not None:
+            text = f"it trains on, where the undisturbed run had ended after {last_record}"
+            new = Difference(rank, beyond.step, beyond.record, STEPS, "", None, text)
+            differences[new.key] = new
     for rank, history in expected.ranks.items():
         missing = _missing(found.ranks.get(rank), history, last_record)
         if missing and (rank, (STEPS, "")) not in ignored:
@@ -114,6 +127,10 @@ def _missing(found: RankHistory | None, expected: RankHistory, last_record: int)
     """Steps of the expected run whose state the other one has never had."""
     there = set() if found is None else {point.record for point in found.points()}
     return [point for record, point in by_record(expected).items() if record <= last_record and record not in there]
+
+
+def _record(point: Point[Taken] | Point[Restored]) -> int:
+    return point.record
 
 
 def _order(kind: str) -> int:

@@ -91,6 +91,7 @@ class Run:
 
     Attributes:
         history: the run's lines.
+        ended_by_itself: whether the script had come to its end when :meth:`train` returned.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Run:
         self._on_progress = on_progress
         self._blows: list[Blow] = []
         self.history = RunHistory(directory)
+        self.ended_by_itself = False
         self._asked_at = 0.0
 
     @property
@@ -114,12 +116,15 @@ class Run:
         """The peers that the drill has configured for the nodes, as the script configures none; None where it does."""
         return self._orders.peers if self._orders.lent_peers else None
 
-    def train(self, instants: Sequence[Instant] = (), step_seconds: float = 0.0) -> list[Blow]:
+    def train(
+        self, instants: Sequence[Instant] = (), step_seconds: float = 0.0, to_its_end: bool = False
+    ) -> list[Blow]:
         """Train to the last record, or the script's own end, with a kill at each instant.
 
         Args:
             instants: when trainers are killed.
             step_seconds: usual duration of a step.
+            to_its_end: whether the script is to end by itself behind the last record. It is ended at the next one.
 
         Raises:
             DrillError: the command failed by itself, never trained, or stood still.
@@ -132,7 +137,9 @@ class Run:
             for instant, end in zip(instants, ends, strict=False):
                 if not self._kill(instant, step_seconds, end):
                     break
-            self._until(lambda: self.history.last_record >= self._limits.records)
+            self.ended_by_itself = not self._until(lambda: self.history.last_record >= self._limits.records)
+            if to_its_end and not self.ended_by_itself:
+                self._until(lambda: self.history.furthest > self._limits.records, silent=True)
             self.history.poll()
             if not self.history.furthest:
                 raise DrillError(
@@ -319,8 +326,12 @@ class Run:
         variables = {DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None}
         self._job.start({**variables, DISABLE: None if self._limits.protected else "1"})
 
-    def _until(self, met: Callable[[], bool]) -> bool:
+    def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:
         """Wait until the condition is met: True; False if the command ended by itself, with status 0.
+
+        Args:
+            met: the condition.
+            silent: whether no more steps are expected; then False, too, if none come for long.
 
         Raises:
             DrillError: it failed, or stood still.
@@ -343,6 +354,8 @@ class Run:
                     + self._job.tail()
                 )
             if time.monotonic() - changed_at > self._limits.silence_seconds:
+                if silent:
+                    return False
                 raise DrillError(
                     f"expected a step within {self._limits.silence_seconds:.0f} s (--patience), found none since step "
                     f"{self.history.furthest}{self._job.tail()}"

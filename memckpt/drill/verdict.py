@@ -69,17 +69,18 @@ class Verdict:
         return self.band is None
 
 
-def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record: int) -> Verdict:
+def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record: int, whole: bool = False) -> Verdict:
     """Compare two undisturbed runs, and a killed one with them.
 
     Args:
         first, second: the undisturbed runs.
         killed: the killed run.
         last_record: the last record that is compared.
+        whole: whether the first run ended there by itself, so that the killed one is to end there, too.
     """
     unrepeatable = compare(second, first, last_record)
     ignored = {each.key for each in unrepeatable}
-    found = compare(killed, first, last_record, ignored)
+    found = compare(killed, first, last_record, ignored, whole)
     differences = [each for each in found if each.kind not in PLAIN]
     holes = [each for each in found if each.kind in PLAIN and _changes(first, each)]
     band = None

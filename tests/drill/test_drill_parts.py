@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from torch import nn
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
-from memckpt.cli.drill_text import overhead_text, storage_line, undisturbed_line, verdict_text
+from memckpt.cli.drill_text import holes_text, overhead_text, storage_line, undisturbed_line, verdict_text
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
-from memckpt.drill.attributes import text_of
+from memckpt.drill.attributes import Attributes, text_of
 from memckpt.drill.carry_out import Result
-from memckpt.drill.difference import sketch_distance
+from memckpt.drill.difference import Difference, sketch_distance
 from memckpt.drill.draw import KINDS, draw, parse_kinds
 from memckpt.drill.fingerprint import Fingerprints
 from memckpt.drill.history import Attempt, Point, RankHistory, RunHistory
@@ -287,6 +288,29 @@ def test_the_order_of_keys_is_no_difference() -> None:
     assert text_of([group]) == text_of([moved])
     assert text_of([group]) != text_of([{**moved, "lr": 0.2}])
     assert text_of([1, 2]) != text_of([2, 1])
+
+
+class Counted(torch.optim.SGD):
+    """Counts, and lists its parameters once more."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, 0.1, momentum=0.9)
+        self.calls, self.listed = 3, [*self.param_groups[0]["params"]]
+
+
+def test_of_an_optimizer_only_its_own_attributes_are_named_and_their_remedy(tmp_path: Path) -> None:
+    """What it has in its state and its groups is compared by itself, as are parameters."""
+    model = nn.Linear(2, 1)
+    optimizer = Counted(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    found = {name: text for _, name, text in Attributes({"": model}).values(None) if "Counted" in name}
+    assert found.pop("calls of optimizer Counted") == "=3"
+    assert {name.split()[0] for name in found} <= {"defaults"}
+    run = a_run(tmp_path, plain())
+    hole = Difference(0, 3, 3, "attribute", "calls of optimizer Counted", None, "0 in place of 3")
+    text = holes_text(replace(judge(run, run, run, 4), holes=[hole])).plain
+    assert 'redo="capture" carries them' in text
 
 
 def test_that_storage_was_not_tried_is_said() -> None:

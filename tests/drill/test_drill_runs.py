@@ -57,10 +57,11 @@ class Drills:
         seed: int = 3,
         kinds: tuple[Kind, ...] = ("trainer",),
         overhead: bool = False,
+        steps: int = trainings.STEPS - 5,
     ) -> Result:
         directory = self.lab.directory / "drill"
         directory.mkdir()
-        plan = Plan(kills, trainings.STEPS - 5, seed, silence_seconds=60.0, kinds=kinds, overhead=overhead)
+        plan = Plan(kills, steps, seed, silence_seconds=60.0, kinds=kinds, overhead=overhead)
         return drill(directory, self.start(script), plan, lambda *_: None)
 
 
@@ -115,6 +116,21 @@ def test_a_plain_attribute_that_changes_is_found(drills: Drills) -> None:
     assert holes["attribute scale of Scaled"].step == blow.resumed
     assert holes["attribute scale of Scaled"].text.startswith("0.99 in place of ")
     assert "Not restored: attribute scale of Scaled: 0.99 in place of" in holes_text(verdict).plain
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_resume_that_makes_training_longer_is_found(drills: Drills, counts: bool) -> None:
+    steps = trainings.STEPS
+    verdict = drills.drill(partial(trainings.loop, counts=counts), kills=1, steps=2 * steps).verdict
+    assert verdict.last_step == steps
+    assert [each.label for each in verdict.differences] == ([] if counts else ["steps"])
+    assert verdict.outcome == ("equal" if counts else "different")
+    if not counts:
+        (longer,) = verdict.differences
+        assert (longer.step, longer.text) == (
+            steps + 1,
+            f"it trains on, where the undisturbed run had ended after {steps}",
+        )
 
 
 def test_data_that_are_not_seeded_are_named_by_their_loader(drills: Drills) -> None:

@@ -28,14 +28,14 @@ class Scaled(nn.Module):
         return self.scale * self.layers(batch)  # type: ignore[no-any-return]
 
 
-def loop(run_dir: str, *, cools: bool = False, seeded: bool = True) -> None:
-    """A plain loop; `cools`: the attribute changes with each step."""
+def loop(run_dir: str, *, cools: bool = False, seeded: bool = True, counts: bool = True) -> None:
+    """A plain loop; `cools`: the attribute changes with each step; `counts`: whether it counts resumed steps."""
     torch.manual_seed(0 if seeded else int.from_bytes(os.urandom(4)))
     model = Scaled()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     session = memckpt.attach(model, optimizer, run_dir=run_dir, resume="never", config=CONFIG)
     report, seen = session.restore(), 0
-    for _ in range(report.step if report else 0, STEPS):
+    for _ in range(report.step if report and counts else 0, STEPS):
         batch = torch.randn(32, 8)
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
         loss.backward()
