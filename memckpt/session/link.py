@@ -125,6 +125,14 @@ class AgentLink:
             self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
         return inventory
 
+    def begin_again(self, spec: StateSpec, before: Inventory) -> Inventory:
+        """Do what :meth:`begin` does once more, unless the agent that has answered `before` is the node's still."""
+        serving = self._address.serving()
+        if serving is not None and serving.pid == before.agent_pid:
+            return before
+        self.abandon()
+        return self.begin(spec)
+
     def reconnect(self, spec: StateSpec, next_record: int) -> None:
         """Connect to another agent in the same attempt, starting it if there is none.
 

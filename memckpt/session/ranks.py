@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -80,6 +80,13 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def by_node(self, values: Sequence[T]) -> list[list[T]]:
+        """Values of all ranks, grouped by node."""
+        found: dict[str, list[T]] = {}
+        for node, value in zip(self._nodes, values, strict=True):
+            found.setdefault(node, []).append(value)
+        return list(found.values())
 
     def first_alike(self, state: rng.RngState) -> int:
         """The first rank whose torch generator is in the same state; collective. Python's differs in each process."""

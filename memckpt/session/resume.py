@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from memckpt.config import RedoMode, ResumeChoice
-from memckpt.errors import ForeignStateError
+from memckpt.errors import AgentError, ForeignStateError
 from memckpt.journal.events import StartedOver
+from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import (
@@ -27,6 +29,7 @@ from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.patient_plan import plan_patiently
 from memckpt.session.peers import Peers
+from memckpt.session.ranks import Ranks
 from memckpt.session.repeat_choice import RepeatChoice
 from memckpt.session.report import HeldState
 from memckpt.session.resharding import Resharding
@@ -38,6 +41,8 @@ from memckpt.state.records import HeldRecords
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
+#: Agents of one node, one after the other, that may end while its ranks come to them.
+_MOST_AGENTS = 3
 
 
 @dataclass(frozen=True)
@@ -131,12 +136,12 @@ class Resumption:
         """
         self._reason = reason
         ranks = self._ranks
-        answers = ranks.together(lambda: (self._link.begin(spec), spec.sharding()))
-        own = answers[ranks.rank][0].held
-        held = [each for inventory, _ in answers for each in inventory.held]
-        shardings = [sharding for _, sharding in answers]
+        inventories = self._say_hello(spec)
+        own = inventories[ranks.rank].held
+        held = [each for inventory in inventories for each in inventory.held]
+        shardings = ranks.together(spec.sharding)
         fragments = self._peers.listen()
-        former = max(inventory.attempt for inventory, _ in answers)
+        former = max(inventory.attempt for inventory in inventories)
         attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units, former)
         resharding = must_reshard(held, attempt, fragments)
         if resharding:
@@ -173,6 +178,26 @@ class Resumption:
             self._link.note(StartedOver(plan.reason))
         self._repeat.do_without("nothing was resumed")
         return Start(1, anew=True)
+
+    def _say_hello(self, spec: StateSpec) -> list[Inventory]:
+        """Connect to the agents, ranks of one node to the same one; returns what it holds, by rank.
+
+        An agent may be told to end between the hellos of two ranks; the later one then has another agent.
+
+        Raises:
+            AgentError: agents end faster than ranks come.
+        """
+        ranks = self._ranks
+        found = ranks.together(lambda: self._link.begin(spec))
+        for _ in range(_MOST_AGENTS):
+            if _one_for_each_node(ranks, found):
+                return found
+            _log.warning("memckpt: the agent ended while ranks of its node came to it: they go to the next one")
+            found = ranks.together(partial(self._link.begin_again, spec, found[ranks.rank]))
+        raise AgentError(
+            f"expected one agent for the ranks of a node, found that {_MOST_AGENTS} have ended one after the other as "
+            "ranks came to them: see the agent's log in the run directory for who ends them"
+        )
 
     def _start_over(self, spec: StateSpec, plan: StartOver) -> None:
         self.start_reason = plan.reason
@@ -258,3 +283,8 @@ class Resumption:
         """Close the chosen state, unless it is restored."""
         if self.chosen is not None:
             self.chosen.close()
+
+
+def _one_for_each_node(ranks: Ranks, inventories: Sequence[Inventory]) -> bool:
+    """Whether the ranks of each node have reached one and the same agent."""
+    return all(len({one.agent_pid for one in each}) == 1 for each in ranks.by_node(inventories))

@@ -5,13 +5,29 @@ from __future__ import annotations
 import os
 import select
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
 from memckpt.protocol.trainer import Hello, Inventory
 from memckpt.session.agent_client import AgentClient
+from memckpt.session.link import AgentLink
+from memckpt.state.spec import StateSpec
+from tests.support.cluster.sharded_cases import Setup
+from tests.support.cluster.sharded_lab import (
+    Death,
+    check_same,
+    fresh_directory,
+    job_of,
+    logs,
+    reference,
+    results,
+    run,
+    start_agents,
+)
 from tests.support.cluster.waiting import LIMIT_SECONDS, until
 from tests.support.storage.stored_runs import newest, stored
 from tests.support.trainings.engine_cases import PLAIN
@@ -107,6 +123,35 @@ def test_a_start_whose_agent_ends_while_it_connects_goes_on_with_another_one(lab
     if how == signal.SIGTERM:
         assert final.restored_step == 8
         lab.check_same(PLAIN, died, final)
+
+
+def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(lab: Lab) -> None:
+    job = job_of(lab, Setup(world_size=2), stored("lazy", every_steps=None))
+    expected = reference(lab, job)
+    start_agents(lab, job)
+    died = replace(job, deaths=[Death("all", 6, "backward")])
+    assert run(lab, died) == [-signal.SIGKILL] * 2
+
+    def prepare(rank: int) -> None:
+        original = AgentLink.begin
+
+        def begin(link: AgentLink, spec: StateSpec) -> Inventory:
+            AgentLink.begin = original  # type: ignore[method-assign]
+            serving = link._address.serving()
+            assert serving is not None
+            until(lambda: (status := ask_status(link._address)) is not None and len(status.trainers) == 1)
+            os.kill(serving.pid, signal.SIGTERM)
+            until(lambda: link._address.serving() != serving)
+            return original(link, spec)
+
+        if rank == 1:
+            AgentLink.begin = begin  # type: ignore[method-assign]  # in a forked child
+
+    last = replace(job, directory=fresh_directory(lab), number=1, prepare=prepare)
+    assert run(lab, last) == [0, 0], logs(lab)[-6000:]
+    check_same(results(last), expected)
+    assert {each["start"] for each in results(last)} == {6}
+    assert logs(lab).count("they go to the next one") == 2
 
 
 def test_an_agent_that_cannot_save_tries_again_until_its_grace_period_ends(lab: Lab, tmp_path: Path) -> None:
