@@ -101,9 +101,10 @@ class ColdStarter:
         program = command[0]
         if shutil.which(program) is None:
             found = "a file that must not be executed" if os.path.isfile(program) else "no such program"
-            raise ConfigurationError(
-                f"COMMAND: expected a program, found {program!r}: {found}; put the whole command behind `--`"
-            )
+            remedy = "put the whole command behind `--`"
+            if program.endswith(".py"):
+                remedy = f"put its interpreter before it: -- python {program}"
+            raise ConfigurationError(f"COMMAND: expected a program, found {program!r}: {found}; {remedy}")
         self._command = command
 
     @property

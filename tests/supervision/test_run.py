@@ -165,7 +165,7 @@ def test_a_note_is_written_to_no_other_file(tmp_path: Path, monkeypatch: pytest.
 def test_a_program_that_does_not_exist_is_refused(lab: Lab) -> None:
     with pytest.raises(ConfigurationError, match="'no-such-program': no such program; put the whole command"):
         ColdStarter(["no-such-program", "x"])
-    with pytest.raises(ConfigurationError, match="must not be executed"):
+    with pytest.raises(ConfigurationError, match="must not be executed; put its interpreter before it: -- python"):
         ColdStarter([str(Path(__file__))])
 
 
