@@ -257,7 +257,7 @@ def test_a_restart_that_cannot_be_made_is_tried_again(
             assert supervisor.run() == 0
             assert starter.starts == failures + 2
     assert caplog.text.count("the restart cannot be made: Resource temporarily unavailable") == min(failures, 20)
-    assert pauses[1:4] == [1.0, 1.0, 2.0][:failures]
+    assert pauses[1:4] == [1.0, 2.0, 4.0][:failures]
 
 
 def test_a_first_start_that_cannot_be_made_is_an_error() -> None:

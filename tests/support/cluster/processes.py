@@ -36,8 +36,7 @@ def run_child(body: Callable[[], None], log: Path) -> None:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         faulthandler.enable(sys.stderr)
         faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True, file=sys.stderr)
-        for handler in list(logging.root.handlers):
-            logging.root.removeHandler(handler)
+        remove_log_handlers()
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
@@ -48,6 +47,14 @@ def run_child(body: Callable[[], None], log: Path) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def remove_log_handlers() -> None:
+    """Of all loggers: some write to descriptors of the parent, which a child may have closed and used for others."""
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):
+            for handler in list(logger.handlers):
+                logger.removeHandler(handler)
 
 
 def die_after(seconds: float) -> None:

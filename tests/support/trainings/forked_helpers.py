@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib
-import logging
 import os
 import select
 import signal
@@ -23,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from memckpt.processes import helper_process
+from tests.support.cluster.processes import remove_log_handlers
 
 #: The one that imports torch.
 _FORKED = "memckpt.checkpointing.writer"
@@ -84,8 +84,7 @@ def _run(module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> None
         faulthandler.cancel_dump_traceback_later()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _let_go(pass_fds)
-        for handler in list(logging.root.handlers):
-            logging.root.removeHandler(handler)
+        remove_log_handlers()
         sys.argv = [module, *arguments]
         code = importlib.import_module(f"{module}.__main__").main()
     except BaseException:
