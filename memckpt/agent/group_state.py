@@ -20,6 +20,7 @@ from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation, branch_off
 from memckpt.node.inventory import describe
 from memckpt.node.pending_generation import Difference, PendingGeneration
+from memckpt.processes.seldom import Seldom
 from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.trainer import (
     Advance,
@@ -63,6 +64,7 @@ class GroupState:
         self.ranks = ranks
         self._host = host
         self._siblings = siblings
+        self._seldom_due, self._seldom_complete = Seldom(), Seldom()
         self._pending = PendingGeneration(lambda message: host.notify(ranks, message), self._make_room)
         #: What the present attempt has gone on from; None: it has not, or not yet.
         self._resumed: ResumedState | None = None
@@ -233,7 +235,8 @@ class GroupState:
         """A new generation is complete after a record: it is what is held."""
         self._pending.take()
         self.generations.follow_with(generation, record)
-        _log.info("generation %d is complete after record %d", generation.number, record)
+        if (more := self._seldom_complete.tell()) is not None:
+            _log.info("generation %d is complete after record %d%s", generation.number, record, more)
         self._tell(Protected(generation.number, record))
 
     def want_slots(self, rank: int, message: NeedSlots) -> None:
@@ -315,7 +318,8 @@ class GroupState:
 
     def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
         """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
-        _log.info("a new generation begins after record %d: %s", message.record, message.reason)
+        if (more := self._seldom_due.tell()) is not None:
+            _log.info("a new generation begins after record %d: %s%s", message.record, message.reason, more)
         order = Begin(message.record, message.reason, message.changing, later=message.later)
         self._tell(order, besides=asker)
         return order

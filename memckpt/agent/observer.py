@@ -42,6 +42,7 @@ from memckpt.journal.journal import Journal
 from memckpt.journal.reading import latest_attempt
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.seldom import Seldom
 from memckpt.protocol import trainer as said
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.status import Status
@@ -116,6 +117,7 @@ class Observer:
         self._replica_lag = Lag("replica", self.note, clock)
         self._peers_lag = Lag("peers", self.note, clock)
         self._stalls = Stalls(self.note, clock)
+        self._seldom_due, self._seldom_protected = Seldom(clock=clock), Seldom(clock=clock)
         self._gap: tuple[int, int] | None = None
         self._heard: dict[type, Callable[[TrainerHandle, Any], None]] = {
             said.Commit: self._committed,
@@ -144,6 +146,16 @@ class Observer:
             self.recoveries[event.tier] += 1
             self.recovery_seconds += event.seconds
             self.steps_lost += event.steps_lost or 0
+
+    def _note_now_and_then(self, seldom: Seldom, event: AnyEvent) -> None:
+        """Do the same with one of each generation, which a script that changes weights has at each step.
+
+        The journal is bounded: all of them would leave no room for what else there is.
+        """
+        if seldom.tell() is None:
+            self.counts[name_of(event)] += 1
+        else:
+            self.note(event)
 
     @property
     def unprotected(self) -> str:
@@ -219,7 +231,7 @@ class Observer:
         self.note(Voided(trainer.rank, message.record, message.reason))
 
     def _generation_due(self, trainer: TrainerHandle, message: said.NeedGeneration) -> None:
-        self.note(GenerationDue(message.record, message.reason))
+        self._note_now_and_then(self._seldom_due, GenerationDue(message.record, message.reason))
 
     def _preempted(self, trainer: TrainerHandle, message: said.Preempted) -> None:
         self.note(Preempted(trainer.rank))
@@ -240,8 +252,9 @@ class Observer:
 
     def _protected(self, ranks: RankGroup, message: said.Protected) -> None:
         status = self._status()
-        self.note(
-            Protected(ranks, message.record, message.generation, status.mode, status.mode_reason, status.held_bytes)
+        self._note_now_and_then(
+            self._seldom_protected,
+            Protected(ranks, message.record, message.generation, status.mode, status.mode_reason, status.held_bytes),
         )
         self._memory.see("")
 

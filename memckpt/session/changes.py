@@ -64,7 +64,10 @@ class Changes:
             return
         self._told += 1
         if self._told <= _TELL:
-            again = "; this happens again and again and costs a copy of the whole state each time"
+            again = (
+                "; this happens again and again and costs a copy of the whole state each time: redo='capture' copies "
+                "it every capture_every_steps steps only"
+            )
             _log.warning(
                 "memckpt: %s was changed outside the optimizer; redo cannot know of that, so the state is written "
                 "anew%s",

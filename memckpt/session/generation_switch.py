@@ -31,6 +31,7 @@ import logging
 import time
 
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.processes.seldom import Seldom
 from memckpt.protocol.trainer import Begin, Void
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.changes import Changes
@@ -86,6 +87,7 @@ class GenerationSwitch:
         self._changes = changes
         self._mode = mode
         self._tap = tap
+        self._seldom = Seldom()
         self.after: int | None = None
         self.began = 0
         self.use_mode()
@@ -254,7 +256,8 @@ class GenerationSwitch:
 
     def _order(self, record: int, reason: str) -> None:
         """Make a generation due: now if no rank shares the slots, else after a record that all of these ranks reach."""
-        _log.info("memckpt: a new generation begins: %s", reason)
+        if (more := self._seldom.tell()) is not None:  # weights that a script clips change at every step
+            _log.info("memckpt: a new generation begins: %s%s", reason, more)
         turn = self._turn(record)
         if len(self._ranks.unit) == 1:
             self.after = turn

@@ -126,11 +126,11 @@ class WarmStarter:
     def how(self) -> str:
         if self._ready:
             return "warm"
-        return (
-            "cold"
-            if self._step is None
-            else "cold: it has not got to its first protected step, or its imports are not made ahead yet"
-        )
+        if self._step is None:
+            return "cold"
+        if self._step == self._await_note:
+            return "cold: it has not got to its first protected step"
+        return "cold: its imports are not made ahead yet"
 
     def start(self, given: Given) -> Attempt:
         if self._ready:
