@@ -115,8 +115,11 @@ LOST = (
             Kind.GARBAGE_TO_REPLICATOR,
         ),
         _ANY_NODE,
-        _in(_PEERS, "test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged"),
-        _in(_PEERS, "test_damaged_fragments_are_decoded_around"),
+        _in(
+            "replication/test_peers_agents_runs",
+            "test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged",
+        ),
+        _in("replication/test_peers_recovery_runs", "test_damaged_fragments_are_decoded_around"),
         _in("replication/test_peers_cadence_runs", "test_a_node_is_lost_that_could_not_send_every_record"),
         _in("replication/test_peers_network_runs", "test_a_node_that_was_given_up_and_comes_back_changes_nothing"),
         _in("replication/test_peers_fuzz", "test_bytes_of_garbage", "test_frames_of_garbage"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.recovery import Recover, Recovered
@@ -121,6 +121,12 @@ def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) ->
     settings.setdefault("nodes", setup.world_size)
     settings.setdefault("launcher", True)
     return PeersJob(setup, fresh_directory(lab), lab.run_dir, config, **settings)
+
+
+def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
+    """Step 4 is in storage when steps after 5 are trained."""
+    settings = peers_config(data, tolerate, storage=StorageConfig(every_steps=4))
+    return peers_job(lab, setup, settings, wait_at=5)
 
 
 # In a rank
