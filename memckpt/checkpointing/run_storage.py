@@ -135,7 +135,7 @@ class RunStorage:
             self._saved_record = message.timeline, message.record
             self.log.checkpoint_saved(message.record)
         self.schedule.wrote(message)
-        _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
+        _log.info("step %d is in storage: %.3g MiB, %.2f s", message.step, message.nbytes / 2**20, message.seconds)
         self._tell_trainers(message)
 
     def not_saved(self, message: SaveFailed) -> None:
