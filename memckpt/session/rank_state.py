@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import describe_groups
 from memckpt.capture.presence import describe_gradients
 from memckpt.capture.scaler import scaler_state
-from memckpt.errors import UsageError
+from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.state import codec, rng
 
@@ -83,12 +84,24 @@ class RankState:
         if put_back is not None:
             self._put_back[name] = put_back
 
-    def register(self, name: str, obj: Any, parts: Parts | None = None) -> None:
+    def register(self, name: str, obj: Any, attributes: Sequence[str] = (), parts: Parts | None = None) -> None:
         """Call an object's ``state_dict()`` at each commit and its ``load_state_dict()`` at a resume.
+
+        With `attributes`, these are carried instead.
 
         Raises:
             UsageError: the name is taken, or the object has no such methods.
+            ConfigurationError, UnsupportedStateError: an attribute does not exist, or cannot be stored.
         """
+        if attributes and any(obj is each for each in self._live.optimizers):
+            kind = type(obj).__qualname__
+            raise ConfigurationError(
+                f"register({name!r}, attributes={list(attributes)}): expected another object than the optimizer "
+                f"{kind}, as its steps may depend on its attributes: carried by themselves they do not reach a redo. "
+                "Use redo='capture', which carries them"
+            )
+        if attributes:
+            obj = AttributesOf(name, obj, attributes)
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise UsageError(
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memckpt.capture import flat_parameters
-from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
@@ -187,9 +186,10 @@ class Session(Information):
 
         Raises:
             UsageError: the name is taken, or the object has no such methods.
-            ConfigurationError, UnsupportedStateError: an attribute does not exist, or cannot be stored.
+            ConfigurationError, UnsupportedStateError: an attribute does not exist, is one of an optimizer, or cannot be
+                stored.
         """
-        self._rank_state.register(name, AttributesOf(name, obj, attributes) if attributes else obj, parts)
+        self._rank_state.register(name, obj, attributes, parts)
 
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
         """Call `accumulates()` in each backward: whether a later one adds to its gradients before the next step.

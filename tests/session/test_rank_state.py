@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from memckpt.capture.copier import HostCopier
+from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import RankState
 
 
@@ -39,6 +41,17 @@ def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, ca
         assert rank_state.load_registered({"counter": {"at": 7}, "figure": 1})
     assert counter.at == 7
     assert not caplog.records
+
+
+def test_attributes_of_a_protected_optimizer_are_refused_with_what_carries_them() -> None:
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1) for _ in range(2)]
+    live: Any = SimpleNamespace(optimizers=optimizers[:1])
+    rank_state = RankState(live, HostCopier(), torch.device("cpu"))
+    for each in optimizers:
+        vars(each)["boost"] = 1.0
+    with pytest.raises(ConfigurationError, match=r"the optimizer SGD, .* redo='capture'"):
+        rank_state.register("opt", optimizers[0], ["boost"])
+    rank_state.register("opt", optimizers[1], ["boost"])  # which steps nothing that is protected
 
 
 def test_other_names_than_the_held_ones_are_named(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
