@@ -118,6 +118,8 @@ class Observer:
         self._peers_lag = Lag("peers", self.note, clock)
         self._stalls = Stalls(self.note, clock)
         self._seldom_due, self._seldom_protected = Seldom(clock=clock), Seldom(clock=clock)
+        #: Mode of protection, and its reason, of each unit's newest generation.
+        self._protected_how: dict[RankGroup, tuple[str, str]] = {}
         self._gap: tuple[int, int] | None = None
         self._heard: dict[type, Callable[[TrainerHandle, Any], None]] = {
             said.Commit: self._committed,
@@ -252,10 +254,12 @@ class Observer:
 
     def _protected(self, ranks: RankGroup, message: said.Protected) -> None:
         status = self._status()
-        self._note_now_and_then(
-            self._seldom_protected,
-            Protected(ranks, message.record, message.generation, status.mode, status.mode_reason, status.held_bytes),
-        )
+        how, self._protected_how[ranks] = self._protected_how.get(ranks), (status.mode, status.mode_reason)
+        event = Protected(ranks, message.record, message.generation, *self._protected_how[ranks], status.held_bytes)
+        if how == self._protected_how[ranks]:
+            self._note_now_and_then(self._seldom_protected, event)
+        else:
+            self.note(event)
         self._memory.see("")
 
     def _gap_began(self, ranks: RankGroup, message: said.Gap | said.Alarm) -> None:

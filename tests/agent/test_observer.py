@@ -29,6 +29,7 @@ from memckpt.journal.events import (
     TrainerLeft,
     Whole,
 )
+from memckpt.journal.events import Protected as ProtectedEvent
 from memckpt.journal.reading import read_journal
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.address import AgentAddress
@@ -235,3 +236,17 @@ def test_resident_memory_counts_no_shared_memory() -> None:
             assert resident_bytes() - before < 16 << 20
     finally:
         os.close(fd)
+
+
+def test_a_generation_at_each_step_leaves_room_for_what_else_there_is(run: Run) -> None:
+    """As where a script clips its weights by hand; another mode is told at once."""
+    run.begin()
+    for record in range(1, 101):
+        run.now += 0.5
+        if record == 50:
+            run.status = msgspec.structs.replace(run.status, mode="capture")
+        run.observer.told((0,), Protected(record, record))
+    told = [one for one in run.events() if isinstance(one, ProtectedEvent)]
+    assert [each.record for each in told] == [*range(1, 12), 50]
+    assert told[-1].mode == "capture"
+    assert run.observer.counts["protected"] == 100
