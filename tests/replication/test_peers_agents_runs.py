@@ -106,6 +106,22 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_replicato
 
 
 @slow
+@pytest.mark.parametrize("dies", [kill_replicator, kill_agent], ids=named)
+def test_two_replicators_that_are_replaced_one_after_the_other_find_each_other(
+    lab: Lab, dies: Callable[[PeersRank], None]
+) -> None:
+    """Each has a plan that says where the other one was."""
+    job = peers_job(lab, FSDP, peers_config(2, 2))
+    expected = reference(lab, job)
+    acts = [Act(1, 3, "forward", kill_replicator), Act(3, 3, "forward", dies)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1,node3", 8, "backward"))
+    assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+@slow
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("setup", [DDP, FSDP], ids=named)
 def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setup: Setup, redo: str) -> None:

@@ -197,6 +197,39 @@ def test_who_comes_back_elsewhere_says_where(keys: Keys | Password) -> None:
             drive(a, again, until=lambda: again.bodies() == [b"x", b"y"])
 
 
+def test_two_that_come_back_elsewhere_find_each_other_by_what_a_third_one_says(keys: Keys | Password) -> None:
+    with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
+        acquaint(a, b)
+        b.transport.close()
+        with nodes_of(Node("b", keys)) as (again,):
+            # Each knows where the other one was.
+            a.transport.close()
+            again.transport.connect("a", a.transport.address)
+            with nodes_of(Node("a", keys)) as (other,):
+                other.transport.connect("b", b.transport.address)
+                drive(other, again, until=lambda: other.transport.silent == {"b"} and again.transport.silent == {"a"})
+                other.transport.hint("b", again.transport.address)
+                drive(other, again, until=lambda: len(other.met) == 1 and len(again.met) == 1)
+                again.transport.send("a", b"x")
+                drive(other, again, until=lambda: other.bodies() == [b"x"])
+
+
+def test_what_others_say_of_a_peer_counts_less_than_what_it_says(keys: Keys | Password) -> None:
+    nowhere = f"tcp://127.0.0.1:{free_port()}"
+    with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
+        acquaint(a, b)
+        a.transport.hint("b", nowhere)
+        a.transport.send("b", b"x")
+        drive(a, b, until=lambda: b.bodies() == [b"x"])
+        assert a.transport.address_of("b") == b.transport.address
+        b.reads = False
+        drive(a, b, until=lambda: a.transport.silent == {"b"} and a.transport.address_of("b") == nowhere)
+        b.reads = True
+        drive(a, b, until=lambda: a.transport.address_of("b") == b.transport.address)
+        a.transport.send("b", b"y")
+        drive(a, b, until=lambda: b.bodies() == [b"x", b"y"])
+
+
 def test_who_was_not_named_announces_itself(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("c", keys)) as (a, c):
         c.transport.connect("a", a.transport.address)

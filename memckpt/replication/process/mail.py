@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from memckpt.errors import PeerError
 from memckpt.replication.transport.transport import Delivery, Transport
-from memckpt.replication.transport.wire import WireMessage, encode
+from memckpt.replication.transport.wire import Whereabouts, WireMessage, encode
 
 _log = logging.getLogger("memckpt.replicator")
 
@@ -38,9 +38,26 @@ class Mail:
             self._connected.add(peer)
             self._transport.connect(peer, self._addresses[peer])
 
-    def met(self, peer: str) -> None:
-        """Note that a peer is there, whoever has connected first."""
+    def met(self, peer: str, partners: Collection[str]) -> None:
+        """Note that a peer is there, whoever has connected first, and tell where those are that have been replaced.
+
+        Args:
+            peer: the peer.
+            partners: nodes with which this one exchanges messages; they are told of the peer, and it is told of them.
+        """
         self._connected.add(peer)
+        others = [other for other in partners if other not in (peer, self._node)]
+        if (moved := self._moved(peer)) is not None:
+            for other in others:
+                self.send(other, moved)
+        for other in others:
+            if (moved := self._moved(other)) is not None:
+                self.send(peer, moved)
+
+    def _moved(self, peer: str) -> Whereabouts | None:
+        """Where a peer is, if that is not where the plan says."""
+        address = self._transport.address_of(peer)
+        return None if address in (None, self._addresses.get(peer)) else Whereabouts(peer, address)
 
     def send(self, peer: str, message: WireMessage, payload: bytes | memoryview = b"") -> None:
         """Give a message to a peer, or to this node."""

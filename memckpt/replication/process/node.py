@@ -35,6 +35,7 @@ from memckpt.replication.transport.wire import (
     Put,
     Stored,
     Watermark,
+    Whereabouts,
     WireMessage,
 )
 from memckpt.state.records import RankGroup
@@ -155,7 +156,7 @@ class ReplicationNode:
 
     def met(self, peer: str) -> None:
         """Send a peer all that it needs: it is there for the first time, or has lost all that it had."""
-        self.mail.met(peer)
+        self.mail.met(peer, self.plan.partners)
         for sender in self.all_senders:
             sender.met(peer)
         if peer == self.plan.leader:
@@ -193,6 +194,8 @@ class ReplicationNode:
             case Watermark():
                 self._led = message
                 self._pass_led()
+            case Whereabouts():
+                self.transport.hint(message.node, message.address)
 
     def _lead(self, message: Acknowledged) -> None:
         assert self.leader is not None

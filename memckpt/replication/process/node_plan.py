@@ -16,6 +16,7 @@ from memckpt.replication.transport.wire import (
     Put,
     Stored,
     Watermark,
+    Whereabouts,
     Window,
     WireMessage,
 )
@@ -119,6 +120,9 @@ class NodePlan:
             case Watermark():
                 if peer != self.leader or self.leads:
                     return "it does not lead"
+            case Whereabouts():
+                if message.node not in self.addresses or message.node == self.node:
+                    return f"{message.node} is no other node of this job"
             case _:
                 return "unexpected"
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from memckpt.replication.transport.envelope import Data, State, is_address
 from memckpt.replication.transport.links import Link, Traffic
 from memckpt.replication.transport.sockets import Socket, hand_to
 
+#: In place of an incarnation that has said its address; what the peer itself says then counts for more, whoever it is.
+_HEARSAY = "?"
 MAX_PEERS = 1024
 """Number of peers above which those that announce themselves are not connected to."""
 
@@ -49,7 +52,9 @@ class Peer:
     """A peer that we send to.
 
     Attributes:
-        named_by: the incarnation that has said its address; empty where it was given to us.
+        named_by: the incarnation that has said its address; empty where it was given to us, :data:`_HEARSAY` where
+            another peer has said it.
+        hint: another address that a peer has said; empty: none, or it was tried.
         heard_at: when anything last came of it, as its owner has seen; likewise `tried_at`, the last heartbeat to it.
     """
 
@@ -57,6 +62,7 @@ class Peer:
     socket: Socket
     address: str
     named_by: str = ""
+    hint: str = ""
     heard_at: float | None = None
     tried_at: float | None = None
 
@@ -131,6 +137,20 @@ class Directory:
             self._add(peer, address)
         elif known.address != address and not (known.named_by and known.named_by == known.link.met):
             self._move(known, address, named_by="")
+
+    def hint(self, peer: str, address: str) -> None:
+        """Note where another peer says that this one is."""
+        known = self.peers.get(peer)
+        if known is not None and is_address(address):
+            known.hint = "" if address == known.address else address
+
+    def follow_hint(self, peer: str) -> None:
+        """Look for a peer that is silent where another one has said that it is."""
+        known = self.peers[peer]
+        address, known.hint = known.hint, ""
+        if address and address != known.address:
+            with contextlib.suppress(PeerError):  # it was the other one's word only
+                self._move(known, address, named_by=_HEARSAY)
 
     def _add(self, peer: str, address: str, named_by: str = "") -> Peer:
         self._links_made += 1

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Version of the protocol between replicators. Nodes of different versions do not meet."""
 ENVELOPE_BYTES = 2048
 """Limit on the size of an envelope, in bytes."""

@@ -176,6 +176,15 @@ class Transport:
         """
         self._directory.connect(peer, address)
 
+    def address_of(self, peer: str) -> str | None:
+        """Address to which we connect; None: there is no such peer."""
+        known = self._directory.peers.get(peer)
+        return None if known is None else known.address
+
+    def hint(self, peer: str, address: str) -> None:
+        """Note where others say that a peer is: it is looked for there if it is silent where we know it."""
+        self._directory.hint(peer, address)
+
     def forget(self, peer: str) -> None:
         """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
         self._directory.forget(peer)
@@ -379,6 +388,8 @@ class Transport:
         self.silent = frozenset(
             peer for peer, known in self._directory.peers.items() if known.seconds_unheard(now) > self._silent_seconds
         )
+        for peer in self.silent:
+            self._directory.follow_hint(peer)
         return max(0.0, min(due - now, self._acknowledge(now)))
 
     def _interval(self, link: Link) -> float:

@@ -140,6 +140,16 @@ class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     cut: int = 0
 
 
+class Whereabouts(msgspec.Struct, frozen=True, tag="where"):
+    """A node's replicator has been replaced, and listens at another address than the plan says.
+
+    Each node tells its partners: two that are replaced one after the other know only where the other one was.
+    """
+
+    node: str
+    address: str
+
+
 class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):
     """Reader to holder or owner: what does a record consist of? Answer: Manifest or GotNone."""
 
@@ -215,6 +225,7 @@ WireMessage = Union[  # noqa: UP007  msgspec reads the union at run time, on Pyt
     NotStored,
     Acknowledged,
     Watermark,
+    Whereabouts,
     AskManifest,
     Manifest,
     Get,

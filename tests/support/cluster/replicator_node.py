@@ -67,6 +67,9 @@ class Line:
     def connect(self, peer: str, address: str) -> None:
         pass
 
+    def address_of(self, peer: str) -> None:
+        """Its names are its addresses."""
+
     def forget(self, peer: str) -> None:
         self.forgotten.append(peer)
 
