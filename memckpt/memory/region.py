@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Sequence
@@ -26,13 +27,26 @@ _live: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
 def no_room(name: str, nbytes: int, error: OSError) -> OSError | MemoryBudgetError:
-    """The exception for memory that the kernel has refused: MemoryBudgetError if it lacks room, else `error`."""
-    if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
-        return error
-    return MemoryBudgetError(
-        f"expected {nbytes / 2**20:.0f} MiB of memory for {name}, found less ({error.strerror}); "
-        "lower anchor_period_steps or slots, choose redo='eager', or give the job more memory"
-    )
+    """The exception for memory that the kernel has refused: MemoryBudgetError for want of something, else `error`."""
+    expected = f"expected {nbytes / 2**20:.0f} MiB of memory for {name}"
+    match error.errno:
+        case errno.ENOMEM | errno.ENOSPC | errno.EDQUOT:
+            return MemoryBudgetError(
+                f"{expected}, found less ({error.strerror}); "
+                "lower anchor_period_steps or slots, choose redo='eager', or give the job more memory"
+            )
+        case errno.EFBIG:
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] / 2**20
+            return MemoryBudgetError(
+                f"{expected}, found a limit of {limit:.3g} MiB on the size of files, which counts for shared memory, "
+                "too; raise it (ulimit -f unlimited) before the agent is started"
+            )
+        case errno.EMFILE | errno.ENFILE:
+            return MemoryBudgetError(
+                f"{expected}, found no descriptor left for it ({error.strerror}); raise the limit on open files "
+                "(ulimit -n) before the agent is started"
+            )
+    return error
 
 
 class Region:
@@ -64,14 +78,16 @@ class Region:
         Raises:
             MemoryBudgetError: the kernel has no room for it.
         """
-        fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
+        fd = -1
         try:
+            fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
             for start, length in [(0, nbytes)] if ranges is None else ranges:
                 os.posix_fallocate(fd, start, length)
             return cls(fd, nbytes)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise no_room(name, nbytes, error) from error
 
     @classmethod

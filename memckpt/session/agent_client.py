@@ -166,7 +166,7 @@ class AgentClient:
     def _refuse_leaving(self) -> None:
         """Raise AgentGoneError if the agent leaves: it does not keep what comes."""
         if self._leaving:
-            raise AgentGoneError("it was told to leave")
+            raise AgentGoneError("it leaves: it was told to, or an error has ended it, which its log has")
 
     def hello(self, hello: Hello) -> Inventory:
         """Introduce this rank. Returns what the node holds and knows.

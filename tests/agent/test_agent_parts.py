@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import signal
 import socket
 import struct
@@ -297,6 +298,21 @@ def test_a_forked_child_has_neither_mapping_nor_descriptor(lab: Lab) -> None:
         assert child.wait() == 0, child.log.read_text()
     finally:
         region.close()
+
+
+def test_a_limit_on_files_is_one_on_memory_and_is_named() -> None:
+    def limited(kind: int, soft: int) -> str:
+        before = resource.getrlimit(kind)
+        resource.setrlimit(kind, (soft, before[1]))
+        try:
+            with pytest.raises(MemoryBudgetError) as caught:
+                Region.create("slots", 2 << 20)
+        finally:
+            resource.setrlimit(kind, before)
+        return str(caught.value)
+
+    assert "found a limit of 1 MiB on the size of files" in limited(resource.RLIMIT_FSIZE, 1 << 20)
+    assert "found no descriptor left for it" in limited(resource.RLIMIT_NOFILE, 3)
 
 
 def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
