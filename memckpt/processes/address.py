@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.errors import MALFORMED, AgentError, AgentGoneError
+from memckpt.errors import MALFORMED, AgentError, AgentGoneError, ConfigurationError
 from memckpt.processes.listener import BACKLOG, Listener, ServingAgent
 from memckpt.protocol.descriptors import readable
 
@@ -51,7 +51,20 @@ class AgentAddress:
 
     @classmethod
     def of(cls, run_dir: str | os.PathLike[str], node: str | None = None) -> AgentAddress:
-        return cls(Path(run_dir).resolve(), node or node_name())
+        """The address for a run directory; `node`: name of the node, None for this one's.
+
+        Raises:
+            ConfigurationError: the path is no text, which files and messages name it by.
+        """
+        found = Path(run_dir).resolve()
+        try:
+            str(found).encode()
+        except UnicodeEncodeError:
+            raise ConfigurationError(
+                f"expected a run directory whose path is text in UTF-8, found the bytes {os.fsencode(found)!r}; choose "
+                "another run directory"
+            ) from None
+        return cls(found, node or node_name())
 
     @property
     def file_path(self) -> Path:

@@ -66,7 +66,8 @@ class Changes:
         if self._told <= _TELL:
             again = (
                 "; this happens again and again and costs a copy of the whole state each time: redo='capture' copies "
-                "it every capture_every_steps steps only"
+                "it every capture_every_steps steps only. An optimizer that memckpt was not given does this, too, and "
+                "its state is not restored"
             )
             _log.warning(
                 "memckpt: %s was changed outside the optimizer; redo cannot know of that, so the state is written "

@@ -20,12 +20,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
+from memckpt.errors import AgentError, AgentGoneError, ConfigurationError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.processes import helper_process
+from memckpt.processes.address import AgentAddress
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
@@ -124,6 +125,11 @@ def test_messages_are_validated(pair: Pair) -> None:
 
 
 # Processes
+
+
+def test_a_run_directory_whose_path_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"path is text in UTF-8, found the bytes b'.*\\xff'"):
+        AgentAddress.of(tmp_path / os.fsdecode(b"x\xff"))
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_of_the_same_id() -> None:
