@@ -42,7 +42,7 @@ def show_peers(table: Table, peers: PeersStatus) -> None:
     table.add_row("traffic", _traffic_text(peers))
     if peers.refused:
         messages = count(peers.refused, "message")
-        table.add_row("refused", f"[yellow]{messages} of strangers, or damaged[/]")
+        table.add_row("refused", f"[yellow]{messages} of strangers or former processes, or damaged[/]")
 
 
 def _protection_text(peers: PeersStatus) -> str:

@@ -60,7 +60,7 @@ class PeersStatus(msgspec.Struct, frozen=True):
         bytes_per_record: of them, for one record; None before the first.
         rate_limit_bytes_per_second: what may be sent now; None: no limit.
         pace: what the governor does, in words.
-        refused: messages of strangers, and damaged ones.
+        refused: messages of strangers and of processes that were replaced, and damaged ones.
         gap: the records from..to that no peer had, the last such gap; None if there was none.
         recovering: what is being restored, with progress; empty if nothing is.
         every: N, where the links do not carry every record and the state after every N-th is sent instead; else 0.

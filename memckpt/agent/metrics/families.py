@@ -141,7 +141,8 @@ def _of_peers(peers: PeersStatus, snapshot: Snapshot, make: _Maker) -> Iterator[
     yield make.gauge("peers_every_steps", "Steps from one state that is sent to the next; 0: records", peers.every)
     yield make.gauge("peers_held_bytes", "Memory of other nodes' records here", peers.held_bytes)
     yield make.counter("peers_sent_bytes", "Bytes sent to peers in this attempt", peers.bytes_sent)
-    yield make.counter("peers_refused_messages", "Messages of strangers, and damaged ones", peers.refused)
+    refused = "Messages of strangers and of replaced processes, and damaged ones"
+    yield make.counter("peers_refused_messages", refused, peers.refused)
     up = {link.node: float(link.connected) for link in peers.links}
     yield make.gauges("peer_connected", "Whether another node answers", "peer", up)
     behind = {link.node: float(link.behind_bytes) for link in peers.links}

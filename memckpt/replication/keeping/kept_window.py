@@ -166,7 +166,7 @@ class KeptWindow:
         """Check what is here of a record that is sent once more: its owner, or this node, was away for a while."""
         known = kept.fragments.get(fragment.stripe)
         same = known is not None and (known[0].checksum, known[0].digest) == (fragment.checksum, fragment.digest)
-        problem = check(*known) if known is not None and same else "it is another record of the same number"
+        problem = check(*known) if known is not None and same else "it differs from what is sent now"
         if problem:
             self._drop(fragment.record)
             raise DamagedStateError(f"what was kept of it is dropped, and it is to be sent anew: {problem}")
