@@ -150,9 +150,10 @@ class Observer:
             self.steps_lost += event.steps_lost or 0
 
     def _note_now_and_then(self, seldom: Seldom, event: AnyEvent) -> None:
-        """Do the same with one of each generation, which a script that changes weights has at each step.
+        """Count an event of a generation, and add it to the journal now and then.
 
-        The journal is bounded: all of them would leave no room for what else there is.
+        A script that changes weights has a generation at each step, and the journal is bounded: all of them would leave
+        no room for what else there is.
         """
         if seldom.tell() is None:
             self.counts[name_of(event)] += 1

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run
+from tests.support.trainings.ddp_runs import check_results, die_in_turn
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_hidden import Agreeing, Counting
@@ -29,23 +30,11 @@ def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> str
         assert run(lab, undisturbed) == [0] * job.world_size
         _references[key] = results(undisturbed)
     expected = _references[key]
-    attempts: list[Job] = []
-    for number, death in enumerate(deaths):
-        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
-        codes = run(lab, attempts[-1])
-        killed = range(job.world_size) if death.who == "all" else [death.who]
-        assert all(codes[int(rank)] == -9 for rank in killed), codes
-        check_verdicts(attempts, died=True)
-    last = replace(job, directory=fresh_directory(lab), number=len(deaths))
-    assert run(lab, last) == [0] * job.world_size
-    check_verdicts([*attempts, last], died=False)
+    last = die_in_turn(lab, job, deaths, run)
     logs = "".join(child.log.read_text() for child in lab._children)
     for step in [0, *resumed]:
         assert logs.count(f"resumed: {step}\n") >= job.world_size, logs[-4000:]
-    for ours, theirs in zip(results(last), expected, strict=True):
-        assert ours["resumed"] == resumed[-1]
-        assert not [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
-        assert not [name for name, value in theirs["state"].items() if ours["state"][name] != value]
+    check_results(results(last), expected, resumed[-1])
     return logs
 
 

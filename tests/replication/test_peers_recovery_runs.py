@@ -194,7 +194,7 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     read_fd, write_fd = os.pipe()
     late = recovers_with([0, 2, 3], lambda rank: wait_for(read_fd), lambda rank: send_to(write_fd, 3))
-    # Where each rank has all there is to hand out, only that travels; FSDP's come back elsewhere for it.
+    # Ranks of DDP have all that there is to hand out, and only that travels; those of FSDP come back elsewhere for it.
     names = () if setup is DDP else ("node2", "fresh", "node3", "node0")
     last = died.again(lab, prepare=late, names=names)
     finishes(lab, last, expected)

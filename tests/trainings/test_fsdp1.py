@@ -15,6 +15,7 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
 from tests.support.trainings.ddp_cases import Death, check_verdicts, fresh_directory, results
+from tests.support.trainings.ddp_runs import check_results, die_in_turn
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.fsdp1_cases import FlatJob, run
@@ -41,26 +42,7 @@ def survives(lab: Lab, job: FlatJob, deaths: list[Death], resumed: int) -> None:
     expected = reference(lab, job)
     if job.config.redo == "eager" and not job.nodes:
         lab.start_agent()
-    attempts: list[FlatJob] = []
-    for number, death in enumerate(deaths):
-        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
-        codes = run(lab, attempts[-1])
-        killed = range(job.world_size) if death.who == "all" else [death.who]
-        assert all(codes[int(rank)] == -9 for rank in killed), codes
-        check_verdicts(attempts, died=True)
-    last = replace(job, directory=fresh_directory(lab), number=len(deaths))
-    assert run(lab, last) == [0] * job.world_size
-    check_verdicts([*attempts, last], died=False)
-    assert_as(results(last), expected, resumed)
-
-
-def assert_as(found: list[Any], expected: list[Any], resumed: int) -> None:
-    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert ours["resumed"] == resumed, "the last attempt went on at another step"
-        wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
-        assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
-        different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
-        assert not different, f"rank {rank}: {different} differ"
+    check_results(results(die_in_turn(lab, job, deaths, run)), expected, resumed)
 
 
 def logs(lab: Lab) -> str:
@@ -129,7 +111,7 @@ def test_resumes_from_storage(lab: Lab) -> None:
     last = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, last) == [0, 0]
     check_verdicts([died, last], died=False)
-    assert_as(results(last), expected, 8)
+    check_results(results(last), expected, 8)
     with pytest.raises(UnsupportedError, match="which only its ranks can put together"):
         export(store, read_catalog(store).complete[0], lab.directory / "exported", "torch")
 

@@ -55,7 +55,7 @@ class Mail:
                 self.send(peer, moved)
 
     def _moved(self, peer: str) -> Whereabouts | None:
-        """Where a peer is, if that is not where the plan says."""
+        """Address of a peer that is elsewhere than the plan says; None: it is there, or not known."""
         address = self._transport.address_of(peer)
         return None if address in (None, self._addresses.get(peer)) else Whereabouts(peer, address)
 

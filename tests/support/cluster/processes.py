@@ -50,7 +50,7 @@ def run_child(body: Callable[[], None], log: Path) -> None:
 
 
 def remove_log_handlers() -> None:
-    """Of all loggers: some write to descriptors of the parent, which a child may have closed and used for others."""
+    """Remove the handlers of all loggers: some write to descriptors that a child closes and uses anew."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):
             for handler in list(logger.handlers):

@@ -49,7 +49,7 @@ def until_ordered(control: Control) -> None:
         session._protection.listen()
 
 
-# Of a run that stores every five steps: no order comes too late for step 5, nor for step 10 once step 5 is there.
+#: Waits of a run that stores every five steps: no order comes too late for step 5, nor for step 10 after that.
 BEFORE_5: Actions = {("after commit", 3): until_ordered}
 BEFORE_10: Actions = {("after commit", 8): until_ordered}
 

@@ -11,7 +11,7 @@ from tests.support.cluster.thread_ranks import on_ranks
 
 
 def start(place: Path, run_dir: Path, **settings: Any) -> StorageTier:
-    """What an attempt of one rank sees of its storage."""
+    """The storage tier of an attempt with one rank."""
     config = StorageConfig(url=str(place), **settings)
     tier: StorageTier = on_ranks(1, lambda ranks: StorageTier(config, run_dir, ranks, None))[0]
     return tier

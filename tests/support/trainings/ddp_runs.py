@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from memckpt.config import CompressionConfig
 from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 
+AnyJob = TypeVar("AnyJob", bound=Job)
 _references: dict[Any, list[Any]] = {}
 
 
@@ -38,12 +39,23 @@ def job_of(lab: Lab, redo: str = "lazy", compression: CompressionConfig | None =
     return Job(fresh_directory(lab), lab.run_dir, config(redo, compression=compression), **settings)
 
 
-def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchecked: Sequence[str] = ()) -> Job:
-    """Each attempt ends as planned, each next one goes on at the expected step, the last result is the reference's."""
-    expected = reference(lab, job)
-    if job.config.redo == "eager" and not job.nodes:
-        lab.start_agent()
-    attempts: list[Job] = []
+def die_in_turn(
+    lab: Lab,
+    job: AnyJob,
+    deaths: Sequence[Death],
+    run: Callable[[Lab, AnyJob], list[int]],
+    unchecked: Sequence[str] = (),
+) -> AnyJob:
+    """Run an attempt for each death, and a last one to its end; the verdicts of all resumes are checked.
+
+    Args:
+        run: runs one attempt; returns the exit codes of its ranks.
+        unchecked: reasons for which the last resume may be unproved.
+
+    Returns:
+        The last attempt.
+    """
+    attempts: list[AnyJob] = []
     for number, death in enumerate(deaths):
         attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
         codes = run(lab, attempts[-1])
@@ -53,11 +65,24 @@ def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchec
     last = replace(job, directory=fresh_directory(lab), number=len(deaths))
     assert run(lab, last) == [0] * job.world_size
     check_verdicts([*attempts, last], died=False, reasons=unchecked)
-    found = results(last)
+    return last
+
+
+def check_results(found: Sequence[Any], expected: Sequence[Any], resumed: int) -> None:
+    """Check that all ranks have resumed at this step, and have the losses and the state of the undisturbed ones."""
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert ours["resumed"] == resumed[-1], "the last attempt went on at another step"
+        assert ours["resumed"] == resumed, "the last attempt went on at another step"
         wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
         assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
         different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
         assert not different, f"rank {rank}: {different} differ"
+
+
+def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchecked: Sequence[str] = ()) -> Job:
+    """Each attempt ends as planned, each next one goes on at the expected step, the last result is the reference's."""
+    expected = reference(lab, job)
+    if job.config.redo == "eager" and not job.nodes:
+        lab.start_agent()
+    last = die_in_turn(lab, job, deaths, run, unchecked)
+    check_results(results(last), expected, resumed[-1])
     return last

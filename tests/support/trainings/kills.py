@@ -11,7 +11,7 @@ def kills_of(case: Case, kills: list[tuple[str, int]]) -> list[tuple[str, int]]:
         case "closure":
             return [("forward" if point == "before step" else point, step) for point, step in kills]
         case "adversarial" | "kept-gradients":
-            # What the generator leaves on the critic waits, until that was seen to throw it away: in the second batch.
+            # Gradients that the generator leaves on the critic wait until it throws them away, in the second batch.
             kills = [(point, step) for point, step in kills if step > 2]
             return [("before step" if point == "forward" else point, step) for point, step in kills]
         case "idle":  # optimizers step in every third batch only
