@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_an_agent_that_cannot_take_its_name_away_closes_its_sockets_all_the_same
     assert "still names this agent, which answers no more: a read-only mount" in caplog.text
     monkeypatch.undo()
     desk.address.file_path.unlink()
+
+
+def test_an_agent_ends_though_somebody_hangs_with_the_lock_for_starting_one(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections_module, "_LOCK_SECONDS", 0.05)
+    with desk.address.starting():
+        desk.connections.stop_listening()
+    assert not desk.address.file_path.exists()
+    assert "it ends all the same: pid" in caplog.text
+    assert [serving.pid for serving in desk.address.leaving()] == [os.getpid()]
 
 
 def test_without_descriptors_nobody_is_accepted_and_the_agent_lives_on(

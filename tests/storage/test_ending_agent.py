@@ -7,9 +7,11 @@ import select
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from memckpt.checkpointing.saver import Saver
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.trainer import Hello, Inventory
@@ -123,6 +125,33 @@ def test_a_start_whose_agent_ends_while_it_connects_goes_on_with_another_one(lab
     if how == signal.SIGTERM:
         assert final.restored_step == 8
         lab.check_same(PLAIN, died, final)
+
+
+def test_an_agent_that_is_told_to_end_says_so_before_it_saves(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A replica may have to go forward before it is saved, and whoever takes over does not wait for that."""
+    go, original = tmp_path / "go", Saver.save_held
+
+    def save_held(saver: Saver, *arguments: Any) -> None:
+        until(go.exists)
+        original(saver, *arguments)
+
+    monkeypatch.setattr(Saver, "save_held", save_held)
+    lab.start_agent()
+    monkeypatch.undo()
+
+    def preempt(control: Control) -> None:
+        os.kill(agent_of(control), signal.SIGTERM)
+        until(lambda: AgentAddress.of(lab.run_dir).serving() is None)
+        go.touch()
+        kill_self(control)
+
+    settings = stored("lazy", every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
 
 
 def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(lab: Lab) -> None:
