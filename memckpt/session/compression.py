@@ -268,9 +268,7 @@ class CompressedAverages:
             return report
         if self.reducer is not None:
             self.reducer.restart()
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            _log.warning("memckpt: training does not go on bit for bit: %s", why)
-        return replace(report, exact=False)
+        return report.because(why)
 
     def _why_not_restored(self, report: RestoreReport, provided: Mapping[str, Any]) -> str:
         """Why the dead attempt's compressor would have gone on otherwise, in words; empty if it would not."""

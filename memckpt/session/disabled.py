@@ -120,6 +120,9 @@ class DisabledSession(Session):
     def batch(self) -> int:
         return self._batch
 
+    def inexact(self, reason: str) -> None:
+        return
+
     # Commit
 
     def commit(

@@ -56,6 +56,24 @@ class RankState:
         self._parts: dict[str, Parts] = {}
         self.unrepeatable = ""
         self.never_repeatable = ""
+        #: Why a resume from the next record is not exact, one reason each.
+        self._inexact: dict[str, None] = {}
+
+    def inexact(self, reason: str) -> None:
+        """Declare that resumes from records of this run are not exact, from the next record on; logged once.
+
+        Args:
+            reason: what is not carried, in which object, and how to help; the end of a sentence.
+        """
+        if reason not in self._inexact:
+            self._inexact[reason] = None
+            _log.warning("memckpt: a resume of this run will not be exact: %s", reason)
+
+    def take_over(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take over from a held rank state why the run is not exact; returns the reasons."""
+        found = tuple(state.get("inexact", ()))
+        self._inexact.update(dict.fromkeys(found))
+        return found
 
     def provide(
         self,
@@ -128,6 +146,7 @@ class RankState:
             "pending": pending,
             "provided": {name: capture() for name, capture in self._captures.items()},
             "unrepeatable": self.unrepeatable or self.never_repeatable,
+            "inexact": list(self._inexact),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 
@@ -181,24 +200,22 @@ class RankState:
             if name in self._put_back:
                 self._put_back[name](value)
 
-    def load_registered(self, provided: Mapping[str, Any]) -> bool:
+    def load_registered(self, provided: Mapping[str, Any]) -> str:
         """Load the state of registered objects.
 
         Returns:
-            Whether the names provided in this attempt are those that are held; a warning names those that are not.
+            Why other names are provided in this attempt than are held, in words; empty if they are the same.
         """
         held, now = ({name for name in names if not name.startswith(OWN)} for names in (provided, self._captures))
-        if held != now:
-            _log.warning(
-                "memckpt: expected the names that are held to be registered or provided again, %s, found %s: %s is not "
-                "restored, and %s starts as it is; register the same names, or start over with resume='never'",
-                sorted(held),
-                sorted(now),
-                ", ".join(map(repr, sorted(held - now))) or "nothing",
-                ", ".join(map(repr, sorted(now - held))) or "nothing",
-            )
         self.load(self._loaders, provided)
-        return held == now
+        if held == now:
+            return ""
+        return (
+            f"expected the names that are held to be registered or provided again, {sorted(held)}, found "
+            f"{sorted(now)}: {', '.join(map(repr, sorted(held - now))) or 'nothing'} is not restored, and "
+            f"{', '.join(map(repr, sorted(now - held))) or 'nothing'} starts as it is; register the same names, or "
+            "start over with resume='never'"
+        )
 
     def has(self, name: str) -> bool:
         """Whether a name is provided."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.state.layout import CAPTURES, Layout
 from memckpt.state.spec import StateSpec
 from memckpt.user_messages import short_number
+
+_log = logging.getLogger("memckpt")
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,7 @@ class RestoreReport:
         seconds: duration of the restore.
         steps_lost: number of committed records beyond the restored one; None where it is not known, as no node's memory
             was left.
-        exact: False where the number of ranks or the mesh has changed (generators of new ranks are derived, and the
-            data position is another one), and where other names are registered than were held.
+        reasons: why training does not go on exactly, in words; empty if it does.
         check: verdict of the resume check, pending until the first steps are over.
         repeated: step that is repeated with ``resume_check="replay"``; `step` and `record` are those before it. None if
             no step is.
@@ -60,9 +62,21 @@ class RestoreReport:
     tier: str
     seconds: float
     steps_lost: int | None
-    exact: bool = True
+    reasons: tuple[str, ...] = ()
     check: ResumeCheck = field(default_factory=lambda: ResumeCheck("off", "off"))
     repeated: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether training goes on bit for bit; False also once the resume check has found a difference."""
+        return not self.reasons and self.check.verdict != "different"
+
+    def because(self, *reasons: str) -> RestoreReport:
+        """The report with further reasons, each logged; empty ones are left out."""
+        new = tuple(reason for reason in reasons if reason and reason not in self.reasons)
+        for reason in new:
+            _log.warning("memckpt: training does not go on exactly: %s", reason)
+        return replace(self, reasons=self.reasons + new)
 
     def __repr__(self) -> str:
         # For a script's log: the check as its verdict, and no more digits than anybody reads.

@@ -29,6 +29,7 @@ from memckpt.state import codec, rng
 from memckpt.state.tensors import local
 
 _log = logging.getLogger("memckpt")
+_OTHER_RANKS = "the number of ranks or their shards have changed, and what is private to a rank is another's"
 
 
 class Restoration:
@@ -186,7 +187,7 @@ class Restoration:
             chosen.held.tier,
             seconds,
             chosen.lost,
-            stored.exact,
+            () if stored.exact else (_OTHER_RANKS,),
             self._proof.check,
             repeated=self._proof.repeated,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +190,14 @@ class Session(Information):
         """
         self._rank_state.register(name, obj, attributes, parts)
 
+    def inexact(self, reason: str) -> None:
+        """Declare that resumes of this run are not exact from the next record on; `report.exact` is False then.
+
+        Args:
+            reason: what is not carried, in which object, and how to help; the end of a sentence.
+        """
+        self._rank_state.inexact(reason)
+
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
         """Call `accumulates()` in each backward: whether a later one adds to its gradients before the next step.
 
@@ -212,8 +219,7 @@ class Session(Information):
         """
         report = self.restore_tensors()
         if report is not None and self.held is not None:
-            same = self._rank_state.load_registered(self.held.rank_state)
-            report = replace(report, exact=report.exact and same)
+            report = report.because(self._rank_state.load_registered(self.held.rank_state))
         if report is not None or self.held is None:
             self.restore_rng()
         return report
@@ -226,6 +232,7 @@ class Session(Information):
         self._compression.expect_carried()
         report = self._restoration.restore_tensors(chosen, self._tap.current, self._protection.resume)
         self._tuning.redid(self._restoration.record_redo_seconds)
+        report = report.because(*self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._proof.begin(chosen)

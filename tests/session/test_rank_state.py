@@ -12,6 +12,7 @@ import torch
 from memckpt.capture.copier import HostCopier
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import RankState
+from memckpt.session.report import RestoreReport
 
 
 class Counter:
@@ -38,7 +39,7 @@ def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, ca
     rank_state.register("counter", counter)
     rank_state.provide("figure", lambda: 1)
     with caplog.at_level(logging.WARNING):
-        assert rank_state.load_registered({"counter": {"at": 7}, "figure": 1})
+        assert rank_state.load_registered({"counter": {"at": 7}, "figure": 1}) == ""
     assert counter.at == 7
     assert not caplog.records
 
@@ -54,11 +55,20 @@ def test_attributes_of_a_protected_optimizer_are_refused_with_what_carries_them(
     rank_state.register("opt", optimizers[1], ["boost"])  # which steps nothing that is protected
 
 
-def test_other_names_than_the_held_ones_are_named(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_names_than_the_held_ones_are_named(rank_state: RankState) -> None:
     counter = Counter()
     rank_state.register("lr_sched", counter)
-    with caplog.at_level(logging.WARNING):
-        assert not rank_state.load_registered({"sched": {"at": 7}})
+    said = rank_state.load_registered({"sched": {"at": 7}})
     assert counter.at == 0
-    [said] = caplog.messages
     assert "['sched'], found ['lr_sched']: 'sched' is not restored, and 'lr_sched' starts as it is" in said
+
+
+def test_a_run_that_is_not_exact_says_so_once_and_hands_it_on(
+    rank_state: RankState, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank_state.inexact("the scheduler is not registered")
+    rank_state.inexact("the scheduler is not registered")
+    assert caplog.messages == ["memckpt: a resume of this run will not be exact: the scheduler is not registered"]
+    assert rank_state.take_over({"inexact": ["a stream"]}) == ("a stream",)
+    assert RestoreReport(1, 1, "storage", 0.1, 0).exact
+    assert not RestoreReport(1, 1, "storage", 0.1, 0).because("", "a stream").exact
