@@ -12,6 +12,7 @@ from memckpt.capture.anchor_copies import AnchorCopies
 from memckpt.capture.by_value import ByValueTensors, LayoutChangedError, LiveTensor
 from memckpt.capture.copier import Copier
 from memckpt.capture.digests import Digests
+from memckpt.capture.evidence import Evidence
 from memckpt.capture.gradient_places import GradientPlaces
 from memckpt.capture.live_state import LiveState, state_of
 from memckpt.memory.generation_regions import GenerationRegions
@@ -42,6 +43,7 @@ class SlotWriter:
 
     Attributes:
         whole: whether all slots are reserved now.
+        evidence: samples of the layout's tensors.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SlotWriter:
             [LiveTensor(tensors[one.name], holders.get(one.name)) for one in specs]
             for specs in (spec.by_value, spec.static)
         )
+        self.evidence = Evidence(spec, live)
         self._by_value = ByValueTensors(self.layout, by_value, rank, copier)
         #: Digests of the tensors held once, as this rank staged them last.
         self._digests: Digests | None = None

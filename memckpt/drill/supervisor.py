@@ -47,7 +47,7 @@ class Blow:
         unprotected: steps until a new agent held the state, where only the agent was killed; None: until the end.
         seconds: from the kill to the first step that is new, or that the new agent holds.
         tier: source of the state; ``"nothing"`` where training started over.
-        check, check_line: verdict of repeating the last step, and its line; ``"none"``: nothing was compared.
+        check, check_line: verdict of repeating the last step, and its line; ``"none"``: no step was compared.
     """
 
     kind: Kind

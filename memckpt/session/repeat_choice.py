@@ -42,7 +42,7 @@ class RepeatChoice:
     def do_without(self, reason: str) -> None:
         """Settle the check: nothing is compared, for this reason."""
         if self._check.verdict == "pending":
-            self._check.settle("none", f"nothing was compared: {reason}")
+            self._check.settle("none", f"no step was compared: {reason}")
 
     def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:
         """Decide on a record in memory; collective.

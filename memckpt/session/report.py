@@ -67,6 +67,11 @@ class RestoreReport:
     repeated: int | None = None
 
     @property
+    def evidence(self) -> str:
+        """What of the restored state was compared with the sample that its record carries, and how it came out."""
+        return self.check.evidence
+
+    @property
     def exact(self) -> bool:
         """Whether training goes on bit for bit; False also once the resume check has found a difference."""
         return not self.reasons and self.check.verdict != "different"

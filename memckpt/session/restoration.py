@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 
-from memckpt.capture.param_groups import restore_groups, restore_state_order
+from memckpt.capture.evidence import Evidence
+from memckpt.capture.param_groups import describe_groups, restore_groups, restore_state_order
 from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.journal.events import Recovered
+from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.held_record import InMemory, InStorage, restorer_of
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
-from memckpt.session.repetition import Repetition
+from memckpt.session.repetition import Repetition, any_accelerator
 from memckpt.session.report import RestoreReport
+from memckpt.session.resume_check import Proof, prove
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.staging import Staging
 from memckpt.state import codec, rng
@@ -101,6 +104,7 @@ class Restoration:
             self._restore_held(plan.record, regions, writer)
             self._restore_optimizers(chosen.state)
             self._agree_on_replicas(writer)
+            proved = self._prove(writer.evidence, chosen)
             if regions.message.before is not None:
                 held = InMemory(plan.record, self._ranks.rank, regions, writer, self._live, self._link)
                 state = codec.decode(regions.message.rank_states[self._ranks.rank])
@@ -122,7 +126,7 @@ class Restoration:
             plan.lost,
             check=proof.check,
             repeated=proof.repeated,
-        )
+        ).because(self._why_not_exact(proved))
 
     def _restore_held(self, record: int, regions: PreparedRegions, writer: SlotWriter) -> None:
         message = regions.message
@@ -180,6 +184,7 @@ class Restoration:
             last, state = repeated.point, codec.decode(repeated.rank_state)
             in_storage = InStorage(repeated, self._live)
             self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
+        proved = self._prove(Evidence(stored.own.spec, self._live), chosen) if stored.exact else None
         seconds = time.perf_counter() - started
         return RestoreReport(
             point.step,
@@ -190,9 +195,30 @@ class Restoration:
             () if stored.exact else (_OTHER_RANKS,),
             self._proof.check,
             repeated=self._proof.repeated,
-        )
+        ).because(self._why_not_exact(proved))
 
     # From either
+
+    def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof:
+        """Compare the live state with the sample that its record carries; collective."""
+        comparison = Comparison()
+        with torch.no_grad():
+            pairs = evidence.pairs(chosen.state["evidence"])
+        if pairs is None:
+            comparison.absence("the state", "other tensors", "those of the record")
+        for pair in pairs or ():
+            comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
+        for name, value in describe_groups(self._live).items():
+            comparison.value("hyperparameters", name, value, chosen.state[name])
+        everybody = self._ranks.gather(comparison.findings(self._live.tensors()))
+        return prove(everybody, any_accelerator(self._live, self._ranks), chosen.held.step, chosen.held.tier)
+
+    def _why_not_exact(self, proof: Proof | None) -> str:
+        """Take the proof for the resume check; returns why the restored state is another one, empty if it is not."""
+        if proof is None:
+            return ""
+        self._proof.check.prove(proof)
+        return proof.line if proof.differs or proof.rounds else ""
 
     def _restore_optimizers(self, state: Mapping[str, Any], resharded: bool = False) -> None:
         """Restore optimizer state that is in no slot."""

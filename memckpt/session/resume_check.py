@@ -47,12 +47,28 @@ _CAUSES = (
 )
 
 
+@dataclass(frozen=True)
+class Proof:
+    """Comparison of a restored state with the sample that its record carries, of all ranks.
+
+    Attributes:
+        line: what was compared, or what differs, in words.
+        differs: whether the state is another one; rounding on an accelerator does not count.
+        rounds: whether it is the same but for rounding.
+    """
+
+    line: str
+    differs: bool = False
+    rounds: bool = False
+
+
 @dataclass
 class ResumeCheck:
     """Result of the check of one resume; filled in once the first steps are over.
 
     Attributes:
         kind: configured check.
+        evidence: what of the restored state was compared with the sample that its record carries, in words.
         verdict: ``"pending"`` until the check is over. ``"equal"``: bit for bit. ``"rounding"``: equal but for the last
             bits, on an accelerator. ``"different"``: see `differences`. ``"none"``: there was nothing to compare with.
             ``"off"``: not configured.
@@ -66,10 +82,41 @@ class ResumeCheck:
     line: str = ""
     step: int | None = None
     differences: tuple[Difference, ...] = ()
+    evidence: str = ""
+    _refuted: bool = False
+
+    def prove(self, proof: Proof) -> None:
+        """Take the comparison of the restored state with its sample; a difference is final."""
+        self.evidence, self._refuted = proof.line, proof.differs
+        if self.verdict == "none" or (proof.differs and self.kind != "off"):
+            self.settle("none", self.line)
 
     def settle(self, verdict: Verdict, line: str, differences: Sequence[Difference] = ()) -> None:
-        """Set the verdict."""
+        """Set the verdict; where no step gave one, or the restored state is another one already, the sample's stays."""
+        if self.evidence and (verdict == "none" or self._refuted):
+            verdict = "different" if self._refuted else "equal"
+            line = "; ".join(filter(None, (self.evidence, line)))
         self.verdict, self.line, self.differences = verdict, line, tuple(differences)
+
+
+def prove(everybody: Sequence[Findings], accelerated: bool, step: int, tier: str) -> Proof:
+    """Judge a restored state by the findings of all ranks.
+
+    Args:
+        everybody: findings, by rank.
+        accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
+        step: step after which the sample was taken.
+        tier: source of the state, in words.
+    """
+    wrong = [(rank, one) for rank, findings in enumerate(everybody) for one in findings.differences]
+    what = f"a sample of the state after step {step}, from {tier}"
+    if not wrong:
+        return Proof(f"{what}: {_counts(everybody)} are equal, bit for bit")
+    differences = [one for _, one in wrong]
+    if accelerated and all(one.kind in _TENSORS and one.relative <= _allowed(one) for one in differences):
+        worst = max(differences, key=lambda one: one.ulp)
+        return Proof(f"{what}: equal but for rounding, by {worst.ulp:.3g} ulp at most, in {worst.name}", rounds=True)
+    return Proof(f"{what} is {_differing(everybody, wrong)}", differs=True)
 
 
 def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, what: str) -> None:
@@ -116,7 +163,7 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
     count = sum(one.gradients for one in everybody)
     if not count:
         reason = next((one.problem for one in everybody if one.problem), "no gradient was made")
-        check.settle("none", f"nothing was compared: {reason}")
+        check.settle("none", f"no step was compared: {reason}")
         return
     check.step = step
     wrong = sorted(

@@ -89,7 +89,7 @@ class ResumeProof:
             self._recorder.begin(None, self.repetition.record)
             steps = self.repetition.steps
             self._recorder.repeated = steps.stepped if steps is not None else None
-        elif self.check.verdict == "none":
+        elif self.check.verdict not in ("pending", "off"):
             self.tell()
         if self._witness is not None:
             self._witness.note_left(self._reduces)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -213,17 +214,17 @@ class Staging:
     def _versions_now(self) -> list[int]:
         return [version(param) for param in self.writer.params] if self.writer is not None else []
 
-    def _with_optimizers(self, point: RestorePoint, writer: SlotWriter) -> codec.Packed:
-        """The rank state, with the parts of a captured state that are not in its slot."""
-        if not writer.captures:
-            return point.packed
-        captured = {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
-        return point.packed.joined(codec.Packed(captured, self._copier.fetch, self._copier.token))
+    def _completed(self, point: RestorePoint, writer: SlotWriter) -> codec.Packed:
+        """The rank state, with evidence, and with the parts of a captured state that are not in its slot."""
+        added: dict[str, Any] = {"evidence": writer.evidence.take(point.record)}
+        if writer.captures:
+            added |= {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
+        return point.packed.joined(codec.Packed(added, self._copier.fetch, self._copier.token))
 
     def _seal_captured(self, writer: SlotWriter, point: RestorePoint, stall_ms: float) -> Callable[[], Commit]:
         copied, meta = self._copier.token(), self._captured
         self._versions = self._versions_now()
-        rank_state = point.packed if meta is None else self._with_optimizers(point, writer)
+        rank_state = point.packed if meta is None else self._completed(point, writer)
 
         def finish() -> Commit:
             copied()
@@ -243,6 +244,8 @@ class Staging:
         if writer.captures:
             return self._seal_captured(writer, point, stalled * 1e3)
         missing, plain = self._anchored
+        with torch.no_grad():
+            rank_state = self._completed(point, writer)
         copied = self._copier.token()
         sub_steps, digests = self._recorder.take_sub_steps(), writer.take_digests()
 
@@ -252,7 +255,7 @@ class Staging:
             if writer.leads:
                 meta = encode_meta(RecordMeta(point.record, point.record - 1, False, sub_steps(), missing, plain))
             writer.seal(point.record, digests)
-            return Commit(writer.generation, point.record, point.step, point.rank_state, meta, stalled * 1e3)
+            return Commit(writer.generation, point.record, point.step, rank_state.encode(), meta, stalled * 1e3)
 
         return finish
 
@@ -273,7 +276,7 @@ class Staging:
             raise
         if not writer.leads:
             metas, missing, plain = (), (), b""
-        rank_state = self._with_optimizers(point, writer).encode()
+        rank_state = self._completed(point, writer).encode()
         commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
@@ -293,7 +296,7 @@ class Staging:
                 pass  # replied as `missed`: the agent asks again, and the next record shows the change
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
-                beside = self._with_optimizers(point, writer).encode() if writer.captures else b""
+                beside = self._completed(point, writer).encode() if writer.captures else b""
                 seconds = time.perf_counter() - started
                 taken = SnapshotTaken(record, order.number, seconds, False, *parts, rank_state=beside)
             finally:

@@ -49,7 +49,7 @@ def kill_and_resume(lab: Lab, case: Case, redo: str, kill: tuple[str, int], **re
 
 
 @REDO
-def test_it_says_equal_wherever_a_gradient_had_landed_and_none_elsewhere(lab: Lab, redo: str) -> None:
+def test_gradients_are_compared_wherever_one_had_landed_and_the_sample_elsewhere(lab: Lab, redo: str) -> None:
     kills = [("backward", 4), ("before step", 6), ("after step", 8), ("in commit", 10), ("forward", 12)]
     kills += [("after commit", 13)]
     said = []
@@ -58,7 +58,7 @@ def test_it_says_equal_wherever_a_gradient_had_landed_and_none_elsewhere(lab: La
         ended = lab.train(PLAIN, config(redo, **WITNESS), seed=1 if number == 0 else 50 + number, actions=actions)
         said.append(ended.verdict)
     lab.check_same(PLAIN, ended)
-    assert [verdict for verdict, _ in said] == ["pending", "equal", "equal", "equal", "equal", "none", "none"]
+    assert [verdict for verdict, _ in said] == ["pending", *["equal"] * 6]
     lines = [line for _, line in said]
     assert re.fullmatch(
         r"step 4's first 2 gradients \(10\.0 KiB\) are those that the dead attempt had left: equal, bit for bit",
@@ -106,7 +106,8 @@ def test_gradients_that_were_added_to_used_ones_say_nothing(lab: Lab) -> None:
     """A resume has zeros in the place of gradients that were used, and no optimizer sees the sum."""
     ended = kill_and_resume(lab, Case("adds-to-used", AddsToUsed), "lazy", ("before step", 6))
     verdict, line = ended.verdict
-    assert verdict == "none"
+    assert verdict == "equal"
+    assert line.startswith("a sample of the state after step 5")
     assert "added to gradients that were used and not zeroed" in line
 
 
@@ -256,9 +257,9 @@ def test_they_are_compared_where_no_record_is_being_written(lab: Lab) -> None:
 def test_gradients_of_another_tap_are_not_compared(lab: Lab) -> None:
     settings = config("lazy", tap="step", **WITNESS)
     ended = kill_and_resume(lab, PLAIN, "lazy", ("after step", 5), settings=settings)
-    assert ended.verdict == (
-        "none",
-        "nothing was compared: the dead attempt took its gradients by another tap (streaming, now step)",
+    assert ended.verdict[0] == "equal"
+    assert ended.verdict[1].endswith(
+        "bit for bit; no step was compared: the dead attempt took its gradients by another tap (streaming, now step)"
     )
 
 
@@ -270,7 +271,7 @@ def test_a_failure_to_compare_never_reaches_training(lab: Lab) -> None:
         witness._compare = failing
 
     ended = kill_and_resume(lab, PLAIN, "lazy", ("after step", 5), prepare=prepare)
-    assert ended.verdict[0] == "none"
+    assert ended.verdict[0] == "equal"
     assert "failed: RuntimeError: out of memory" in ended.verdict[1]
 
 
@@ -285,7 +286,7 @@ def test_it_can_be_turned_off(lab: Lab) -> None:
 def test_where_no_step_can_be_repeated_it_is_what_is_left(lab: Lab) -> None:
     """A generation began with the resumed record: nothing is before it."""
     ended = kill_and_resume(lab, PLAIN, "lazy", ("after step", 2), settings=config("lazy", resume_check="replay"))
-    assert ended.verdict[0] == "none"
+    assert ended.verdict[0] == "equal"
     assert "a generation began at record 1" in ended.verdict[1]
     assert verdict_of(ended.log).startswith("step 2's first 6 gradients")
 

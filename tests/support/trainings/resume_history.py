@@ -145,5 +145,6 @@ def why_unproved(
             for rank in range(len(ranks))
             for reason in History(attempt[rank] for attempt in earlier if rank < len(attempt)).reasons(one["held"])
         ]
-    fine = verdict == "equal" or (verdict == "none" and any(part in line for part in (*implied, *reasons)))
+    compared = "no step was compared" not in line
+    fine = verdict == "equal" and (compared or any(part in line for part in (*implied, *reasons)))
     return "" if fine else f"{verdict}: {line}; expected: equal, or one of {[*implied, *reasons]}"
