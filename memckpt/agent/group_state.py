@@ -39,7 +39,7 @@ from memckpt.protocol.trainer import (
     Unprepare,
 )
 from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
-from memckpt.state.spec import StateSpec, first_difference
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -128,7 +128,7 @@ class GroupState:
         held = self.held
         if held is None:
             return HeldRecords(node=self._node, ranks=self.ranks)
-        difference = first_difference(held.spec.fingerprint(), fingerprint) if fingerprint is not None else None
+        difference = held.spec.difference(fingerprint) if fingerprint is not None else None
         if difference is not None:
             return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
         steps = {record: one.ledger.step_of(record) or 0 for record, one in self.generations.standing_still().items()}

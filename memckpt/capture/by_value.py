@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.digests import Digests
@@ -26,14 +26,14 @@ class LayoutChangedError(UnsupportedError):
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor; with the module and key if it is a buffer, which user code may replace at any time."""
+    """A tensor; with the dict and key of its module, where user code may replace it at any time."""
 
     tensor: torch.Tensor
-    holder: tuple[nn.Module, str] | None
+    holder: tuple[dict[str, Any], str] | None
 
     def now(self) -> torch.Tensor | None:
-        """The tensor, or the buffer that is registered in its place now."""
-        return self.tensor if self.holder is None else self.holder[0]._buffers.get(self.holder[1])
+        """The tensor, or the one that is in its place now."""
+        return self.tensor if self.holder is None else self.holder[0].get(self.holder[1])
 
 
 class ByValueTensors:

@@ -16,7 +16,7 @@ import torch
 
 from memckpt.capture.by_value import LiveTensor
 from memckpt.capture.live_state import LiveState, state_of
-from memckpt.state.spec import StateSpec, is_residual
+from memckpt.state.spec import StateSpec, is_ours
 from memckpt.state.tensors import Fixed, bits_of, local
 
 #: Elements of all tensors together in a sample: up to 48 KiB of fp32, which a commit's packet takes.
@@ -96,12 +96,12 @@ class Evidence:
 
     def __init__(self, spec: StateSpec, live: LiveState) -> None:
         self._optimizers = live.optimizers
-        tensors, holders = live.tensors(), live.buffer_holders()
+        tensors, holders = live.tensors(), live.tree.holders()
         self._params = [
             (one.tensor.name, tensors[one.tensor.name], [owner.optimizer for owner in one.owners])
             for one in spec.params
         ]
-        beside: list[tuple[Kind, str]] = [("buffer", one.name) for one in spec.by_value if not is_residual(one.name)]
+        beside: list[tuple[Kind, str]] = [("buffer", one.name) for one in spec.by_value if not is_ours(one.name)]
         beside += [("frozen", one.name) for one in spec.static]
         self._beside = [(kind, name, LiveTensor(tensors[name], holders.get(name))) for kind, name in beside]
         self._sampler: _Sampler | None = None

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.capture import shards
+from memckpt.capture.modules import ModuleTree, without_wrappers
 from memckpt.capture.spec_request import Growth, SpecRequest
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
@@ -29,6 +30,7 @@ from memckpt.state.optimizers import (
     cannot_be_redone,
     describe_state,
     dtype_name,
+    dtype_of,
     gradient_habits,
     is_elementwise,
     is_importable,
@@ -42,14 +44,12 @@ from memckpt.state.spec import (
     Shard,
     StateSpec,
     TensorSpec,
+    is_ours,
 )
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
-#: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
 _log = logging.getLogger("memckpt")
 
 
@@ -65,9 +65,13 @@ class LiveState:
         self.growth = Growth()
         #: How a parameter's gradients are encoded, where they are averaged in compressed form; None: none is.
         self.encoding_of: Callable[[torch.Tensor], GradientEncoding | None] | None = None
-        # Walking a module tree at every commit would cost more than the copies of a small model.
-        self._group_names: tuple[tuple[tuple[int, ...], ...], list[list[list[str]]]] | None = None
+        #: Findings that no record can hold, in words: why a resume of this run is not exact.
+        self.not_carried: dict[str, None] = {}
+        #: Number of times that the set of tensors has been found to have changed.
+        self.changes = 0
+        self._group_names: tuple[list[list[int]], list[list[list[str]]]] | None = None
         self._named_params: list[tuple[str, torch.Tensor]] = []
+        self._told: set[str] = set()
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         self._shards: dict[str, torch.Tensor] = {}
         # FSDP1 replaces parameters in the modules temporarily.
@@ -75,9 +79,13 @@ class LiveState:
         self.put_shards_in_place()
         if shards.fsdp1_wrappers(model):
             self._flattened = dict(self._parameters())
+        self.tree = ModuleTree({"": model, **self.extra_modules})
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
+        # As a new process makes them: a resume has to make from these what there is later.
+        self._born = self._kinds()
+        self._born_modules = set(self.tree.modules)
         #: State of optimizers that could not be captured, as text, in the order of discovery.
         self.left_out: dict[str, None] = {}
         #: Optimizers whose steps cannot be redone, with the reason.
@@ -120,7 +128,7 @@ class LiveState:
         yield from self._flattened.items()
         stepped = {id(param) for _, param in self._optimizer_positions()}
         for found, param in self.model.named_parameters():
-            name = _without_wrappers(found)
+            name = without_wrappers(found)
             if name not in self._flattened:
                 yield name, self._in_place_of(name, param, stepped)
 
@@ -172,7 +180,7 @@ class LiveState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the training state by name, parameters of the model first. Shared tensors appear once."""
         named = dict(self._parameters())
-        named.update((_without_wrappers(name), tensor) for name, tensor in self.model.named_buffers())
+        named.update((without_wrappers(name), tensor) for name, tensor in self.model.named_buffers())
         known = {id(tensor) for tensor in named.values()}
         for position, param in self._optimizer_positions():
             if id(param) not in known:
@@ -190,21 +198,23 @@ class LiveState:
         return {id(tensor): name for name, tensor in self.tensors().items()}
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Every parameter of the model, by name."""
+        """Every parameter, of the model, the optimizers and the modules beside it, by name."""
         if not self._named_params:
-            self._named_params = list(self._parameters())
+            self._named_params = [one for one in self.tensors().items() if isinstance(one[1], nn.Parameter)]
         return self._named_params
 
     def names_of_groups(self) -> list[list[list[str]]]:
         """Names of parameters, by optimizer and group."""
-        sizes = tuple(tuple(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
-        if self._group_names is None or self._group_names[0] != sizes:
+        members = [
+            [id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in self.optimizers
+        ]
+        if self._group_names is None or self._group_names[0] != members:
             names = self.names()
             found = [
                 [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
                 for optimizer in self.optimizers
             ]
-            self._group_names = (sizes, found)
+            self._group_names = (members, found)
         return self._group_names[1]
 
     def large_buffers(self) -> dict[str, torch.Tensor]:
@@ -234,15 +244,107 @@ class LiveState:
             if isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
         }
 
-    def buffer_holders(self) -> dict[str, tuple[nn.Module, str]]:
-        """The module and key of each buffer, by name: user code may replace the tensor at any time."""
-        holders: dict[str, tuple[nn.Module, str]] = {}
-        for prefix, module in [("", self.model), *((f"{name}.", one) for name, one in self.extra_modules.items())]:
-            for path, owner in module.named_modules():
-                for key in owner._buffers:
-                    name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                    holders[_without_wrappers(name)] = (owner, key)
-        return holders
+    # What appears, grows or goes while training runs
+
+    def _kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors().items()}
+
+    def follow(self) -> None:
+        """Look for tensors that are new, gone or replaced; called in each commit, before anything is described."""
+        # Sharded modules swap shards and whole parameters all the time.
+        if self._flattened or self._shards or not self.tree.moved():
+            return
+        self.note_changes()
+
+    def note_changes(self) -> None:
+        """Note that other tensors than before may be in the modules."""
+        self.changes += 1
+        self._group_names = None
+        self._named_params = []
+        now = self._kinds()
+        for name in [one for one in {**self._born, **now} if self._born.get(one) != now.get(one)]:
+            if is_ours(name) or name in self.growth.late:
+                continue
+            module = name.rpartition(".")[0]
+            if module in self._born_modules and module in self.tree.modules:
+                self.growth.late.add(name)
+            elif name in now:
+                self._tell_once(
+                    f"{name} has appeared, and a new process does not have it: its state is recorded, and this run can "
+                    f"be resumed only if the script makes {module!r} before attach()"
+                )
+            else:
+                self.growth.late.add(name)
+                self.not_carried[
+                    f"{name} is gone with its module, which a new process has again; leave the module out before "
+                    "attach() when the run is resumed"
+                ] = None
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("memckpt: %s", text)
+
+    def describe_late(self) -> list[list[Any]]:
+        """What has become of each tensor that has appeared, changed or gone since the process began."""
+        if not self.growth.late:
+            return []
+        tensors, holders, keys = self.tensors(), self.tree.holders(), self._state_dict_keys(every=True)
+        found: list[list[Any]] = []
+        for name in sorted(self.growth.late):
+            tensor = tensors.get(name)
+            if tensor is not None and name in holders:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                on_host = tensor.device.type == "cpu"
+                persistent = self._is_persistent(name)
+                found.append([name, kind, list(tensor.shape), dtype_name(tensor.dtype), on_host, persistent])
+            elif name in keys:
+                found.append([name, "tied", keys[name]])
+            elif tensor is None:
+                found.append([name, "none"])
+        return found
+
+    def _is_persistent(self, name: str) -> bool:
+        path, _, key = name.rpartition(".")
+        return path not in self.tree.modules or key not in self.tree.modules[path]._non_persistent_buffers_set
+
+    @torch.no_grad()
+    def place_late(self, described: Sequence[Sequence[Any]]) -> None:
+        """Make the modules hold tensors as :meth:`describe_late` found them; their values are restored later."""
+        if not described:
+            return
+        device = next(iter(self.tensors().values())).device
+        for name, kind, *rest in described:
+            path, _, key = name.rpartition(".")
+            module = self.tree.modules.get(path)
+            if module is None:
+                continue  # as it is gone from the run that is continued
+            there = module._parameters.get(key, module._buffers.get(key))
+            if kind == "none":
+                for held in (module._parameters, module._buffers):
+                    held.update({key: None} if key in held else {})
+                continue
+            if kind == "tied":
+                module._parameters[key] = self.tensors()[rest[0]]  # type: ignore[assignment]
+                continue
+            shape, dtype, on_host, persistent = tuple(rest[0]), dtype_of(rest[1]), rest[2], rest[3]
+            other = module._buffers if kind == "parameter" else module._parameters
+            if there is not None and key not in other and (tuple(there.shape), there.dtype) == (shape, dtype):
+                continue
+            new = torch.zeros(shape, dtype=dtype, device="cpu" if on_host else device)
+            other.pop(key, None)
+            vars(module).pop(key, None)
+            if kind == "buffer":
+                module._buffers[key] = new
+                (module._non_persistent_buffers_set.discard if persistent else module._non_persistent_buffers_set.add)(
+                    key
+                )
+            elif isinstance(there, nn.Parameter):
+                there.data = new  # optimizers and ties keep it
+            else:
+                module._parameters[key] = nn.Parameter(new, requires_grad=new.is_floating_point() or new.is_complex())
+        self.tree.moved()
+        self.note_changes()
 
     def _optimizer_positions(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, optimizer in enumerate(self.optimizers):
@@ -306,6 +408,7 @@ class LiveState:
             shared=shared,
             apart=tuple(sorted(self.growth.apart)),
             encodings=tuple(encodings) if any(encodings) and request.mode != "capture" else (),
+            late=tuple(sorted(self.growth.late)),
         )
 
     def _encoding(self, param: torch.Tensor) -> GradientEncoding | None:
@@ -313,17 +416,23 @@ class LiveState:
             return None
         return self.encoding_of(param)
 
-    def _state_dict_keys(self) -> dict[str, str]:
-        """Names of tensors by their key in the model's ``state_dict()``; runs none of the user's hooks."""
+    def _state_dict_keys(self, every: bool = False) -> dict[str, str]:
+        """Names of tensors by their key in the model's ``state_dict()``; runs none of the user's hooks.
+
+        Args:
+            every: also of modules beside the model, and of what no state_dict() has.
+        """
         names = self.names()
         # Whole parameters that replace shards temporarily.
-        names.update((id(param), _without_wrappers(name)) for name, param in self.model.named_parameters())
+        names.update((id(param), without_wrappers(name)) for name, param in self.model.named_parameters())
         keys = {}
-        for path, module in self.model.named_modules(remove_duplicate=False):
+        roots = {"": self.model, **(self.extra_modules if every else {})}
+        modules = ((p, *one) for p, root in roots.items() for one in root.named_modules(remove_duplicate=False))
+        for prefix, path, module in modules:
             for key, tensor in {**module._parameters, **module._buffers}.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
-                    full = f"{path}.{key}" if path else key
-                    keys[_without_wrappers(full)] = names[id(tensor)]
+                if tensor is not None and (every or key not in module._non_persistent_buffers_set):
+                    full = ".".join(filter(None, (prefix, path, key)))
+                    keys[without_wrappers(full)] = names[id(tensor)]
         return keys
 
     def _param_spec(
@@ -374,12 +483,6 @@ class LiveState:
 
     def _optimizer_capture(self) -> OptimizerCapture:
         return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])
-
-
-def _without_wrappers(name: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:

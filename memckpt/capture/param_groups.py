@@ -1,4 +1,4 @@
-"""Parameter groups, requires_grad flags and the order of optimizer state, by name.
+"""Parameter groups, flags, what modules hold beside tensors, and the order of optimizer state, by name.
 
 Frameworks change these by themselves, and a resume has to restore them.
 """
@@ -9,12 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from memckpt.capture.live_state import LiveState
+from memckpt.state.captured import filled
 from memckpt.state.optimizers import hyperparameters
 
 
 def describe_groups(live: LiveState) -> dict[str, Any]:
-    """Part of the rank state that :func:`restore_groups` and :func:`restore_state_order` read; plain values."""
+    """Part of the rank state that :func:`restore_groups` and :func:`restore_state_order` read."""
+    live.follow()
     return {
+        "late": live.describe_late(),
+        "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),
         "groups": _groups(live),
         "trainable": {name: param.requires_grad for name, param in live.named_parameters()},
         "state_order": _state_order(live),
@@ -48,7 +52,9 @@ def _state_order(live: LiveState) -> list[list[str] | None]:
 
 
 def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
-    """Restore flags, and the groups' structure and hyperparameters."""
+    """Make the tensors that a new process lacks; restore flags, and the groups' structure and hyperparameters."""
+    live.place_late(described.get("late", ()))
+    restore_modes(live, described)
     tensors = live.tensors()
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:
@@ -56,17 +62,25 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     for optimizer, groups in zip(live.optimizers, described["groups"], strict=True):
         groups_now = optimizer.param_groups
         for index, saved in enumerate(groups):
-            values = {**saved, "params": [tensors[name] for name in saved["params"]]}
-            if index < len(groups_now):
-                groups_now[index].clear()
-                groups_now[index].update(values)
-            else:
-                groups_now.append(values)
+            if index == len(groups_now):
+                groups_now.append({})
+            group = groups_now[index]
+            values = {key: filled(value, group.get(key)) for key, value in saved.items()}
+            group.clear()
+            group.update({**values, "params": [tensors[name] for name in saved["params"]]})
         del groups_now[len(groups) :]
 
 
+def restore_modes(live: LiveState, described: Mapping[str, Any]) -> None:
+    """Put back the modules' flags, numbers and generators."""
+    if "modules" in described:
+        live.tree.restore_modes(described["modules"])
+
+
 def restore_state_order(live: LiveState, described: Mapping[str, Any]) -> None:
-    """Restore the order of state, which state_dict() shows; call after all state is restored."""
+    """Restore modules' extra state, and the order of state, which state_dict() shows; call after all other state."""
+    if "modules" in described:
+        live.tree.restore_extra_state(described["modules"])
     tensors = live.tensors()
     for optimizer, order in zip(live.optimizers, described["state_order"], strict=True):
         for name in order or ():

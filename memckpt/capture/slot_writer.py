@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
 from memckpt.state.layout import Piece
-from memckpt.state.optimizers import dtype_of, fits_room, fits_slots
+from memckpt.state.optimizers import dtype_name, dtype_of, fits_room, fits_slots
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import is_residual
+from memckpt.state.spec import is_ours
 from memckpt.state.tensors import local
 
 Missing = tuple[tuple[int, int, str], ...]
@@ -63,20 +63,11 @@ class SlotWriter:
         self._live = live
         self._copier = copier
         self.ring = SlotRing(self._slots, self.layout, generation)
-        tensors = live.tensors()
+        tensors = self._tensors_of(live)
         #: The live parameters, including DTensors; the rank's local part of each is staged.
         self.params = [tensors[param.tensor.name] for param in spec.params]
         self.index = {id(param): index for index, param in enumerate(self.params)}
-        for one in filter(lambda one: is_residual(one.name) and one.name not in tensors, spec.by_value):
-            # A held generation, which is only read: what compression had left out is not live.
-            tensors[one.name] = torch.empty(one.shape, dtype=dtype_of(one.dtype))
-        holders = live.buffer_holders()
-        by_value, self._static_tensors = (
-            [LiveTensor(tensors[one.name], holders.get(one.name)) for one in specs]
-            for specs in (spec.by_value, spec.static)
-        )
-        self.evidence = Evidence(spec, live)
-        self._by_value = ByValueTensors(self.layout, by_value, rank, copier)
+        self._bind(tensors)
         #: Digests of the tensors held once, as this rank staged them last.
         self._digests: Digests | None = None
         self.mine = [stager == rank for stager in self.layout.stagers]
@@ -97,6 +88,44 @@ class SlotWriter:
         self.whole = False
         if whole:
             self.use_all_slots()
+
+    def _tensors_of(self, live: LiveState) -> dict[str, torch.Tensor]:
+        tensors = live.tensors()
+        for one in filter(lambda one: is_ours(one.name) and one.name not in tensors, self.spec.by_value):
+            # A held generation, which is only read: what compression had left out is not live.
+            tensors[one.name] = torch.empty(one.shape, dtype=dtype_of(one.dtype))
+        return tensors
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the live tensors that are copied by value, or once."""
+        self._changes, holders = self._live.changes, self._live.tree.holders()
+        by_value, self._static_tensors = (
+            [LiveTensor(tensors[one.name], holders.get(one.name)) for one in specs]
+            for specs in (self.spec.by_value, self.spec.static)
+        )
+        self.evidence = Evidence(self.spec, self._live)
+        self._by_value = ByValueTensors(self.layout, by_value, self.rank, self._copier)
+
+    def _follow(self) -> None:
+        """Find tensors again where the modules hold others than before.
+
+        Raises:
+            LayoutChangedError: they do not fit the layout.
+        """
+        if self._changes == self._live.changes:
+            return
+        tensors = self._tensors_of(self._live)
+        held = {one.name: one for one in self.spec.tensors()}
+        for name in [*held, *(one for one in tensors if one not in held)]:
+            if name not in held or name not in tensors:
+                raise LayoutChangedError(f"{name} has {'gone' if name in held else 'appeared'}")
+            now = local(tensors[name])
+            if (tuple(now.shape), dtype_name(now.dtype)) != (held[name].shape, held[name].dtype):
+                raise LayoutChangedError(f"{name} has another shape or dtype: {list(now.shape)} {now.dtype}")
+        for name, param in zip((one.tensor.name for one in self.spec.params), self.params, strict=True):
+            if tensors[name] is not param:
+                raise LayoutChangedError(f"{name} has been replaced")
+        self._bind(tensors)
 
     def use_all_slots(self) -> None:
         """Allow records to be staged: all slots are reserved now.
@@ -221,6 +250,7 @@ class SlotWriter:
         Raises:
             LayoutChangedError: a buffer has changed its shape or dtype, or was removed.
         """
+        self._follow()
         self.ring.open_by_value(record, self.rank)
         self._digests = None
         self._by_value.copy(self._slots, self.layout.by_value_base(record))
@@ -288,6 +318,7 @@ class SlotWriter:
         Raises:
             LayoutChangedError: the state no longer fits the layout.
         """
+        self._follow()
         self.ring.open_for_writing(record, self.rank)
         missing, plain = self._stage_pieces(record)
         self.stage_by_value(record)
@@ -308,6 +339,7 @@ class SlotWriter:
         Raises:
             LayoutChangedError: the state no longer fits the layout.
         """
+        self._follow()
         missing, plain = self._fill(region)
         self._by_value.copy(region, self.layout.state_bytes)
         return missing, plain

@@ -75,7 +75,8 @@ class Growth:
     """Room that earlier records have shown to be needed, which never shrinks; and the latest dtypes of gradients.
 
     Room: sub-steps by optimizer, bytes of sparse gradients, tensors that change, tensors that differ between ranks,
-    and whether gradients were not the compressed averages, so that all are recorded uncompressed.
+    whether gradients were not the compressed averages, so that all are recorded uncompressed, and tensors that a new
+    process does not have, or has in another shape or dtype.
     """
 
     sub_steps: dict[int, int] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Growth:
     apart: set[str] = field(default_factory=set)
     grad_dtypes: dict[str, str] = field(default_factory=dict)
     uncompressed: bool = False
+    late: set[str] = field(default_factory=set)
 
     def take_over(self, spec: StateSpec) -> None:
         """Adopt the room of the run that is being resumed."""
@@ -91,4 +93,5 @@ class Growth:
         self.sparse_bytes = {param.tensor.name: param.sparse_bytes for param in spec.params if param.sparse_bytes}
         self.changing = {tensor.name for tensor in spec.by_value}
         self.apart |= {*spec.apart}
+        self.late |= {*spec.late}
         self.grad_dtypes = {param.tensor.name: param.grad_dtype for param in spec.params}

@@ -138,9 +138,12 @@ class RankState:
             reduction: bucket layout of DDP; None without one.
             pending: state of pending gradients.
         """
+        groups = describe_groups(self._live)
+        for reason in self._live.not_carried:
+            self.inexact(reason)
         state = {
             "rng": rng.capture(self._device.index if self._device.type == "cuda" else None),
-            **describe_groups(self._live),
+            **groups,
             "reduction": reduction,
             "gradients": describe_gradients(self._live),
             "pending": pending,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memckpt.capture.evidence import Evidence
-from memckpt.capture.param_groups import describe_groups, restore_groups, restore_state_order
+from memckpt.capture.param_groups import describe_groups, restore_groups, restore_modes, restore_state_order
 from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap
@@ -86,6 +86,8 @@ class Restoration:
 
     def restore_rng(self, chosen: Chosen) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
+        # Once more: what the loop set above its batches, it had set before the batches behind the held one.
+        restore_modes(self._live, chosen.state)
         rng.restore(chosen.state["rng"])
         if chosen.diverges is not None:
             rng.diverge(chosen.diverges)

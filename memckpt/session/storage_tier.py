@@ -14,7 +14,7 @@ from memckpt.session.patience import Patience
 from memckpt.session.ranks import Ranks
 from memckpt.session.store_ownership import StoreOwnership
 from memckpt.state import rng
-from memckpt.state.spec import StateSpec, first_difference
+from memckpt.state.spec import StateSpec
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import directory_key, place_of
@@ -255,7 +255,7 @@ class StorageTier:
     def _open(self, point: StoredPoint, spec: StateSpec, rank: int) -> StoredState:
         assert self._store is not None
         opened = StoredState(self._store, point, rank, spec)
-        difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
+        difference = opened.state.spec.difference(spec.fingerprint())
         if difference is not None:
             raise ForeignStateError(
                 f"step {point.step} in {self._store.url} belongs to another model or "

@@ -216,7 +216,7 @@ class OptimizerCapture:
         if kind == "live" or (self._resharded and _is_piece(kind, rest)):
             return live
         if kind == "value":
-            return _filled(rest[0], live)
+            return filled(rest[0], live)
         if kind == "tensor":
             return self._tensors[rest[0]]
         if kind == "state":
@@ -277,7 +277,7 @@ def _is_piece(kind: str, rest: list[Any]) -> bool:
     return kind == "dtensor" or (kind == "value" and isinstance(rest[0], torch.Tensor) and rest[0].numel() > 1)
 
 
-def _filled(value: Any, live: Any) -> Any:
+def filled(value: Any, live: Any) -> Any:
     """`live`, filled with the tensor `value` if it fits, since others may hold it too; else `value`."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or is_dtensor(live):
         return value

@@ -33,6 +33,11 @@ ITEM_BYTES = {
 }
 
 
+def is_ours(name: str) -> bool:
+    """Whether a tensor is none of the user's modules, but one that memckpt keeps beside them."""
+    return name.startswith("memckpt_")
+
+
 #: First word of the names of tensors with what compression has left out of gradients.
 RESIDUALS = "memckpt_residuals"
 
@@ -169,6 +174,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `encodings`: for each parameter, how its gradients are encoded in records, None: as they are; empty: all as they
     are.
+
+    `late`: names of tensors that a new process does not have, or has in another shape or dtype: a resume makes them.
     """
 
     params: tuple[ParamSpec, ...]
@@ -190,6 +197,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     shared: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     encodings: tuple[GradientEncoding | None, ...] = ()
+    late: tuple[str, ...] = ()
 
     def encoding(self, param: int) -> GradientEncoding | None:
         """How the gradients of a parameter are encoded; None: as they are."""
@@ -219,14 +227,14 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     def digest(self) -> str:
         """A digest of the whole spec; equal if and only if the layouts are."""
         fields = msgspec.structs.astuple(self)
-        if not self.encodings:
+        while not fields[-1] and len(fields) > _ALWAYS:
             fields = fields[:-1]  # as before there were any: stored digests stay what they are
         return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).hexdigest()
 
     def content(self) -> str:
         """A digest of the state's parts, regardless of how they are protected; equal if and only if these are."""
         how = {"mode": "eager", "period": 1, "slots": 3, "every": 1, "trails": False, "by_value_slots": 0}
-        how |= {"shared": (), "apart": (), "encodings": ()}
+        how |= {"shared": (), "apart": (), "encodings": (), "late": ()}
         return msgspec.structs.replace(self, **how).digest()
 
     def structure(self) -> tuple[Any, ...]:
@@ -243,11 +251,21 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         Names, shapes of whole tensors, dtypes and optimizer classes. Not the groups, which change with freezing, nor
         the sharding.
         """
-        tensors = sorted((one for one in self.tensors() if not is_residual(one.name)), key=lambda one: one.name)
+        tensors = sorted((one for one in self.tensors() if not is_ours(one.name)), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
         lines += [f"{_OPTIMIZER} {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         lines += ["pieces of flat parameters (FSDP1)"] * self.flattened
         return lines
+
+    def difference(self, fingerprint: Sequence[str]) -> str | None:
+        """The first line in which another state's fingerprint differs from this one's, as text; None if it fits.
+
+        Tensors that came late may be there or not.
+        """
+        late = {*self.late}
+        both = self.fingerprint(), fingerprint
+        ours, theirs = ([line for line in lines if line.rpartition(" [")[0] not in late] for lines in both)
+        return first_difference(ours, theirs)
 
     def sharding(self) -> str:
         """A digest of the shards; empty if no tensor is sharded.
@@ -261,6 +279,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
 
 
+#: Number of fields that are part of every digest.
+_ALWAYS = StateSpec.__struct_fields__.index("encodings")
 #: First word of a fingerprint's line that names an optimizer.
 _OPTIMIZER = "optimizer"
 

@@ -12,7 +12,7 @@ from memckpt.node.inventory import describe
 from memckpt.protocol.standby import OpenStandby, StandbyRecord
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import HeldRecords, RankGroup, RecordMeta, decode_meta
-from memckpt.state.spec import StateSpec, first_difference
+from memckpt.state.spec import StateSpec
 
 #: Slots beside those that an owner has: so many records are stored and not yet applied when one is acknowledged. One
 #: more is there where the replica stays a record behind.
@@ -155,7 +155,7 @@ class StandbyReplica:
         if not records:
             return None
         spec = opened.spec
-        difference = first_difference(spec.fingerprint(), fingerprint) if fingerprint is not None else None
+        difference = spec.difference(fingerprint) if fingerprint is not None else None
         if difference is not None:
             return HeldRecords(node=node, ranks=opened.ranks, problem=difference, standby=True)
         steps = {record: self.generation.ledger.step_of(record) or 0 for record in records}

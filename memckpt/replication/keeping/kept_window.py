@@ -17,7 +17,6 @@ from memckpt.replication.keeping.windows import differing, misfit, sizes_of
 from memckpt.replication.transport.wire import Window
 from memckpt.state.received import read_spec
 from memckpt.state.records import HeldFragments
-from memckpt.state.spec import first_difference
 
 #: A window's room for all slots; other rooms have the number of the slot to which they belong.
 SLOTS = -2
@@ -304,7 +303,7 @@ class KeptWindow:
             fingerprint: fingerprint of the model that is to be resumed; None: there is nothing to compare with.
         """
         window, records = self.window, self.records()
-        difference = first_difference(self.spec.fingerprint(), fingerprint) if fingerprint is not None else None
+        difference = self.spec.difference(fingerprint) if fingerprint is not None else None
         static = self._records.get(STATIC)
         return HeldFragments(
             node=node,

@@ -1,0 +1,183 @@
+"""The modules in sight: which tensors they hold, looked at in each commit, and state of theirs that is no tensor.
+
+That is: training flags, numbers of torch's own modules (Dropout's `p`), extra state, and generators in attributes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from memckpt.state import codec, rng
+
+_dtype, _training = attrgetter("dtype"), attrgetter("training")
+#: Modules without numbers that a training changes: looking at theirs would be most of the cost.
+_CONSTANT = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
+#: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def without_wrappers(name: str) -> str:
+    """A tensor's or module's name, without what wrappers of modules add to it."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+class ModuleTree:
+    """A model and the modules beside it, walked only when something in them has been replaced.
+
+    Args:
+        roots: the modules by the prefix of their names; the model's is empty.
+
+    Attributes:
+        modules: all modules by name.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._roots = dict(roots)
+        self.modules: dict[str, nn.Module] = {}
+        self._told: dict[str, None] = {}
+        self._walk()
+        self._born = self._numbers_now()
+
+    def _walk(self) -> None:
+        self.modules = {
+            without_wrappers(".".join(filter(None, (prefix, path)))): module
+            for prefix, root in self._roots.items()
+            for path, module in root.named_modules()
+        }
+        # Scripted modules have no dicts: their tensors cannot be replaced.
+        plain = [one for one in self.modules.values() if isinstance(one._parameters, dict)]
+        self._children = [one._modules for one in plain]
+        self._params = [one._parameters for one in plain]
+        self._buffers = [one._buffers for one in plain]
+        self._seen = self._look()
+        self._seen_buffers = _values(self._buffers)
+        self._extra = [
+            (name, one)
+            for name, one in self.modules.items()
+            if type(one).get_extra_state is not nn.Module.get_extra_state
+        ]
+        self._generators = [
+            (f"{name}.{key}", value)
+            for name, one in self.modules.items()
+            for key, value in vars(one).items()
+            if isinstance(value, rng.GENERATOR_TYPES)
+        ]
+        self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
+
+    def _look(self) -> tuple[list[Any], list[Any]]:
+        """Modules and parameters, and their dtypes and sizes, which ``bfloat16()`` changes in place."""
+        held = _values(self._children) + _values(self._params)
+        params = [one for one in _values(self._params) if one is not None]
+        return held, [*map(_dtype, params), *map(torch.Tensor.numel, params)]
+
+    def moved(self) -> bool:
+        """Whether modules or parameters have been replaced, added or removed since the last call, or buffers by others.
+
+        Not where a buffer is replaced by one of the same shape, as in ``self.mean = 0.9 * self.mean``.
+        """
+        held, kinds = self._look()
+        buffers = _values(self._buffers)
+        same = _identical(held, self._seen[0]) and kinds == self._seen[1]
+        if same and len(buffers) == len(self._seen_buffers) and all(map(_alike, buffers, self._seen_buffers)):
+            self._seen_buffers = buffers
+            return False
+        self._walk()
+        return True
+
+    def holders(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """The dict and key of each parameter and buffer, by name: user code may replace a tensor at any time."""
+        return {
+            without_wrappers(f"{path}.{key}" if path else key): (there, key)
+            for path, module in self.modules.items()
+            for there in (module._parameters, module._buffers)
+            for key in there
+        }
+
+    # State that is no tensor
+
+    def describe(self, refused: Callable[[str], None]) -> dict[str, Any]:
+        """Part of the rank state that :meth:`restore_modes` and :meth:`restore_extra_state` read.
+
+        Args:
+            refused: called with what cannot be carried, in words.
+        """
+        flags = list(map(_training, self.modules.values()))
+        usual = 2 * sum(flags) >= len(flags)
+        unusual = [name for name, flag in zip(self.modules, flags, strict=True) if flag != usual]
+        born = self._born
+        changed = {
+            name: dict(values) for name, values in self._numbers_now().items() if values != born.get(name, values)
+        }
+        return {
+            "training": [usual, unusual],
+            "numbers": changed,
+            "generators": {name: rng.capture_generator(one) for name, one in self._generators},
+            "extra": dict(self._extra_states(refused)),
+        }
+
+    def _numbers_now(self) -> dict[str, list[tuple[str, Any]]]:
+        return {name: [(key, held.get(key)) for key in names] for name, held, names in self._numbers}
+
+    def _extra_states(self, refused: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+        for name, module in self._extra:
+            value = module.get_extra_state()
+            if paths := codec.unencodable_paths(value):
+                refused(
+                    f"get_extra_state() of the module {name!r} ({type(module).__qualname__}) returns {paths[0]}, which "
+                    "cannot be carried; return numbers, strings, tensors, and lists and dicts of them"
+                )
+            else:
+                yield name, value
+
+    def restore_modes(self, described: Mapping[str, Any]) -> None:
+        """Put back flags, numbers and generators."""
+        usual, unusual = described["training"]
+        different = set(unusual)
+        for name, module in self.modules.items():
+            module.training = usual != (name in different)
+        for name, values in described["numbers"].items():
+            if name in self.modules:
+                vars(self.modules[name]).update(values)
+        for name, generator in self._generators:
+            if name in described["generators"]:
+                rng.restore_generator(generator, described["generators"][name])
+
+    def restore_extra_state(self, described: Mapping[str, Any]) -> None:
+        """Put back extra state; call after all tensors are restored."""
+        for name, module in self._extra:
+            if name in described["extra"]:
+                module.set_extra_state(described["extra"][name])
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def _identical(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    if now is before:
+        return True
+    return now is not None and before is not None and now.shape == before.shape and now.dtype == before.dtype
+
+
+def _numbers_of(module: nn.Module) -> list[str]:
+    """Names of a torch module's attributes that are numbers, or were made as None."""
+    if not type(module).__module__.startswith("torch.") or isinstance(module, _CONSTANT):
+        return []
+    return [
+        key
+        for key, value in vars(module).items()
+        if key != "training" and not key.startswith("_") and (value is None or type(value) in (bool, int, float))
+    ]
