@@ -211,7 +211,7 @@ class Restoration:
         for pair in pairs or ():
             comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
         for name, value in describe_groups(self._live).items():
-            comparison.value("hyperparameters", name, value, chosen.state[name])
+            comparison.value("hyperparameters", name, value, chosen.state.get(name, value))
         everybody = self._ranks.gather(comparison.findings(self._live.tensors()))
         return prove(everybody, any_accelerator(self._live, self._ranks), chosen.held.step, chosen.held.tier)
 
