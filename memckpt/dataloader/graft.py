@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from memckpt.dataloader import own_state
 from memckpt.dataloader.iteration import (
     FORMAT,
     RECORD,
@@ -232,11 +231,10 @@ def unreplayable(loader: DataLoader[Any]) -> str | None:
         return f"{name} is an IterableDataset: on resume its earlier samples are read again and discarded"
     if not kind.__iter__.__module__.startswith(("torch.", "torchdata.")):
         return f"{kind.__name__} overrides __iter__: only batches from its base class are counted"
-    roots = {"batch_sampler": loader.batch_sampler, "sampler": loader.sampler, "dataset": loader.dataset}
-    stateless = own_state.unrepeatable_generator(roots)
-    if stateless is not None:
-        return f"loader.{stateless} is a SystemRandom: the operating system's numbers cannot be repeated"
     record = record_of(loader)
+    own = LoaderRecord(loader, 0).own if record is None else record.own
+    if own.stateless:
+        return f"loader.{own.stateless} is a SystemRandom: the operating system's numbers cannot be repeated"
     if record is not None and record.lazy_sampler is not None:
         return f"the sampler {record.lazy_sampler} draws from a global generator while training draws from it too"
     if record is not None and record.iterated_before:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from memckpt.dataloader import own_state
+from memckpt.dataloader.own_state import OwnObjects
 from memckpt.dataloader.passes import Pass, Phase
 from memckpt.dataloader.sampler_tap import tap
 from memckpt.dataloader.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
@@ -48,7 +49,8 @@ class LoaderRecord:
         self.watch_sampler = True
         self.lazy_sampler: str | None = None
         self.iterated_before = getattr(loader, "_iterator", None) is not None
-        self._baseline = own_state.capture(self._roots())
+        self.own = OwnObjects(self._roots)
+        self._baseline = self.own.capture()
         self._progress: own_state.Progress = {}
 
     def _roots(self) -> dict[str, object]:
@@ -56,31 +58,33 @@ class LoaderRecord:
         if loader is None:  # its iterator may outlive it
             return {}
         names = ("generator", "batch_sampler", "sampler", "dataset")
-        return {name: getattr(loader, name, None) for name in names}
+        collate_fn = loader.collate_fn
+        if isinstance(collate_fn, ShippingCollate):
+            collate_fn = collate_fn.collate_fn
+        return {**{name: getattr(loader, name, None) for name in names}, "collate_fn": collate_fn}
 
     def phase(self) -> Phase:
-        return {"global": rng.capture(), "own": own_state.capture(self._roots())}
+        return {"global": rng.capture(), "own": self.own.capture()}
 
     def enter(self, phase: Phase) -> None:
         rng.restore(phase["global"])
-        own_state.restore(self._roots(), phase["own"], self._progress)
+        self.own.restore(phase["own"], self._progress)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        roots = self._roots()
-        own = own_state.capture(roots)
+        own = self.own.capture()
         with rng.preserved():
             try:
                 yield
             finally:
-                own_state.restore(roots, own)
+                self.own.restore(own)
 
     def position(self, loader: DataLoader[Any], exhausted: bool, ahead: int, iterator: object) -> dict[str, Any]:
         current = self._pass_of(iterator)
         if self.resuming is not None:
             return {**self.resuming, "exhausted": exhausted or self.resuming["exhausted"]}
         current.exhausted = current.exhausted or exhausted
-        own = own_state.capture(self._roots())
+        own = self.own.capture()
         for path, names in own_state.changed(self._baseline, own).items():
             known = self._progress.setdefault(path, [])
             known.extend(name for name in names if name not in known)
@@ -103,7 +107,7 @@ class LoaderRecord:
         return self.current
 
     def restore_own(self, position: dict[str, Any]) -> None:
-        own_state.restore(self._roots(), position["own"], position["progress"])
+        self.own.restore(position["own"], position["progress"])
 
     def go_live(self) -> None:
         """Begin new data: set the generators to the position's, and make a further iter() the next pass."""
@@ -205,7 +209,7 @@ class LoaderRecord:
                 states = current.worker_states
                 received = ReceivedStates(loader.prefetch_factor or 1, states)
                 loader.collate_fn = ShippingCollate(kept["collate_fn"], received.key)
-                loader.worker_init_fn = RestoringInit(kept["worker_init_fn"], states)
+                loader.worker_init_fn = RestoringInit(kept["worker_init_fn"], states, loader.collate_fn)
             iterator: Any = base._get_iterator(loader)
         finally:
             self.tapping = False

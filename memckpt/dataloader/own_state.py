@@ -1,94 +1,307 @@
-"""State of a loader's own objects: generators, and the counters of its samplers.
+"""State of a loader's own objects: generators, and what its samplers keep.
 
 A path such as ``batch_sampler.sampler.generator`` names the same object in two processes that build the same loader.
-Generators are searched on the loader, on its samplers and on its dataset (not inside transforms); counters, such as the
-``epoch`` of a distributed sampler, on its samplers only.
+Generators are searched in everything below the loader's dataset, samplers and collate function: attributes, lists,
+dicts, partials, bound methods, and what functions close over or name among their module's globals. What a sampler
+keeps, such as the ``epoch`` of a distributed one or an order that it shuffles in place, is searched on samplers only.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import itertools
+import logging
 import random
+import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
-from torch.utils.data import Sampler
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from memckpt.dataloader.sampler_tap import index_digest
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
 
 OwnState = dict[str, Any]
-"""``{"generators": {path: state}, "attributes": {path: {name: scalar}}}``."""
+"""``{"generators": {path: state}, "attributes": {path: {name: value}}}``."""
 
 Progress = dict[str, list[str]]
 """By sampler path, names of the attributes that change while training runs."""
 
 # Attributes that refer from a sampler or dataset to the one it wraps.
 _EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dataset", "data_source"})
-#: Beginning of the paths below a loader's dataset.
-_DATASET = "dataset."
+#: Beginnings of the paths to objects that make samples.
+_MAKERS = ("dataset", "collate_fn")
+#: Objects that one walk looks at. A pipeline has tens of them; a cache of samples may have millions.
+_MOST_OBJECTS = 4096
+#: Elements of a container that are looked at together with everything else; those of larger ones come last.
+_LARGE = 256
+#: Places that are compared at each capture, to find a generator that was made or replaced since the walk.
+_MOST_WATCHED = 512
+#: Elements of a list, and of an array, that a sampler keeps and each record carries.
+_MOST_ELEMENTS = 4096
+#: Elements that a checksum of something larger looks at.
+_MOST_SAMPLED = 2**16
 _SCALARS = (bool, int, float, str, bytes, type(None))
+_LEAVES = (
+    *(*_SCALARS, complex, bytearray, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device),
+    *(type, ModuleType, CodeType, re.Pattern, PurePath, DataLoader, _BaseDataLoaderIter),
+)
+_CONTAINERS = (list, tuple, deque)
+#: Packages whose objects are not looked into, and whose functions and classes name no generator of the user.
+_NOT_SEARCHED = frozenset({"memckpt", "logging", "threading", "multiprocessing", "asyncio"})
+_NO_USER_CODE = _NOT_SEARCHED | {"builtins", "torch", "torchdata", "numpy", "collections", "functools", "random"}
 _LARGEST_INT = 2**63
 #: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
 #: HF's samplers, which may have drawn another value in this process.
 _ALWAYS = ("epoch", "initial_seed")
+_log = logging.getLogger("memckpt")
 
 
-def capture(roots: Mapping[str, object]) -> OwnState:
-    """The state of every generator and sampler that can be reached from `roots`, by path."""
-    generators: dict[str, Any] = {}
-    attributes: dict[str, dict[str, Any]] = {}
-    for path, found in _walk(roots):
-        if isinstance(found, rng.GENERATOR_TYPES):
-            generators[path] = rng.capture_generator(found)
-        elif _is_sampler(path, found):
-            attributes[path] = _scalars(found)
-    return {"generators": generators, "attributes": attributes}
+class _Reached(NamedTuple):
+    """An object that a walk has found: its path, and the dict and key that refer to it, if a dict does."""
+
+    path: str
+    found: Any
+    owner: dict[Any, Any] | None = None
+    key: Any = None
 
 
-def restore(roots: Mapping[str, object], state: OwnState, progress: Progress | None = None) -> None:
-    """Set everything that can be reached from `roots` to `state`.
-
-    A generator that a dataset has not made yet, as it makes it with its first sample, is made here.
+class OwnObjects:
+    """The objects that can be reached from a loader, found by one bounded walk that runs no code of theirs.
 
     Args:
-        progress: the sampler attributes to set; None for all of them. It excludes a sampler's configuration (batch
-            size, rank): a difference there has to show as different indices.
+        roots: returns the objects to begin with, by name.
 
-    Raises:
-        DataPositionError: a recorded generator is missing, or has another type.
+    Attributes:
+        stateless: path of a generator without a repeatable state (`random.SystemRandom`); empty if there is none.
+        lost: why the last :meth:`restore` could not restore everything, in words; empty if it could.
     """
-    generators: dict[str, rng.AnyGenerator] = {}
-    samplers: dict[str, object] = {}
-    others: dict[str, object] = {}
-    for path, found in _walk(roots):
-        others[path] = found
-        if isinstance(found, rng.GENERATOR_TYPES):
-            generators[path] = found
-        elif _is_sampler(path, found):
-            samplers[path] = found
-    for path, generator_state in state["generators"].items():
-        try:
-            if path in generators:
-                rng.restore_generator(generators[path], generator_state)
+
+    def __init__(self, roots: Callable[[], Mapping[str, object]]) -> None:
+        self._roots = roots
+        self._walked = False
+        self._said_cut = False
+        self._kept: dict[tuple[str, str], list[Any]] = {}
+        self.stateless = ""
+        self.lost = ""
+
+    def look(self) -> None:
+        """Walk now. A capture walks again only where a place that the walk has noted has another object."""
+        self._walked = True
+        self.stateless = ""
+        self._generators: dict[str, rng.AnyGenerator] = {}
+        self._aliases: dict[str, rng.AnyGenerator] = {}
+        self._samplers: dict[str, Any] = {}
+        self._places: dict[str, dict[Any, Any]] = {}
+        self._watched: list[_Reached] = []
+        self._sizes: list[tuple[dict[Any, Any], int]] = []
+        for number, reached in enumerate(self._walk()):
+            if number == _MOST_OBJECTS:
+                self._say_cut(reached.path)
+                break
+            kind = type(reached.found)
+            if issubclass(kind, random.SystemRandom):
+                self.stateless = self.stateless or reached.path
+            elif issubclass(kind, rng.GENERATOR_TYPES):
+                self._generators[reached.path] = reached.found
+            elif _is_sampler(reached.path, kind):
+                self._samplers[reached.path] = reached.found
+
+    def _say_cut(self, path: str) -> None:
+        if not self._said_cut:
+            self._said_cut = True
+            _log.info(
+                "memckpt: the search for random generators below a loader ends at loader.%s, after %d objects; one "
+                "that lies beyond is not carried: make it an attribute of the dataset",
+                path,
+                _MOST_OBJECTS,
+            )
+
+    def _walk(self) -> Iterator[_Reached]:
+        """Yield everything but leaves, each object once; what large containers have comes last."""
+        seen = {id(each) for each in _global_generators()}
+        soon = deque(_Reached(name, root) for name, root in self._roots().items())
+        later: deque[Iterator[_Reached]] = deque()
+        while soon or later:
+            reached = soon.popleft() if soon else next(later[0], None)
+            if reached is None:
+                later.popleft()
                 continue
-            owner, name = others.get(path.rpartition(".")[0]), path.rpartition(".")[2]
-            if path.startswith(_DATASET) and owner is not None and getattr(owner, name, None) is None:
-                setattr(owner, name, rng.make_generator(generator_state))
+            kind = type(reached.found)
+            generator = issubclass(kind, rng.GENERATOR_TYPES)
+            if reached.owner is not None and (generator or reached.found is None):
+                self._watch(reached)
+            if issubclass(kind, _LEAVES) or kind.__module__.partition(".")[0] in _NOT_SEARCHED:
                 continue
+            if id(reached.found) in seen:
+                if generator:
+                    self._aliases[reached.path] = reached.found
+                continue
+            seen.add(id(reached.found))
+            yield reached
+            if generator:
+                self._aliases[reached.path] = reached.found
+                continue
+            size, inside = self._inside(reached.path, reached.found, kind)
+            if size > _LARGE:
+                later.append(inside)
+            else:
+                soon.extend(inside)
+
+    def _watch(self, reached: _Reached) -> None:
+        if len(self._watched) < _MOST_WATCHED:
+            self._watched.append(reached)
+
+    def _inside(self, path: str, found: Any, kind: type) -> tuple[int, Iterator[_Reached]]:
+        """What an object refers to, and how many elements it has."""
+        if issubclass(kind, FunctionType):
+            return 0, _of_function(path, found)
+        if issubclass(kind, MethodType):
+            return 0, iter([_Reached(path, found.__self__), _Reached(f"{path}()", found.__func__)])
+        if issubclass(kind, BuiltinFunctionType):  # as a generator's own method
+            return 0, iter([_Reached(f"{path}.__self__", found.__self__)])
+        if issubclass(kind, functools.partial):
+            return 0, iter([_Reached(f"{path}.{name}", getattr(found, name)) for name in ("func", "args", "keywords")])
+        own = _own_dict(found)
+        self._places[path] = own
+        if own and len(self._sizes) < _MOST_WATCHED:
+            self._sizes.append((own, len(own)))
+        parts = [_of_class(path, found, own, kind), iter([_Reached(f"{path}.{n}", v, own, n) for n, v in own.items()])]
+        # Unbound methods, which a subclass cannot replace.
+        if issubclass(kind, dict):
+            self._places[f"{path}[]"] = found
+            if len(self._sizes) < _MOST_WATCHED:
+                self._sizes.append((found, dict.__len__(found)))
+            return dict.__len__(found), itertools.chain(_of_dict(path, found), *parts)
+        for container in _CONTAINERS:
+            if issubclass(kind, container):
+                elements: Iterator[Any] = container.__iter__(found)
+                numbered = enumerate(itertools.islice(elements, _MOST_OBJECTS))
+                return container.__len__(found), itertools.chain(
+                    (_Reached(f"{path}[{number}]", each) for number, each in numbered), *parts
+                )
+        return 0, itertools.chain(*parts)
+
+    def _current(self) -> None:
+        if (
+            not self._walked
+            or any(each.owner is not None and each.owner.get(each.key) is not each.found for each in self._watched)
+            or any(dict.__len__(own) != size for own, size in self._sizes)
+        ):
+            self.look()
+
+    # State
+
+    def capture(self) -> OwnState:
+        """The state of every generator and sampler, by path."""
+        self._current()
+        return {
+            "generators": {path: rng.capture_generator(each) for path, each in self._generators.items()},
+            "attributes": {path: self._values(path, sampler) for path, sampler in self._samplers.items()},
+        }
+
+    def _values(self, path: str, sampler: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in _own_dict(sampler).items():
+            if name == "initial_seed" and isinstance(value, int):
+                found[name] = str(value)  # torch's seeds have 64 bits, too many for the codec
+            elif isinstance(value, _SCALARS):
+                if not (isinstance(value, int) and abs(value) >= _LARGEST_INT):
+                    found[name] = value
+            elif type(value) in (list, torch.Tensor, np.ndarray):
+                plain = self._plain(path, name, value)
+                if plain is not None:
+                    found[name] = plain
+        return found
+
+    def _plain(self, path: str, name: str, value: Any) -> Any:
+        """A list or an array as a plain value, one object while it is unchanged; None for others and large ones."""
+        if isinstance(value, list):
+            before = self._kept.get((path, name))
+            if before is not None and before == value:
+                return before
+            plain = _copied(value, [_MOST_ELEMENTS])
+            if plain is not None:
+                self._kept[path, name] = plain
+            return plain
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu" or value.layout != torch.strided or value.dtype == torch.bfloat16:
+                return None
+            value = value.detach().numpy()
+        if value.dtype.hasobject or value.size > _MOST_ELEMENTS:
+            return None
+        return {"array": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def uncarried(self) -> dict[str, int]:
+        """Checksums of what the samplers keep and no capture carries, by path: large lists and arrays."""
+        self._current()
+        found = {}
+        for path, sampler in self._samplers.items():
+            for name, value in _own_dict(sampler).items():
+                if type(value) is dict or (
+                    type(value) in (list, torch.Tensor, np.ndarray) and self._plain(path, name, value) is None
+                ):
+                    found[f"{path}.{name}"] = _digest(value)
+        return found
+
+    def restore(self, state: OwnState, progress: Progress | None = None) -> None:
+        """Set everything to `state`.
+
+        A generator that is not there yet, as it is made with the first sample, is made here. Where that is not
+        possible, :attr:`lost` says so.
+
+        Args:
+            progress: the sampler attributes to set; None for all of them. It excludes a sampler's configuration (batch
+                size, rank): a difference there has to show as different indices.
+
+        Raises:
+            DataPositionError: a generator of the loader itself or of a sampler is missing, or one has another type.
+        """
+        self._current()
+        if not state["generators"].keys() <= self._aliases.keys():
+            self.look()
+        self.lost = ""
+        for path, generator_state in state["generators"].items():
+            with _naming(path):
+                if path in self._aliases:
+                    rng.restore_generator(self._aliases[path], generator_state)
+                else:
+                    self._make(path, generator_state)
+        for path, values in state["attributes"].items():
+            sampler = self._samplers.get(path)
+            if sampler is not None:
+                names = values if progress is None else progress.get(path, ())
+                _set_values(_own_dict(sampler), {name: values[name] for name in names if name in values})
+
+    def _make(self, path: str, state: dict[str, Any]) -> None:
+        """Make a generator at a path where there is none."""
+        where, _, name = path.rpartition(".")
+        place, key = self._places.get(where), name
+        if path.endswith("]"):
+            where, _, label = path[:-1].rpartition("[")
+            place = self._places.get(f"{where}[]") if label[:1] != "#" else None
+            key = ast.literal_eval(label) if place is not None else ""
+        if place is not None and place.get(key) is None:
+            place[key] = rng.make_generator(state)
+        elif path.startswith(_MAKERS):
+            self.lost = (
+                f"expected a random generator at loader.{path}, as in the run that is continued, found none; it starts "
+                "in another state: make it together with the dataset, and not with a sample"
+            )
+        else:
             raise DataPositionError(
                 f"expected a random generator at loader.{path}, as in the run that is continued, found none; "
                 "build the loader in the same way in both runs"
             )
-        except ValueError as error:
-            raise DataPositionError(f"the generator at loader.{path} cannot be restored: {error}") from error
-    for path, values in state["attributes"].items():
-        sampler = samplers.get(path)
-        if sampler is not None:
-            names = values if progress is None else progress.get(path, ())
-            found = {name: values[name] for name in names if name in values}
-            if isinstance(found.get("initial_seed"), str):
-                found["initial_seed"] = int(found["initial_seed"])
-            vars(sampler).update(found)
 
 
 def changed(before: OwnState, now: OwnState) -> Progress:
@@ -102,43 +315,133 @@ def changed(before: OwnState, now: OwnState) -> Progress:
     return progress
 
 
-def unrepeatable_generator(roots: Mapping[str, object]) -> str | None:
-    """Path of a generator without a repeatable state (`random.SystemRandom`); None if there is none."""
-    seen: list[str] = []
-    for _ in _walk(roots, seen.append):
-        pass
-    return seen[0] if seen else None
+# What a walk follows
 
 
-def _walk(roots: Mapping[str, object], on_stateless: Callable[[str], None] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) of every generator, sampler and dataset, each object once."""
-    queue = list(roots.items())
-    seen: set[int] = set()
-    for path, found in queue:  # grows while it is walked
-        if found is None or id(found) in seen:
+def _global_generators() -> Iterator[object]:
+    """The generators that every capture of the global ones carries."""
+    yield torch.default_generator
+    yield from torch.cuda.default_generators
+    yield random.getstate.__self__  # type: ignore[attr-defined]
+    yield np.random.get_state.__self__  # type: ignore[attr-defined]
+
+
+def _own_dict(found: Any) -> dict[Any, Any]:
+    """An object's attributes, without asking its class."""
+    try:
+        own = object.__getattribute__(found, "__dict__")
+    except AttributeError:
+        return {}
+    return own if type(own) is dict else {}
+
+
+def _of_class(path: str, found: Any, own: Mapping[Any, Any], kind: type) -> Iterator[_Reached]:
+    """What the classes of an object refer to: slots, generators, and what their methods close over or name."""
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] in _NO_USER_CODE:
             continue
-        seen.add(id(found))
-        if isinstance(found, random.SystemRandom):
-            if on_stateless is not None:
-                on_stateless(path)
+        for name, value in list(vars(each).items()):
+            if isinstance(value, MemberDescriptorType):
+                try:
+                    yield _Reached(f"{path}.{name}", value.__get__(found))
+                except AttributeError:  # a slot without a value
+                    continue
+            elif issubclass(type(value), (FunctionType, staticmethod, classmethod)):
+                yield _Reached(f"{path}.{name}()", getattr(value, "__func__", value))
+            elif name not in own and issubclass(type(value), rng.GENERATOR_TYPES):
+                yield _Reached(f"{path}.{name}", value)
+
+
+def _of_function(path: str, function: FunctionType) -> Iterator[_Reached]:
+    """What a function closes over, has as a default, and names among the globals of its module."""
+    if (function.__module__ or "builtins").partition(".")[0] in _NO_USER_CODE:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield _Reached(f"{path}.{name}", cell.cell_contents)
+        except ValueError:  # a cell that is still empty
             continue
-        yield path, found
-        if isinstance(found, rng.GENERATOR_TYPES):
-            continue
-        for name, value in getattr(found, "__dict__", {}).items():
-            if name in _EDGES or isinstance(value, (*rng.GENERATOR_TYPES, Sampler)):
-                queue.append((f"{path}.{name}", value))
+    for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+        yield _Reached(f"{path}.<default {number}>", value)
+    names = function.__globals__
+    for name in _names(function.__code__):
+        if name in names:
+            yield _Reached(f"{path}.{name}", names[name], names, name)
 
 
-def _is_sampler(path: str, found: object) -> bool:
-    return isinstance(found, Sampler) or path.rpartition(".")[2].endswith("sampler")
+@functools.cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Names of globals and attributes in a function and in the functions that it defines."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return (*code.co_names, *itertools.chain(*inner))
 
 
-def _scalars(sampler: object) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in getattr(sampler, "__dict__", {}).items():
-        if name == "initial_seed" and isinstance(value, int):
-            found[name] = str(value)  # torch's seeds have 64 bits, too many for the codec
-        elif isinstance(value, _SCALARS) and not (isinstance(value, int) and abs(value) >= _LARGEST_INT):
-            found[name] = value
-    return found
+def _of_dict(path: str, found: dict[Any, Any]) -> Iterator[_Reached]:
+    for number, (key, value) in enumerate(list(itertools.islice(dict.items(found), _MOST_OBJECTS))):
+        label = repr(key) if type(key) in _SCALARS else f"#{number}"
+        yield _Reached(f"{path}[{label}]", value, found, key)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise DataPositionError(f"the generator at loader.{path} cannot be restored: {error}") from error
+
+
+# What samplers keep
+
+
+def _is_sampler(path: str, kind: type) -> bool:
+    names = path.split(".")
+    return issubclass(kind, Sampler) or (names[-1].endswith("sampler") and _EDGES.issuperset(names))
+
+
+def _copied(value: Any, left: list[int]) -> Any:
+    """A copy of nested lists of scalars; None if there is anything else in them, or more than `left`."""
+    left[0] -= len(value)
+    if left[0] < 0:
+        return None
+    copy = []
+    for each in value:
+        if type(each) is list:
+            each = _copied(each, left)
+            if each is None:
+                return None
+        elif type(each) not in _SCALARS or (type(each) is int and abs(each) >= _LARGEST_INT):
+            return None
+        copy.append(each)
+    return copy
+
+
+def _digest(value: Any) -> int:
+    """A checksum of what a sampler keeps: of some elements if it is large."""
+    if not isinstance(value, dict) and value.__len__() > _MOST_SAMPLED:
+        value = value[:: value.__len__() // _MOST_SAMPLED]
+    return index_digest(value.detach().cpu() if isinstance(value, torch.Tensor) else value, 0)
+
+
+def _set_values(own: dict[Any, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        live = own.get(name)
+        if name == "initial_seed" and isinstance(value, str):
+            own[name] = int(value)
+        elif isinstance(value, list):
+            fresh = _copied(value, [_MOST_ELEMENTS])  # positions share theirs
+            if type(live) is list:
+                live[:] = fresh  # others may refer to it
+            else:
+                own[name] = fresh
+        elif isinstance(value, dict):
+            array = np.frombuffer(value["array"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+            if isinstance(live, torch.Tensor) and live.shape == array.shape:
+                live.copy_(torch.from_numpy(array))
+            elif isinstance(live, torch.Tensor):
+                own[name] = torch.from_numpy(array)
+            elif isinstance(live, np.ndarray) and live.shape == array.shape and live.flags.writeable:
+                live[...] = array
+            else:
+                own[name] = array
+        else:
+            own[name] = value

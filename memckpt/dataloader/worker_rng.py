@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from memckpt.dataloader import own_state
+from memckpt.dataloader.own_state import OwnObjects
 from memckpt.dataloader.passes import Phase, WorkerStates
 from memckpt.state import rng
 
@@ -88,26 +88,36 @@ class ShippingCollate:
     """Replaces a loader's collate_fn in its workers."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], key: int) -> None:
-        self._collate_fn = collate_fn
+        self.collate_fn = collate_fn
         self._key = key
         self._ordinal = 0
+        self._own: OwnObjects | None = None
 
     def __call__(self, samples: Any) -> Any:
-        batch = self._collate_fn(samples)
+        batch = self.collate_fn(samples)
         worker = get_worker_info()
         if worker is None:
             return batch
         self._ordinal += 1
-        state = {"global": rng.capture(), "own": own_state.capture({"dataset": worker.dataset})}
+        state = {"global": rng.capture(), "own": self.own(worker.dataset).capture()}
         return WorkerBatch(batch, state, worker.id, self._ordinal, self._key)
+
+    def own(self, dataset: Any) -> OwnObjects:
+        """What makes samples in this worker."""
+        if self._own is None:
+            self._own = OwnObjects(lambda: {"dataset": dataset, "collate_fn": self.collate_fn})
+        return self._own
 
 
 class RestoringInit:
     """Replaces a loader's worker_init_fn; runs last before the worker's first batch."""
 
-    def __init__(self, worker_init_fn: Callable[[int], Any] | None, states: WorkerStates) -> None:
+    def __init__(
+        self, worker_init_fn: Callable[[int], Any] | None, states: WorkerStates, collate: ShippingCollate
+    ) -> None:
         self._worker_init_fn = worker_init_fn
         self._states = states
+        self._collate = collate
 
     def __call__(self, worker_id: int) -> None:
         if self._worker_init_fn is not None:
@@ -117,4 +127,4 @@ class RestoringInit:
             rng.restore(state["global"])
             worker = get_worker_info()
             assert worker is not None, "a worker_init_fn is called in workers only"
-            own_state.restore({"dataset": worker.dataset}, state["own"])
+            self._collate.own(worker.dataset).restore(state["own"])

@@ -69,6 +69,7 @@ CHAINS = [
             "stateful",
             "init-fn",
             "lazy-generators",
+            "pipeline",
         )
     ),
     *(pytest.param(name, PERSISTENT, marks=() if name == "shuffle" else pytest.mark.slow) for name in NAMES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -72,6 +73,61 @@ class LazyGenerators(Augmented):
             self.torch, self.legacy = torch.Generator().manual_seed(seed), np.random.RandomState(seed)
         drawn = torch.rand((), generator=self.torch).item(), self.legacy.rand()
         return index, self.numpy.random(), self.python.random(), drawn
+
+
+class _Jitter:
+    """A transform with a slot and with a generator of its own."""
+
+    __slots__ = ("rng",)
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, value: float) -> float:
+        return value + self.rng.random()
+
+
+class _Legacy:
+    """A transform whose generators lie in a dict, and are made with the first sample."""
+
+    def __init__(self) -> None:
+        self.generators: dict[int, Any] = {}
+
+    def __call__(self, value: float) -> float:
+        generator = self.generators.setdefault(0, np.random.RandomState(6))
+        return float(value + generator.rand())
+
+
+_of_the_module = random.Random(8)
+
+
+def _moved(value: float, draw: Callable[[], float]) -> float:
+    return value + draw() + _of_the_module.random()
+
+
+class Pipeline(Dataset[Any]):
+    """Generators in nested transforms, in partials, and in what functions name and close over."""
+
+    def __init__(self) -> None:
+        self.samples = [(float(index), None) for index in range(2000)]
+        self.transforms = {"all": [_Jitter(4), [_Legacy()], functools.partial(_moved, draw=random.Random(7).random)]}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        jitter, (legacy,), moved = self.transforms["all"]
+        return index, moved(legacy(jitter(self.samples[index][0])))
+
+
+class Mixing:
+    """A collate function that is an object, and is given by one of its methods."""
+
+    def __init__(self) -> None:
+        self.torch = torch.Generator().manual_seed(2)
+
+    def together(self, samples: list[Any]) -> Any:
+        return [*samples, torch.rand((), generator=self.torch).item()]
 
 
 class Counting(IterableDataset[Any]):
@@ -206,6 +262,7 @@ MAKERS: dict[str, Callable[[dict[str, Any]], DataLoader[Any]]] = {
     "stateful": lambda kw: StatefulDataLoader(Augmented(), BATCH, shuffle=True, **kw),
     "dataset-generators": lambda kw: DataLoader(OwnGenerator(), BATCH, shuffle=True, **kw),
     "lazy-generators": lambda kw: DataLoader(LazyGenerators(), BATCH, shuffle=True, **kw),
+    "pipeline": lambda kw: DataLoader(Pipeline(), BATCH, shuffle=True, collate_fn=Mixing().together, **kw),
     "generator-iter": lambda kw: Doubling(Augmented(), BATCH, shuffle=True, **kw),
     "init-fn": lambda kw: DataLoader(Augmented(), BATCH, shuffle=True, worker_init_fn=seeding_init, **kw),
     "iterable": lambda kw: DataLoader(Counting(draws=bool(kw)), BATCH, **kw),
