@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -24,12 +24,18 @@ class LayoutChangedError(UnsupportedError):
     """The live state no longer fits the layout; a new generation is needed."""
 
 
+class Holder(Protocol):
+    """What a tensor is looked up in: a dict of its module."""
+
+    def get(self, key: str, /) -> torch.Tensor | None: ...
+
+
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor; with the dict and key of its module, where user code may replace it at any time."""
+    """A tensor; with what holds it, and its key there, where user code may replace it at any time."""
 
     tensor: torch.Tensor
-    holder: tuple[dict[str, Any], str] | None
+    holder: tuple[Holder, str] | None
 
     def now(self) -> torch.Tensor | None:
         """The tensor, or the one that is in its place now."""

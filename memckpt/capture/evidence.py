@@ -96,7 +96,7 @@ class Evidence:
 
     def __init__(self, spec: StateSpec, live: LiveState) -> None:
         self._optimizers = live.optimizers
-        tensors, holders = live.tensors(), live.tree.holders()
+        tensors, holders = live.tensors(), live.holders()
         self._params = [
             (one.tensor.name, tensors[one.tensor.name], [owner.optimizer for owner in one.owners])
             for one in spec.params

@@ -17,7 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.capture import shards
+from memckpt.capture.by_value import Holder
 from memckpt.capture.modules import ModuleTree, without_wrappers
+from memckpt.capture.presence import GRADIENTS, LeftGradients
 from memckpt.capture.spec_request import Growth, SpecRequest
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
@@ -67,10 +69,12 @@ class LiveState:
         self.encoding_of: Callable[[torch.Tensor], GradientEncoding | None] | None = None
         #: Findings that no record can hold, in words: why a resume of this run is not exact.
         self.not_carried: dict[str, None] = {}
+        self.left = LeftGradients(self)
         #: Number of times that the set of tensors has been found to have changed.
         self.changes = 0
         self._group_names: tuple[list[list[int]], list[list[list[str]]]] | None = None
         self._named_params: list[tuple[str, torch.Tensor]] = []
+        self._by_name: dict[str, torch.Tensor] = {}
         self._told: set[str] = set()
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         self._shards: dict[str, torch.Tensor] = {}
@@ -191,7 +195,15 @@ class LiveState:
                 if id(tensor) not in known:
                     named[f"{prefix}.{name}"] = tensor
                     known.add(id(tensor))
+        for name in sorted(self.left.kept):
+            if name in named:
+                named[f"{GRADIENTS}.{name}"] = self.left.of(name, named[name])
         return named
+
+    def holders(self) -> dict[str, tuple[Holder, str]]:
+        """What holds each parameter, buffer and kept gradient, and under which key."""
+        gradients = {f"{GRADIENTS}.{name}": (self.left, name) for name in self.left.kept}
+        return {**self.tree.holders(), **gradients}
 
     def names(self) -> dict[int, str]:
         """Names of :meth:`tensors`, by the `id` of each."""
@@ -200,8 +212,16 @@ class LiveState:
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Every parameter, of the model, the optimizers and the modules beside it, by name."""
         if not self._named_params:
-            self._named_params = [one for one in self.tensors().items() if isinstance(one[1], nn.Parameter)]
+            stepped = {id(param) for _, param in self._optimizer_positions()}
+            named = self.tensors().items()
+            self._named_params = [one for one in named if isinstance(one[1], nn.Parameter) or id(one[1]) in stepped]
         return self._named_params
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """The parameter of that name."""
+        if not self._by_name:
+            self._by_name = dict(self.named_parameters())
+        return self._by_name.get(name)
 
     def names_of_groups(self) -> list[list[list[str]]]:
         """Names of parameters, by optimizer and group."""
@@ -259,8 +279,7 @@ class LiveState:
     def note_changes(self) -> None:
         """Note that other tensors than before may be in the modules."""
         self.changes += 1
-        self._group_names = None
-        self._named_params = []
+        self._forget_names()
         now = self._kinds()
         for name in [one for one in {**self._born, **now} if self._born.get(one) != now.get(one)]:
             if is_ours(name) or name in self.growth.late:
@@ -279,6 +298,11 @@ class LiveState:
                     f"{name} is gone with its module, which a new process has again; leave the module out before "
                     "attach() when the run is resumed"
                 ] = None
+
+    def _forget_names(self) -> None:
+        self._group_names = None
+        self._named_params = []
+        self._by_name = {}
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
@@ -366,8 +390,7 @@ class LiveState:
 
     def spec(self, request: SpecRequest) -> StateSpec:
         """The layout's spec of the current state; walks the module tree again."""
-        self._group_names = None
-        self._named_params = []
+        self._forget_names()
         owners = self._stepped()
         params: list[ParamSpec] = []
         encodings: list[GradientEncoding | None] = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memckpt.capture.by_value import Holder
 from memckpt.state import codec, rng
 
 _dtype, _training = attrgetter("dtype"), attrgetter("training")
@@ -93,7 +94,7 @@ class ModuleTree:
         self._walk()
         return True
 
-    def holders(self) -> dict[str, tuple[dict[str, Any], str]]:
+    def holders(self) -> dict[str, tuple[Holder, str]]:
         """The dict and key of each parameter and buffer, by name: user code may replace a tensor at any time."""
         return {
             without_wrappers(f"{path}.{key}" if path else key): (there, key)

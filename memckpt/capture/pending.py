@@ -51,6 +51,8 @@ class PendingGradients:
         #: Whether gradients left at the end of a batch are discarded, as far as observed.
         self._thrown_away: dict[Family, bool] = {}
         self._blocked = 0
+        #: Called with the first gradient of a family: the family, its parameters, and the one that has got it.
+        self.first: Callable[[Family, list[torch.Tensor], torch.Tensor], None] | None = None
         self.regroup()
 
     def regroup(self) -> None:
@@ -76,6 +78,8 @@ class PendingGradients:
             self._look_at_left(family, param)
         if family not in self._waiting:
             self._waiting[family] = bool(family)
+            if self.first is not None and param is not None:
+                self.first(family, self._members[family], param)
 
     def unreduced(self) -> None:
         """Note a backward whose gradients are invisible until they are reduced with those of a later one."""

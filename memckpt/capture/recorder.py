@@ -48,6 +48,7 @@ class Recorder:
         self.needs_steps = True
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
+        self.pending.first = live.left.look
         self.gradients = GradientStaging(live, copier, self.fail)
         #: Whether a backward has run since the last step of any optimizer, or the last commit.
         self.backward_ran = False

@@ -98,7 +98,7 @@ class SlotWriter:
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the live tensors that are copied by value, or once."""
-        self._changes, holders = self._live.changes, self._live.tree.holders()
+        self._changes, holders = self._live.changes, self._live.holders()
         by_value, self._static_tensors = (
             [LiveTensor(tensors[one.name], holders.get(one.name)) for one in specs]
             for specs in (self.spec.by_value, self.spec.static)

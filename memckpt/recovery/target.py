@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from memckpt.state.layout import Layout
 from memckpt.state.redo import RedoTarget
-from memckpt.state.spec import StateTensorSpec, TensorSpec, is_residual
+from memckpt.state.spec import StateTensorSpec, TensorSpec, is_ours
 from memckpt.state.tensors import is_like, local
 
 #: Bytes from which on a copy takes long enough for a progress bar.
@@ -21,7 +21,7 @@ _PROGRESS_BYTES = 1 << 30
 
 def is_restored(spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a held by-value tensor is restored: not what compression had left out, where nothing like it is live."""
-    return not is_residual(spec.name) or is_like(tensors.get(spec.name), spec)
+    return not is_ours(spec.name) or is_like(tensors.get(spec.name), spec)
 
 
 def common_device(params: Iterable[torch.Tensor]) -> torch.device | None:

@@ -13,7 +13,7 @@ from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import describe_groups
-from memckpt.capture.presence import describe_gradients
+from memckpt.capture.presence import UNKNOWN, describe_gradients
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import Comparison, Kind
@@ -141,15 +141,17 @@ class RankState:
         groups = describe_groups(self._live)
         for reason in self._live.not_carried:
             self.inexact(reason)
+        gradients = describe_gradients(self._live)
+        unknown = [UNKNOWN] if gradients["unknown"] else []
         state = {
             "rng": rng.capture(self._device.index if self._device.type == "cuda" else None),
             **groups,
             "reduction": reduction,
-            "gradients": describe_gradients(self._live),
+            "gradients": gradients,
             "pending": pending,
             "provided": {name: capture() for name, capture in self._captures.items()},
             "unrepeatable": self.unrepeatable or self.never_repeatable,
-            "inexact": list(self._inexact),
+            "inexact": [*self._inexact, *unknown],
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 
