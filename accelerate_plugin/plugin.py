@@ -49,8 +49,9 @@ class MemCheckpointPlugin:
     Args:
         accelerator: an Accelerator of a single process, of DDP, or of FSDP.
         run_dir: identifies the run; a directory, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"never"`` starts
-            over; an int continues at that step. None: MEMCKPT_RESUME, or ``"auto"``.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"exact"`` refuses
+            to continue unless that is exact, ``"never"`` starts over; an int continues at that step. None:
+            MEMCKPT_RESUME, or ``"auto"``.
         config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
             all ranks. Others are treated as private to each rank.

@@ -29,7 +29,7 @@ from examples.gpt import GPT, SIZES, Corpus
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", nargs="?", help="identifies the run (default: MEMCKPT_RUN_DIR)")
-    parser.add_argument("--resume", type=parse_resume, help="auto, require, never, or a step number")  # (*)
+    parser.add_argument("--resume", type=parse_resume, help="auto, require, exact, never, or a step number")  # (*)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--windows", type=int, default=512, help="windows of text in an epoch")
     parser.add_argument("--batch", type=int, default=8)

@@ -35,8 +35,9 @@ class MemCheckpoint(pl.Callback):
 
     Args:
         run_dir: identifies the run; a directory for files, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"never"`` starts
-            over; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"exact"`` refuses
+            to continue unless that is exact, ``"never"`` starts over; an int continues at that `global_step`. None:
+            MEMCKPT_RESUME, or ``"auto"``.
         config: configuration of the protection, or the mapping that a file holds. None: from MEMCKPT_* variables, else
             the defaults.
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on

@@ -18,7 +18,7 @@ from memckpt.errors import ConfigurationError
 
 _FLAGS = ("run_dir", "resume", "memckpt")
 # Any: jsonargparse accepts type hints, but its annotation says classes.
-_RESUME: Any = Literal["auto", "require", "never"] | NonNegativeInt | None
+_RESUME: Any = Literal["auto", "require", "exact", "never"] | NonNegativeInt | None
 
 
 #: Fields that hold one of several dataclasses: peers, compression.
@@ -95,7 +95,8 @@ class MemCheckpointCLI(LightningCLI):
             "--resume",
             type=_RESUME,
             default=None,
-            help="auto (default): continue if anything is held; require: continue or fail; never: start over; a step.",
+            help="auto (default): continue if anything is held; require: continue or fail; exact: fail unless it is "
+            "exact; never: start over; a step.",
         )
         parser.add_argument(
             "--memckpt", type=_Flags, default=_flags_of(config_from_environment()), help="How the run is protected."

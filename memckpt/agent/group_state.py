@@ -168,10 +168,18 @@ class GroupState:
         self.generations.let_go()
         self._tell(Gap(reason))
 
+    def discard(self) -> None:
+        """What is held is not wanted any more."""
+        self.generations.let_go()
+        self._resumed, self._history = None, ()
+        self.saver.begin_anew()
+
     def resume(self, message: Resume) -> tuple[Generation, Prepared]:
-        """Go back to a record, once for all ranks that share it."""
+        """Go back to a record, once for all ranks that share it; later to an earlier one, which all of them choose."""
         record = message.record
-        if self._resumed is None:
+        if self._resumed is None or record < self._resumed.record:
+            if self._history and self._history[-1].timeline == message.timeline:
+                self._history = self._history[:-1]
             self._resumed = self._go_back(record, message.repeat)
             self.saver.resumed(record, timeline_of(self._history, record))
             self._history = branch_off(self._history, record, message.timeline)

@@ -165,7 +165,7 @@ class GroupStates:
         """What is held is not wanted any more."""
         units = attempt.units
         for group in self:
-            group.generations.let_go()
+            group.discard()
             if group.ranks not in units:
                 del self._all[group.ranks]
                 group.close()

@@ -22,17 +22,15 @@ class ResumedState:
         self.record = record
         #: Rank states of the records after a captured one, by record and rank.
         self._following = generation.following(record)
+        lazy = generation.replica is None and generation.spec.mode == "lazy"
+        reason = generation.why_not_repeated(record) if repeat or lazy else ""
+        before = _before(generation, record) if (repeat or lazy) and not reason else None
         #: Why its step is not repeated, in words; empty if it is.
-        self._not_repeated = generation.why_not_repeated(record) if repeat else ""
-        self._before: Before | None = None
+        self._not_repeated = reason if repeat else ""
+        self._before = before if repeat else None
+        self._earlier = before if lazy else None
         self._generation = generation
         self._advanced: set[int] = set()
-        if repeat and not self._not_repeated:
-            ledger = generation.ledger
-            metas = () if generation.replica is not None else generation.metas_for(record - 1)
-            self._before = Before(
-                metas, ledger.meta_of(record), ledger.rank_states(record - 1), ledger.step_of(record - 1) or 0
-            )
 
     @property
     def behind(self) -> int:
@@ -61,6 +59,7 @@ class ResumedState:
             missing=missing,
             plain=plain,
             before=self._before,
+            earlier=self._earlier,
             not_repeated=self._not_repeated,
             following=self._following,
             whole=held.whole,
@@ -85,3 +84,9 @@ class ResumedState:
         missing, plain = replica.describe_state()
         replica.advance_to(record)
         return Advanced(missing, plain)
+
+
+def _before(generation: Generation, record: int) -> Before:
+    ledger = generation.ledger
+    metas = () if generation.replica is not None else generation.metas_for(record - 1)
+    return Before(metas, ledger.meta_of(record), ledger.rank_states(record - 1), ledger.step_of(record - 1) or 0)

@@ -153,6 +153,11 @@ class RecordLog:
             reached = known is not None and (known[0] < record or known == (record, follows))
             self._stretch = _Stretch(before.first, record, known if reached else None)
 
+    def begin_anew(self) -> None:
+        """Go on behind nothing that memory held."""
+        self._pending.clear()
+        self._branched = None
+
     # What is collected
 
     @property

@@ -139,6 +139,10 @@ class Saver:
         if follows is not None:
             self._log.branch(record, follows)
 
+    def begin_anew(self) -> None:
+        """Note that the attempt goes on behind nothing that memory holds."""
+        self._log.begin_anew()
+
     @property
     def enabled(self) -> bool:
         return self._storage.config is not None

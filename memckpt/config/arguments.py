@@ -1,7 +1,7 @@
 """Settings from outside Python: options of argparse, and environment variables.
 
     MEMCKPT_RUN_DIR                --run-dir                   the run directory
-    MEMCKPT_RESUME                 --resume                    auto, require, never, or a step number
+    MEMCKPT_RESUME                 --resume                    auto, require, exact, never, or a step number
     MEMCKPT_AUTO=1                                             Lightning finds the callback by itself
     MEMCKPT_DISABLE=1                                          no protection, whatever the script says
     MEMCKPT_REDO=lazy              --memckpt-redo lazy         a field of MemckptConfig
@@ -31,8 +31,8 @@ from memckpt.config.settings import KIND, PREFIX, TRUTH, Setting, describe_setti
 from memckpt.errors import ConfigurationError
 
 _RESUME_HELP = (
-    "auto: continue if a state is held, else start; require: continue or fail; never: drop the held state and start; "
-    "a number: continue at that step"
+    "auto: continue if a state is held, else start; require: continue or fail; exact: continue exactly, start where "
+    "nothing is held, or fail; never: drop the held state and start; a number: continue at that step"
 )
 RUN_DIR = "MEMCKPT_RUN_DIR"
 RESUME = "MEMCKPT_RESUME"
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
         "--resume",
         type=_argument(parse_resume),
         default="auto" if resume is None else resume,
-        metavar="auto|require|never|STEP",
+        metavar="auto|require|exact|never|STEP",
         help=f"{_RESUME_HELP} (default: {RESUME}, or auto)",
     )
     for setting in describe_settings():
@@ -225,7 +225,7 @@ def resume_from_environment(environment: Mapping[str, str] = os.environ) -> Resu
     """MEMCKPT_RESUME; None where it is not set.
 
     Raises:
-        ConfigurationError: it is neither ``auto``, ``require``, ``never`` nor a step number.
+        ConfigurationError: it is neither ``auto``, ``require``, ``exact``, ``never`` nor a step number.
     """
     found = environment.get(RESUME)
     return None if found is None else parse_resume(found, name=RESUME)

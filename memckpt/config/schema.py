@@ -17,7 +17,7 @@ RedoChoice = Literal["auto", "eager", "lazy", "capture"]
 TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
-ResumeChoice = Literal["auto", "require", "never"]
+ResumeChoice = Literal["auto", "require", "exact", "never"]
 AckPolicy = Literal["wait", "proceed"]
 CadencePolicy = Literal["auto", "every_step"]
 Security = Literal["curve", "plain"]
@@ -355,17 +355,17 @@ class MemckptConfig:
 
 
 def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
-    """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number.
+    """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"exact"``, ``"never"`` or a step number.
 
     Raises:
         ConfigurationError: it is none of these; `name` is the argument's name in the message.
     """
-    if resume == "auto" or resume == "require" or resume == "never":
+    if resume == "auto" or resume == "require" or resume == "exact" or resume == "never":
         return resume
     if isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0:
         return int(resume)  # jsonargparse gives a subclass, which no message takes
     raise ConfigurationError(
-        f"{name}: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
+        f"{name}: expected 'auto', 'require', 'exact', 'never' or a step number of 0 or more, found {resume!r}"
     )
 
 

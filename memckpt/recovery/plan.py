@@ -167,7 +167,7 @@ def make_plan(
         reason += f"; {stored.name} has steps {sorted({one.step for one in stored.points})}"
     if not stored.points and stored.stranded:
         reason += f"; {stored.name} has {stored.stranded}"
-    if resume == "auto":
+    if resume == "auto" or (resume == "exact" and not something):
         # State of some nodes is useless without the others; nothing that could still be restored is dropped.
         return StartOver(timeline, reason, discard=something)
     raise NothingHeldError(f"resume={resume!r}: {reason}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.protocol.trainer import Before, Prepared
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.session.agent_regions import PreparedRegions
@@ -16,53 +18,78 @@ from memckpt.state import codec
 
 @dataclass
 class ChosenInMemory:
-    """A record in this node's memory. Owns the regions until they are taken.
+    """A record in this node's memory. Owns the regions until training takes the writer that was opened on them.
 
     Attributes:
         plan: plan with the record's number and source.
         held: description for the user.
         state: decoded rank state that is restored; that of the record before it where the step is repeated.
         point: the record with its own rank state.
-        regions: regions of its generation; None once they are taken.
+        regions: regions of its generation.
+        metas: encoded records to redo; those of the record before where its step is repeated.
+        writer: writer on the regions, which owns them; None before the first restore, and once training has taken it.
         following: encoded rank states of the records behind it that are still to be compared, by record.
-        diverges: always None: each rank gets its own generators back.
+        restored: whether the restore has begun.
+        diverges, resharded: always None and False: each rank gets its own state back.
     """
 
     plan: RestoreRecord
     held: HeldState
     state: dict[str, Any]
     point: RestorePoint
-    regions: PreparedRegions | None
+    regions: PreparedRegions
+    metas: tuple[bytes, ...]
+    writer: SlotWriter | None = None
     following: dict[int, bytes] = field(default_factory=dict)
+    restored: bool = False
     diverges: int | None = None
-
-    @property
-    def restored(self) -> bool:
-        """Whether the restore has begun."""
-        return self.regions is None
+    resharded: bool = False
 
     @property
     def lost(self) -> int | None:
         """Number of committed records beyond it."""
         return self.plan.lost
 
-    def repeat_from(self, record: int, step: int, rank_state: bytes, world_size: int) -> None:
-        """Restore the state before the record, from which its step is repeated."""
-        self.state = codec.decode(rank_state)
-        newest = self.point.step
-        self.held = HeldState(step, record, self.plan.tier, self.state["provided"], world_size, newest)
+    @property
+    def newest_known(self) -> int:
+        """The newest record that was committed."""
+        return self.plan.record + self.plan.lost
 
-    def take_regions(self) -> PreparedRegions:
-        """The regions, once; the caller closes them."""
-        regions, self.regions = self.regions, None
-        assert regions is not None
-        return regions
+    @property
+    def message(self) -> Prepared:
+        """The agent's answer: how the record is produced."""
+        return self.regions.message
+
+    def repeat_from(self, before: Before, rank: int) -> None:
+        """Restore the state before the record, from which its step is repeated."""
+        self.state, self.metas = codec.decode(before.rank_states[rank]), before.metas
+        self.held = replace(self.held, step=before.step, record=self.plan.record - 1, rank_state=self.state["provided"])
+
+    def earlier(self, rank: int) -> ChosenInMemory | None:
+        """The record before it, in the same regions; None where it cannot be made, or is what is restored."""
+        before = self.message.earlier
+        if before is None or self.message.before is not None:
+            return None
+        state = codec.decode(before.rank_states[rank])
+        plan = replace(self.plan, record=self.plan.record - 1, step=before.step, lost=self.plan.lost + 1)
+        held = replace(
+            self.held, step=plan.step, record=plan.record, rank_state=state["provided"], newest_step=plan.step
+        )
+        point = RestorePoint.known(plan.record, plan.step, state)
+        return replace(self, plan=plan, held=held, state=state, point=point, metas=before.metas, following={})
+
+    def take_writer(self) -> SlotWriter:
+        """The writer, once; the caller closes it."""
+        writer, self.writer = self.writer, None
+        assert writer is not None
+        return writer
 
     def close(self) -> None:
-        """Close the regions that nobody has taken."""
-        regions, self.regions = self.regions, None
-        if regions is not None:
-            regions.close()
+        """Close the regions, unless training has taken them."""
+        if self.writer is not None:
+            self.take_writer().close()
+        elif not self.restored:
+            self.regions.close()
 
 
 @dataclass
@@ -86,6 +113,11 @@ class ChosenInStorage:
     repeated: StoredState | None = None
     diverges: int | None = None
     restored: bool = False
+
+    @property
+    def resharded(self) -> bool:
+        """Whether the ranks, or their shards, are not those of the run that wrote it."""
+        return not self.stored.exact
 
     @property
     def lost(self) -> int | None:

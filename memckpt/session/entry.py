@@ -49,8 +49,9 @@ def attach(
             parameters may be DTensors (FSDP2, HSDP, tensor parallel).
         optimizers: one, or several; also what ``fabric.setup`` returned.
         run_dir: names the run; attempts with the same directory continue each other. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"never"`` drops what is
-            held, a number resumes exactly that step. None: MEMCKPT_RESUME, or ``"auto"``.
+        resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"exact"`` raises if what
+            is held cannot be resumed exactly, ``"never"`` drops what is held, a number resumes at that step. None:
+            MEMCKPT_RESUME, or ``"auto"``.
         config: settings. None: what MEMCKPT_* variables say, else the defaults.
         data_parallel: the DDP wrapper, where `model` is not it.
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).

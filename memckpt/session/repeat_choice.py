@@ -53,8 +53,7 @@ class RepeatChoice:
         """
         if self._check.kind == "off":
             return
-        assert chosen.regions is not None
-        message = chosen.regions.message
+        message = chosen.message
         chosen.following = self._following(message.following)
         if not self.wanted:
             return
@@ -71,7 +70,7 @@ class RepeatChoice:
         elif not reason:
             assert before is not None
             self._check.step = chosen.plan.step
-            chosen.repeat_from(chosen.plan.record - 1, before.step, before.rank_states[rank], self._ranks.world_size)
+            chosen.repeat_from(before, rank)
 
     def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         """Why a repeated step would add gradients in another order, in words; empty if it would not.
@@ -91,7 +90,6 @@ class RepeatChoice:
 
     def _advance(self, chosen: ChosenInMemory) -> None:
         """Advance the replica to the record: the state before it is not needed."""
-        assert chosen.regions is not None
         regions = chosen.regions
         advanced = self._link.client.advance(chosen.plan.record)
         if regions.replica is not None:

@@ -18,8 +18,7 @@ from memckpt.capture.taps.tap import Tap
 from memckpt.journal.events import Recovered
 from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.restore import replica_digest
-from memckpt.session.agent_regions import PreparedRegions
-from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.held_record import InMemory, InStorage, restorer_of
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
@@ -58,22 +57,75 @@ class Restoration:
         self._proof = proof
         self.report: RestoreReport | None = None
         self.record_redo_seconds: float | None = None
+        self._seconds = 0.0
 
-    def restore_tensors(self, chosen: Chosen, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport:
-        """Restore parameters, buffers, optimizer state, groups, and the presence of gradients.
+    def fill(self, chosen: Chosen) -> Proof | None:
+        """Restore tensors, optimizer state and groups, and compare them with the record's sample; collective.
+
+        It may be called again, for the same state or another one.
+
+        Returns:
+            The comparison; None where other ranks or shards than the record's are restored.
+        """
+        started = time.perf_counter()
+        self._live.put_shards_in_place()
+        restore_groups(self._live, chosen.state)
+        if isinstance(chosen, ChosenInMemory):
+            if chosen.writer is None:
+                chosen.writer = self._staging.open(chosen.regions)
+            evidence = chosen.writer.evidence
+            self._restore_held(chosen, chosen.writer)
+            self._restore_optimizers(chosen.state)
+            self._agree_on_replicas(chosen.writer)
+        else:
+            stored = chosen.stored
+            with rng.preserved():
+                stored.restore(self._live.tensors(), self._live.optimizers)
+            pieces = sorted(self._live.pieces())
+            held = sorted(
+                (one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None
+            )
+            self._restore_optimizers(chosen.state, resharded=pieces != held)
+            evidence = Evidence(stored.own.spec, self._live)
+        self._seconds += time.perf_counter() - started
+        return None if any(self._ranks.gather(chosen.resharded)) else self._prove(evidence, chosen)
+
+    def go_on(
+        self, chosen: Chosen, proof: Proof | None, tap: Tap, resume: Callable[[SlotWriter, int], None]
+    ) -> RestoreReport:
+        """Let training go on behind the state that :meth:`fill` has restored last.
 
         Args:
-            chosen: a state that is not restored yet.
+            chosen: the state.
+            proof: its comparison with the record's sample.
             tap: gets the layout in which gradients were reduced.
-            go_on: called with the writer of the resumed generation and the restored record, unless the step is repeated
-                or the state comes from a store.
+            resume: called with the writer of the resumed generation and the restored record, unless the step is
+                repeated or the state comes from a store.
         """
-        self._live.put_shards_in_place()
+        chosen.restored = True
+        if proof is not None:
+            self._proof.check.prove(proof)
+        if not chosen.resharded:
+            self._restore_reduction(chosen.state, tap)
         if isinstance(chosen, ChosenInMemory):
-            report = self._restore_from_memory(chosen, tap, go_on)
-        else:
-            report = self._restore_from_storage(chosen, tap)
-        self.report = report
+            self._take_writer(chosen, tap, resume)
+        elif chosen.repeated is not None:
+            last, state = chosen.repeated.point, codec.decode(chosen.repeated.rank_state)
+            in_storage = InStorage(chosen.repeated, self._live)
+            self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
+        held, check = chosen.held, self._proof.check
+        # Logged before: by the choice of the state, and as the verdict of the check.
+        reasons = _OTHER_RANKS if chosen.resharded else "", proof.inexact if proof is not None else ""
+        self.report = report = RestoreReport(
+            held.step,
+            held.record,
+            held.tier,
+            self._seconds,
+            chosen.lost,
+            tuple(filter(None, reasons)),
+            check,
+            repeated=self._proof.repeated,
+        )
         self._pending.regroup()
         if "gradients" in chosen.state:
             # Zeros stand for gradients that there were; pending ones are marked.
@@ -94,50 +146,27 @@ class Restoration:
 
     # From memory
 
-    def _restore_from_memory(
-        self, chosen: ChosenInMemory, tap: Tap, go_on: Callable[[SlotWriter, int], None]
-    ) -> RestoreReport:
-        started = time.perf_counter()
-        plan = chosen.plan
-        restore_groups(self._live, chosen.state)
-        regions = chosen.take_regions()  # owned by the writer from here on
-        writer = self._staging.open(regions)
+    def _take_writer(self, chosen: ChosenInMemory, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> None:
+        """Adopt the writer on the resumed generation; where the step is repeated first, the repetition owns it."""
+        plan, regions, writer = chosen.plan, chosen.regions, chosen.take_writer()
+        if chosen.message.before is not None:
+            held = InMemory(plan.record, self._ranks.rank, regions, writer, self._live, self._link)
+            state = codec.decode(chosen.message.rank_states[self._ranks.rank])
+            self._proof.repetition = Repetition(plan.record, plan.step, held, state, self._live, self._ranks)
+            return
         try:
-            self._restore_held(plan.record, regions, writer)
-            self._restore_optimizers(chosen.state)
-            self._agree_on_replicas(writer)
-            proved = self._prove(writer.evidence, chosen)
-            if regions.message.before is not None:
-                held = InMemory(plan.record, self._ranks.rank, regions, writer, self._live, self._link)
-                state = codec.decode(regions.message.rank_states[self._ranks.rank])
-                self._proof.repetition = Repetition(plan.record, plan.step, held, state, self._live, self._ranks)
+            self._proof.set_gradients_aside(chosen, writer, tap)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
-        self._restore_reduction(chosen.state, tap)
-        if self._proof.repetition is None:
-            self._proof.set_gradients_aside(chosen, writer, tap)
-            self._staging.adopt(writer)
-            go_on(writer, plan.record)
-        seconds, held_state, proof = time.perf_counter() - started, chosen.held, self._proof
-        return RestoreReport(
-            held_state.step,
-            held_state.record,
-            plan.tier,
-            seconds,
-            plan.lost,
-            check=proof.check,
-            repeated=proof.repeated,
-        ).because(self._why_not_exact(proved))
+        self._staging.adopt(writer)
+        resume(writer, plan.record)
 
-    def _restore_held(self, record: int, regions: PreparedRegions, writer: SlotWriter) -> None:
-        message = regions.message
-        metas = message.metas
-        if message.before is not None:
-            record, metas = record - 1, message.before.metas
-        restorer = restorer_of(regions, writer, self._live)
+    def _restore_held(self, chosen: ChosenInMemory, writer: SlotWriter) -> None:
+        message = chosen.message
+        restorer = restorer_of(chosen.regions, writer, self._live)
         with rng.preserved():
-            restorer.restore(record, self._ranks.rank, metas, message.missing, message.plain)
+            restorer.restore(chosen.held.record, self._ranks.rank, chosen.metas, message.missing, message.plain)
         self.record_redo_seconds = restorer.record_redo_seconds
 
     def adopt(self, writer: SlotWriter) -> None:
@@ -167,38 +196,6 @@ class Restoration:
                     if isinstance(state[key], torch.Tensor):
                         ranks.broadcast_tensor(local(state[key]), group)
 
-    # From a store
-
-    def _restore_from_storage(self, chosen: ChosenInStorage, tap: Tap) -> RestoreReport:
-        started = time.perf_counter()
-        stored, repeated = chosen.stored, chosen.repeated
-        chosen.restored = True
-        restore_groups(self._live, chosen.state)
-        with rng.preserved():
-            stored.restore(self._live.tensors(), self._live.optimizers)
-        pieces = sorted(self._live.pieces())
-        held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
-        self._restore_optimizers(chosen.state, resharded=pieces != held)
-        point = stored.point
-        if stored.exact:
-            self._restore_reduction(chosen.state, tap)
-        if repeated is not None:
-            last, state = repeated.point, codec.decode(repeated.rank_state)
-            in_storage = InStorage(repeated, self._live)
-            self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
-        proved = self._prove(Evidence(stored.own.spec, self._live), chosen) if stored.exact else None
-        seconds = time.perf_counter() - started
-        return RestoreReport(
-            point.step,
-            point.record,
-            chosen.held.tier,
-            seconds,
-            chosen.lost,
-            () if stored.exact else (_OTHER_RANKS,),
-            self._proof.check,
-            repeated=self._proof.repeated,
-        ).because(self._why_not_exact(proved))
-
     # From either
 
     def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof:
@@ -214,13 +211,6 @@ class Restoration:
             comparison.value("hyperparameters", name, value, chosen.state.get(name, value))
         everybody = self._ranks.gather(comparison.findings(self._live.tensors()))
         return prove(everybody, any_accelerator(self._live, self._ranks), chosen.held.step, chosen.held.tier)
-
-    def _why_not_exact(self, proof: Proof | None) -> str:
-        """Take the proof for the resume check; returns why the restored state is another one, empty if it is not."""
-        if proof is None:
-            return ""
-        self._proof.check.prove(proof)
-        return proof.line if proof.differs or proof.rounds else ""
 
     def _restore_optimizers(self, state: Mapping[str, Any], resharded: bool = False) -> None:
         """Restore optimizer state that is in no slot."""

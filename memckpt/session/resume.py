@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,8 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt")
 #: Agents of one node, one after the other, that may end while its ranks come to them.
 _MOST_AGENTS = 3
+#: Stored states that are tried, one after the other, where the chosen one does not prove itself.
+_MOST_STORED = 3
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Resumption:
         self._resharding = Resharding(training, link, peers, run_dir)
         self._repeat = RepeatChoice(training, link, check)
         self._reason = ""
+        self._tier: StorageTier | None = None
+        self._asked = False
         self.chosen: Chosen | None = None
         self.held_mode: RedoMode | None = None
         self.not_redoable = ""
@@ -147,9 +151,11 @@ class Resumption:
         if resharding:
             self._resharding.save(own, held, fragments, resume, spec)
         step = resume if isinstance(resume, int) else None
+        self._asked = step is not None
         storage = self._resharding.storage_for(resharding)
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
         self._link.owner = tier.run
+        self._tier, self._spec = tier, spec
 
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
             stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
@@ -158,6 +164,7 @@ class Resumption:
         repeat = self._repeat.wanted and step is None
         plan = plan_patiently(tier, resume, lambda: self._peers.carry_out(plan_without, spec, before=repeat))
         self._link.claimed = tier.claimed
+        self._timeline = plan.timeline
         self._link.configure(plan.timeline)
         asked = f"resume={resume!r}" if step is not None else ""
         if isinstance(plan, RestoreRecord):
@@ -169,6 +176,7 @@ class Resumption:
             self.start_reason = plan.reason
             stored = tier.open_newest(plan.candidates, spec, by_hand=step is not None)
             self.chosen = self._open_stored(stored, plan)
+            self._take_over(stored.own.spec)
             self._repeat.decide_in_storage(self.chosen, tier, spec, asked)
             record = stored.point.record
             ranks.together(lambda: self._prepare(spec, record + 1, discard=True))
@@ -220,13 +228,13 @@ class Resumption:
         regions = self._link.resume(plan.record, plan.timeline, repeat)
         try:
             state = codec.decode(regions.message.rank_states[self._ranks.rank])
-            packed = codec.Packed(state, fetch=lambda tensor: tensor, token=lambda: lambda: None)
             self.chosen = ChosenInMemory(
                 plan,
                 HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size, plan.step),
                 state,
-                RestorePoint(plan.record, plan.step, packed),
+                RestorePoint.known(plan.record, plan.step, state),
                 regions,
+                regions.message.metas,
             )
         except BaseException:  # raised again: the regions have no other owner yet
             regions.close()
@@ -248,10 +256,9 @@ class Resumption:
             )
         state = codec.decode(stored.rank_state)
         held = HeldState(point.step, point.record, plan.tier, state["provided"], point.world_size, point.step)
-        self.chosen = chosen = ChosenInStorage(held, state, stored, plan.newest)
+        chosen = ChosenInStorage(held, state, stored, plan.newest)
         if not all(self._ranks.gather(stored.exact)):
             chosen.diverges = self._draws_as_another(state["rng"])
-        self._take_over(stored.own.spec)
         return chosen
 
     def _draws_as_another(self, state: rng.RngState) -> int | None:
@@ -272,6 +279,50 @@ class Resumption:
         self.held_mode = spec.mode
         self.not_redoable = self.chosen.state.get("not_redoable", "")
         self._live.growth.take_over(spec)
+
+    # Where the chosen state does not prove itself
+
+    def others(self) -> Iterator[Chosen]:
+        """Older states that can be restored in place of the chosen one, nearest first; collective.
+
+        Peers have agreed on the chosen record, and a user may have asked for it: there is no other one then.
+        """
+        first, tier = self.chosen, self._tier
+        if first is None or tier is None or self._peers.active or self._asked:
+            return
+        record, known = first.held.record, first.newest_known
+        if isinstance(first, ChosenInMemory):
+            earlier = first.earlier(self._ranks.rank)
+            if all(self._ranks.gather(earlier is not None)):
+                assert earlier is not None
+                yield earlier
+        else:
+            record -= 1
+        points = [one for one in tier.points if one.record <= record]
+        for _ in range(min(len(points), _MOST_STORED)):
+            plan = RestoreStored(self._timeline, tuple(points), "", known, tier.name)
+            stored = tier.open_newest(points, self._spec)
+            yield self._open_stored(stored, plan)
+            points = [one for one in points if one.record < stored.point.record]
+
+    def change_to(self, chosen: Chosen) -> Start | None:
+        """Resume from one of :meth:`others`; collective.
+
+        Returns:
+            The beginning of the attempt, where a generation begins anew.
+        """
+        former, self.chosen = self.chosen, chosen
+        if isinstance(chosen, ChosenInMemory):
+            plan = chosen.plan
+            self._ranks.together(lambda: self._link.resume(plan.record, plan.timeline, False).close())
+            return None
+        assert former is not None
+        former.close()
+        self._take_over(chosen.stored.own.spec)
+        record = chosen.stored.point.record
+        self._staging.close()  # what was prepared for another record
+        self._ranks.together(lambda: self._prepare(self._spec, record + 1, discard=True))
+        return Start(record + 1, anew=True)
 
     # End
 

@@ -61,6 +61,11 @@ class Proof:
     differs: bool = False
     rounds: bool = False
 
+    @property
+    def inexact(self) -> str:
+        """Why the restored state is not exactly that of the record, in words; empty if it is."""
+        return self.line if self.differs or self.rounds else ""
+
 
 @dataclass
 class ResumeCheck:
@@ -69,6 +74,7 @@ class ResumeCheck:
     Attributes:
         kind: configured check.
         evidence: what of the restored state was compared with the sample that its record carries, in words.
+        refuted: whether the restored state is another one; then no step is compared.
         verdict: ``"pending"`` until the check is over. ``"equal"``: bit for bit. ``"rounding"``: equal but for the last
             bits, on an accelerator. ``"different"``: see `differences`. ``"none"``: there was nothing to compare with.
             ``"off"``: not configured.
@@ -83,18 +89,18 @@ class ResumeCheck:
     step: int | None = None
     differences: tuple[Difference, ...] = ()
     evidence: str = ""
-    _refuted: bool = False
+    refuted: bool = False
 
     def prove(self, proof: Proof) -> None:
         """Take the comparison of the restored state with its sample; a difference is final."""
-        self.evidence, self._refuted = proof.line, proof.differs
-        if self.verdict == "none" or (proof.differs and self.kind != "off"):
+        self.evidence, self.refuted = proof.line, proof.differs
+        if self.verdict == "none" or proof.differs:
             self.settle("none", self.line)
 
     def settle(self, verdict: Verdict, line: str, differences: Sequence[Difference] = ()) -> None:
         """Set the verdict; where no step gave one, or the restored state is another one already, the sample's stays."""
-        if self.evidence and (verdict == "none" or self._refuted):
-            verdict = "different" if self._refuted else "equal"
+        if self.evidence and (verdict == "none" or self.refuted):
+            verdict = "different" if self.refuted else "equal"
             line = "; ".join(filter(None, (self.evidence, line)))
         self.verdict, self.line, self.differences = verdict, line, tuple(differences)
 

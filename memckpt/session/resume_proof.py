@@ -143,7 +143,7 @@ class ResumeProof:
     def _hear_witness(self, point: RestorePoint) -> None:
         """Compare gradients, at the end of the first record after the resumed one."""
         witness, self._witness, self._recorder.witness = self._witness, None, None
-        if witness is None:
+        if witness is None or self.check.refuted:
             return
         everybody = self._ranks.gather(witness.testify())
         # A verdict "none" has been logged already if the step could not be repeated.

@@ -20,9 +20,10 @@ from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
-from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UsageError
+from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, ResumeMismatchError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.session.changes import Changes
+from memckpt.session.chosen_state import Chosen
 from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
@@ -40,6 +41,7 @@ from memckpt.session.reconnection import Reconnection
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume import Resumption
+from memckpt.session.resume_check import Proof
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.sharing import (
     find_own_buffers,
@@ -97,7 +99,7 @@ class Session(Information):
         self._proof = ResumeProof(training, link, self._rank_state)
         self._restoration = Restoration(training, link, staging, self._proof)
         self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
-        self._closed = False
+        self._closed = self._has_told = False
         self._last: RestorePoint | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
@@ -130,6 +132,7 @@ class Session(Information):
             raise
 
     def _start(self, resume: ResumeChoice | int) -> None:
+        self._resumes_exactly = resume == "exact"
         try:
             start = self._resumption.choose(resume, self._live.spec(self._switch.request), self.mode_reason)
         except ForeignStateError as error:
@@ -140,7 +143,9 @@ class Session(Information):
         if self._ranks.rank == 0:
             tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
-        self._tuning.adopt(self.held.rank_state if self.held is not None else None, resumed.point is not None)
+        self._tuning.adopt(
+            self._resumption.held.rank_state if self._resumption.held is not None else None, resumed.point is not None
+        )
         self._switch.use_mode()
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)
@@ -209,7 +214,8 @@ class Session(Information):
 
     @property
     def held(self) -> HeldState | None:
-        """The state that is restored; None where training starts over."""
+        """The state that is restored; None where training starts over. Once it is read no other state is."""
+        self._has_told = True
         return self._resumption.held
 
     def restore(self) -> RestoreReport | None:
@@ -218,9 +224,11 @@ class Session(Information):
         Call it once, right before the training loop. Returns None if there is nothing to restore.
         """
         report = self.restore_tensors()
-        if report is not None and self.held is not None:
-            report = report.because(self._rank_state.load_registered(self.held.rank_state))
-        if report is not None or self.held is None:
+        held = self._resumption.held
+        if report is not None and held is not None:
+            report = report.because(self._rank_state.load_registered(held.rank_state))
+            self._refuse_inexact(report)
+        if report is not None or held is None:
             self.restore_rng()
         return report
 
@@ -230,17 +238,45 @@ class Session(Information):
         if chosen is None or chosen.restored:
             return None
         self._compression.expect_carried()
-        report = self._restoration.restore_tensors(chosen, self._tap.current, self._protection.resume)
+        proof = self._restoration.fill(chosen)
+        if proof is not None and proof.differs:
+            chosen, proof = self._try_others(chosen, proof)
+        report = self._restoration.go_on(chosen, proof, self._tap.current, self._protection.resume)
         self._tuning.redid(self._restoration.record_redo_seconds)
         report = report.because(*self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
+        self._refuse_inexact(report)
         self._proof.begin(chosen)
         return report
 
+    def _refuse_inexact(self, report: RestoreReport) -> None:
+        """Raise ResumeMismatchError where an exact resume is asked for, and this one is not; on every rank."""
+        found = next(filter(None, self._ranks.gather("; ".join(report.reasons))), "")
+        if self._resumes_exactly and found:
+            raise ResumeMismatchError(
+                f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. What was held "
+                "is still held: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
+            )
+
+    def _try_others(self, first: Chosen, proof: Proof) -> tuple[Chosen, Proof]:
+        """Restore another state that proves itself, where the first one is not what its record says; else that one."""
+        told = self._ranks.gather(self._has_told)
+        for other in self._resumption.others() if not any(told) else ():
+            found = self._restoration.fill(other)
+            if found is not None and not found.differs:
+                _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
+                start = self._resumption.change_to(other)
+                if start is not None:
+                    self._recorder.begin(None, start.record)
+                    self._switch.start(start.record)
+                return other, found
+        self._restoration.fill(first)
+        return first, proof
+
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
-        self._loop.hold(self.held)
+        self._loop.hold(self._resumption.held)
         self._restore_rng()
 
     def _restore_rng(self) -> None:
@@ -344,7 +380,7 @@ class Session(Information):
 
     def _next_step(self, record: int) -> int:
         """The step number behind the last commit's, or behind the restored one; the record's where there is neither."""
-        last = self._last if self._last is not None else self.held
+        last = self._last if self._last is not None else self._resumption.held
         return record if last is None else last.step + 1
 
     def _end_repetition(self, point: RestorePoint) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ class RestorePoint:
     record: int
     step: int
     packed: codec.Packed
+
+    @classmethod
+    def known(cls, record: int, step: int, state: Mapping[str, Any]) -> RestorePoint:
+        """A point with a decoded rank state."""
+        return cls(record, step, codec.Packed(state, fetch=lambda tensor: tensor, token=lambda: lambda: None))
 
     @property
     def rank_state(self) -> bytes:

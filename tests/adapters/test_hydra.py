@@ -215,7 +215,10 @@ def test_a_wrong_key_or_value_is_an_error_when_it_is_composed(override: str, mes
             "compression.rank: expected a whole number, 1 to 1024, found 0",
         ),
         (["+memckpt=default", "memckpt.slots=1"], "slots: expected None or 2 to 64, found 1"),
-        (["+memckpt=default", "+resume=latest"], "resume: expected 'auto', 'require', 'never' or a step number"),
+        (
+            ["+memckpt=default", "+resume=latest"],
+            "resume: expected 'auto', 'require', 'exact', 'never' or a step number",
+        ),
         ([], "expected the group memckpt in the configuration, found none"),
     ],
 )

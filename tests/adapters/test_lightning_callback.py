@@ -100,7 +100,7 @@ def fail_at(step: int, tmp_path: Path, *callbacks: pl.Callback, **arguments: Any
 
 @pytest.mark.parametrize("resume", ["newest", -1, True, 1.5])
 def test_resume_must_be_one_of_the_choices(resume: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected 'auto', 'require', 'never' or a step.*found"):
+    with pytest.raises(ValueError, match=r"expected 'auto', 'require', 'exact', 'never' or a step.*found"):
         MemCheckpoint(tmp_path, resume=resume)
 
 

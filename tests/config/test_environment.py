@@ -166,7 +166,9 @@ def test_resume_as_text(text: str, value: object) -> None:
 
 @pytest.mark.parametrize("text", ["", "always", "-1", "1.5", "１２"])
 def test_a_wrong_resume_is_named(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="MEMCKPT_RESUME: expected 'auto', 'require', 'never' or a step"):
+    with pytest.raises(
+        ConfigurationError, match="MEMCKPT_RESUME: expected 'auto', 'require', 'exact', 'never' or a step"
+    ):
         resume_from_environment({"MEMCKPT_RESUME": text})
 
 

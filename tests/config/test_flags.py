@@ -223,7 +223,10 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
         (["--memckpt-slots", "many"], "argument --memckpt-slots: expected a whole number or 'none', found 'many'"),
         (["--memckpt-storage-every-steps", "x"], "every-steps: expected a whole number or 'none', found 'x'"),
         (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on, off or none, found 'maybe'"),
-        (["--resume", "latest"], "expected 'auto', 'require', 'never' or a step number of 0 or more, found 'latest'"),
+        (
+            ["--resume", "latest"],
+            "expected 'auto', 'require', 'exact', 'never' or a step number of 0 or more, found 'latest'",
+        ),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_the_option(arguments: list[str], message: str) -> None:

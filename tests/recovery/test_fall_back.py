@@ -1,0 +1,95 @@
+"""A restored state that is not what its record says: another one that proves itself is resumed, or it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memckpt.config import StorageConfig
+from memckpt.session.changes import Changes
+from tests.support.storage.stored_runs import until_stored
+from tests.support.trainings.engine_cases import PLAIN
+from tests.support.trainings.engine_child import Action, Control, config, kill_self
+from tests.support.trainings.engine_harness import Ended, Lab
+from tests.support.trainings.engine_training import Case, Training
+
+CHANGED = 9
+
+
+class Changed(Training):
+    """A weight is changed by hand behind the step, once."""
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        if step == CHANGED:
+            next(iter(self.model.parameters())).data.view(-1)[::2].mul_(1.5)
+        return loss
+
+
+CASE = Case("changed", Changed)
+
+
+def look_away(control: Control) -> None:
+    """Plant the fault: nobody looks for changes by hand in this attempt."""
+
+    def nothing(changes: Any) -> None:
+        return None
+
+    for name in ("look_at_commit", "look_before_backward", "look_before_step"):
+        if hasattr(Changes, name):
+            setattr(Changes, name, nothing)
+
+
+def die_behind_the_change(lab: Lab, settings: Any, later: int = 0, actions: dict[Any, Action] | None = None) -> None:
+    actions = {**(actions or {}), ("after commit", CHANGED + later): kill_self}
+    lab.train(CASE, settings, prepare=look_away, actions=actions)
+
+
+def resume(lab: Lab, settings: Any, **arguments: Any) -> Ended:
+    return lab.train(CASE, settings, seed=4, **arguments)
+
+
+def test_the_record_before_is_resumed_where_the_newest_is_refuted(lab: Lab) -> None:
+    die_behind_the_change(lab, config("lazy", resume_check="witness"))
+    ended = resume(lab, config("lazy", resume_check="witness"))
+    assert ended.restored_step == CHANGED - 1
+    assert ended.verdict[0] == "equal"
+    assert f"step {CHANGED - 1} is resumed from local memory" in ended.log
+    lab.check_same(CASE, ended)
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_storage_is_resumed_where_memory_is_refuted(lab: Lab, redo: str) -> None:
+    settings = config(redo, resume_check="witness", storage=StorageConfig(every_steps=4))
+    die_behind_the_change(lab, settings, later=2, actions={("forward", 6): until_stored(4)})
+    ended = resume(lab, settings)
+    assert ended.restored_step in (4, 8)
+    assert f"step {ended.restored_step} is resumed from storage" in ended.log
+    lab.check_same(CASE, ended)
+
+
+def test_where_nothing_proves_itself_the_nearest_is_resumed_and_it_is_said(lab: Lab) -> None:
+    die_behind_the_change(lab, config("lazy", resume_check="witness"), later=3)
+    ended = resume(lab, config("lazy", resume_check="witness"))
+    assert ended.restored_step == CHANGED + 3
+    verdict, line = ended.verdict
+    assert verdict == "different"
+    assert line.startswith(f"a sample of the state after step {CHANGED + 3}, from local memory is DIFFERENT: parameter")
+
+
+def test_an_exact_resume_that_cannot_be_had_is_refused_and_nothing_is_lost(lab: Lab) -> None:
+    settings = config("lazy", resume_check="witness")
+    die_behind_the_change(lab, settings, later=3)
+    child, _ = lab.begin(CASE, settings, seed=4, resume="exact")
+    assert child.wait() == 3
+    assert "ResumeMismatchError: resume='exact'" in child.log.read_text()
+    assert resume(lab, settings).restored_step == CHANGED + 3
+
+
+def test_an_exact_resume_is_one_where_it_can_be_had(lab: Lab) -> None:
+    settings = config("lazy", resume_check="witness")
+    lab.train(PLAIN, settings, actions={("after commit", 7): kill_self}, resume="exact")
+    ended = lab.train(PLAIN, settings, seed=4, resume="exact")
+    assert ended.restored_step == 7
+    lab.check_same(PLAIN, ended)
