@@ -48,7 +48,7 @@ from memckpt.state.spec import (
     TensorSpec,
     is_ours,
 )
-from memckpt.state.tensors import is_dtensor, local, shard_of
+from memckpt.state.tensors import has_usual_strides, is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
@@ -385,6 +385,20 @@ class LiveState:
                     if param.requires_grad or optimizer.state.get(param):
                         owners.setdefault(id(param), []).append((index, group_index))
         return owners
+
+    def look_at_strides(self) -> None:
+        """Look for state that redo would lay out in another way: products with it then round otherwise."""
+        for index, optimizer in enumerate(self.optimizers):
+            if is_elementwise(optimizer) or index in self.not_redoable:
+                continue
+            for param, state in optimizer.state.items():
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    if type(value) is torch.Tensor and not is_dtensor(param) and not has_usual_strides(value, param):
+                        self.not_redoable[index] = (
+                            f"state {key!r} of {type(optimizer).__qualname__} is not laid out row by row, and products "
+                            "with it depend on that"
+                        )
+                        return
 
     # Layout
 

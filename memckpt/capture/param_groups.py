@@ -16,6 +16,7 @@ from memckpt.state.optimizers import hyperparameters
 def describe_groups(live: LiveState) -> dict[str, Any]:
     """Part of the rank state that :func:`restore_groups` and :func:`restore_state_order` read."""
     live.follow()
+    live.look_at_strides()
     return {
         "late": live.describe_late(),
         "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),

@@ -326,5 +326,7 @@ class GenerationSwitch:
         """Log once each part of the optimizers that no record can hold."""
         caveats = self._training.caveats
         for text in [text for text in self._live.left_out if text not in caveats]:
-            _log.warning("memckpt: %s; after a resume it is as the new process makes it", text)
+            _log.warning(
+                "memckpt: a resume of this run will not be exact: %s, and is as the new process makes it", text
+            )
             caveats.append(text)

@@ -200,6 +200,9 @@ class ModeChoice:
         """
         if self.mode == "capture" and self._test is None:
             return False
+        if self._live.not_redoable and not self._live.sharded:  # found while training runs, on all replicas alike
+            self._cannot_redo(next(iter(self._live.not_redoable.values())))
+            return True
         if not self._asked:
             everybody = self._ranks.gather(compiled)
             self._asked = any(each is not None for each in everybody)

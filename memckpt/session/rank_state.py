@@ -71,7 +71,7 @@ class RankState:
 
     def take_over(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over from a held rank state why the run is not exact; returns the reasons."""
-        found = tuple(state.get("inexact", ()))
+        found = (*state.get("inexact", ()), *state.get("left_out", ()))
         self._inexact.update(dict.fromkeys(found))
         return found
 

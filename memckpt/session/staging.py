@@ -224,6 +224,7 @@ class Staging:
         added: dict[str, Any] = {"evidence": writer.evidence.take(point.record)}
         if writer.captures:
             added |= {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
+            added["left_out"] = list(self._live.left_out)
         return point.packed.joined(codec.Packed(added, self._copier.fetch, self._copier.token))
 
     def _seal_captured(self, writer: SlotWriter, point: RestorePoint, stall_ms: float) -> Callable[[], Commit]:

@@ -5,11 +5,15 @@ state's keys. A reference to a live tensor (a list of parameters, a buffer that 
 reference. Restoring fills containers and tensors in place, so that other holders see the values.
 
 A tree is ``[kind, ...]``. ``"live"`` stands for values that cannot change (functions) or cannot be encoded: they stay.
+An object of a class of Python's is carried as its ``__dict__``.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import logging
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,17 +24,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.state import codec, rng
-from memckpt.state.optimizer_attributes import own_attributes
+from memckpt.state.optimizer_attributes import own_attributes, own_modules
 from memckpt.state.optimizers import fits_room
 from memckpt.state.spec import StateSpec, StateTensorSpec
-from memckpt.state.tensors import is_dtensor, local
+from memckpt.state.tensors import has_usual_strides, is_dtensor, local, with_strides
 
 Tree = list[Any]
 #: Room in slots, by (optimizer, parameter, key).
 Rooms = dict[tuple[int, str, Any], StateTensorSpec]
 #: (parameter, key, value) of an optimizer's state -> whether it is carried elsewhere.
 Travels = Callable[[str, Any, Any], bool]
-_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_CODE = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+    types.ModuleType,
+    logging.Logger,
+    enum.Enum,
+)
 _LIVE: Tree = ["live"]
 
 
@@ -54,6 +67,9 @@ class OptimizerCapture:
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._modules = {id(one) for module in modules for one in module.modules()}
         self._references: dict[int, Tree] = {}
+        #: By `id`, the number of a tensor that was captured by value; by number, what it was restored to.
+        self._numbers: dict[int, int] = {}
+        self._made: dict[int, Any] = {}
         self._open: set[int] = set()
         self._resharded = False
         self.left_out: list[str] = []
@@ -68,15 +84,17 @@ class OptimizerCapture:
             for owner in param.owners
             for state in owner.state
         }
-        self._references = {
-            id(value): ["state", index, name, key]
-            for index, optimizer in enumerate(self._optimizers)
-            for name, state in self._named_state(optimizer)
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and isinstance(key, str)
-        }
+        self._references, self._numbers = {}, {}
+        for index, optimizer in enumerate(self._optimizers):
+            for name, state in self._named_state(optimizer):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and isinstance(key, str):
+                        # Several parameters may share a tensor: it belongs to the first one.
+                        self._references.setdefault(id(value), ["state", index, name, key])
         found = [
-            self._capture_one(optimizer, type(optimizer).__qualname__, functools.partial(self._travels, rooms, index))
+            self._capture_one(
+                optimizer, type(optimizer).__qualname__, functools.partial(self._travels, rooms, index), index
+            )
             for index, optimizer in enumerate(self._optimizers)
         ]
         self._references = {}
@@ -96,32 +114,48 @@ class OptimizerCapture:
             if id(param) in self._names and isinstance(state, dict)
         ]
 
-    def _capture_one(self, optimizer: Optimizer, path: str, travels: Travels) -> dict[str, Any]:
+    def _capture_one(self, optimizer: Optimizer, path: str, travels: Travels, index: int = -1) -> dict[str, Any]:
         named = {id(state) for _, state in self._named_state(optimizer)}
+        # In the order in which they are restored: attributes may refer to state.
         return {
-            "attributes": {
-                name: self._out(value, f"{path}.{name}") for name, value in own_attributes(optimizer).items()
-            },
-            "state": [[name, self._state(name, state, path, travels)] for name, state in self._named_state(optimizer)],
+            "state": [
+                [name, self._state(name, state, path, travels, index)] for name, state in self._named_state(optimizer)
+            ],
             "others": [
                 [self._out(key, f"{path}.state"), self._out(value, f"{path}.state[{key!r}]")]
                 for key, value in optimizer.state.items()
                 if id(value) not in named
             ],
+            "attributes": {
+                name: self._out(value, f"{path}.{name}")
+                for name, value in {**own_attributes(optimizer), **own_modules(optimizer)}.items()
+            },
         }
 
-    def _state(self, name: str, state: dict[Any, Any], path: str, travels: Travels) -> list[Any]:
+    def _state(self, name: str, state: dict[Any, Any], path: str, travels: Travels, index: int) -> list[Any]:
         """The keys in order, each with its value, or None if that is carried elsewhere."""
-        return [
-            [key, None if travels(name, key, value) else self._out(value, f"{path}.state[{name}].{key}", own=True)]
-            for key, value in state.items()
-        ]
+        found = []
+        for key, value in state.items():
+            own = self._references.get(id(value)) in (None, ["state", index, name, key])
+            if not (own and travels(name, key, value)):
+                found.append([key, self._out(value, f"{path}.state[{name}].{key}", own)])
+            elif (
+                isinstance(value, torch.Tensor)
+                and not is_dtensor(value)
+                and not has_usual_strides(value, self._tensors[name])
+            ):
+                found.append([key, ["strided", list(value.stride())]])
+            else:
+                found.append([key, None])
+        return found
 
     def _out(self, value: Any, path: str, own: bool = False) -> Tree:
         if id(value) in self._names:
             return ["tensor", self._names[id(value)]]
         if not own and id(value) in self._references:
             return self._references[id(value)]
+        if type(value) is int and value in self._names:
+            return ["id", self._names[value]]  # of a parameter: another one in another process
         if isinstance(value, _CODE) or id(value) in self._modules:
             return _LIVE
         if isinstance(value, rng.GENERATOR_TYPES):
@@ -142,8 +176,20 @@ class OptimizerCapture:
             if found is not None:
                 return found
         refused = codec.unencodable_paths(value)
+        if refused and _is_plain_object(value) and id(value) not in self._open:
+            self._open.add(id(value))
+            try:
+                items = [[key, self._out(item, f"{path}.{key}")] for key, item in vars(value).items()]
+            finally:
+                self._open.discard(id(value))
+            return ["object", type(value).__module__, type(value).__qualname__, items]
         if refused:
             return self._leave_out(path, refused[0])
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._numbers:
+                return ["again", self._numbers[id(value)]]
+            self._numbers[id(value)] = len(self._numbers)
+            return ["value", value, self._numbers[id(value)], list(value.stride())]
         return ["value", value]
 
     def _container(self, value: Any, path: str) -> Tree | None:
@@ -197,13 +243,15 @@ class OptimizerCapture:
         for name, items in found["state"]:
             param = self._tensors[name]
             there = optimizer.state.pop(param, {})
-            state = {}
+            optimizer.state[param] = state = {}
             for key, tree in items:
+                if tree == _LIVE and key not in there:
+                    continue  # as in a process that has not taken a step
                 if tree is not None and not (self._resharded and _is_piece(tree[0], tree[1:])):
                     state[key] = self._back(tree, there.get(key))
                 elif key in there:
                     state[key] = there[key]
-            optimizer.state[param] = {**state, **{key: there[key] for key in there if key not in state}}
+            state.update({key: there[key] for key in there if key not in state})
         # Under their old keys, after the state that they may refer to.
         for key, value in found["others"]:
             key = self._back(key, None)
@@ -216,7 +264,18 @@ class OptimizerCapture:
         if kind == "live" or (self._resharded and _is_piece(kind, rest)):
             return live
         if kind == "value":
-            return filled(rest[0], live)
+            if len(rest) == 1:
+                return rest[0]
+            self._made[rest[1]] = made = filled(with_strides(rest[0], rest[2]), live)
+            return made
+        if kind == "strided":
+            return with_strides(live, rest[0])
+        if kind == "again":
+            return self._made[rest[0]]
+        if kind == "id":
+            return id(self._tensors[rest[0]])
+        if kind == "object":
+            return self._object_back(rest[0], rest[1], rest[2], live)
         if kind == "tensor":
             return self._tensors[rest[0]]
         if kind == "state":
@@ -243,6 +302,15 @@ class OptimizerCapture:
         values = [self._back(item, target.get(key)) for key, (_, item) in zip(keys, items, strict=True)]
         target.clear()
         target.update(zip(keys, values, strict=True))
+        return target
+
+    def _object_back(self, module: str, qualname: str, items: list[Any], live: Any) -> Any:
+        target = live
+        if type(live).__qualname__ != qualname:
+            kind = functools.reduce(getattr, qualname.split("."), sys.modules[module])
+            target = object.__new__(kind)  # type: ignore[arg-type]
+        for key, tree in items:
+            vars(target)[key] = self._back(tree, vars(target).get(key))
         return target
 
     def _sequence_back(self, kind: str, items: list[Any], live: Any) -> Any:
@@ -277,11 +345,30 @@ def _is_piece(kind: str, rest: list[Any]) -> bool:
     return kind == "dtensor" or (kind == "value" and isinstance(rest[0], torch.Tensor) and rest[0].numel() > 1)
 
 
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object consists of its ``__dict__``, and its class can be found by name in another process."""
+    kind = type(value)
+    if not hasattr(value, "__dict__") or "<locals>" in kind.__qualname__ or isinstance(value, type):
+        return False
+    if any(one is not object and (not one.__flags__ & _HEAP or getattr(one, "__slots__", ())) for one in kind.__mro__):
+        return False
+    found: Any = sys.modules.get(kind.__module__)
+    return functools.reduce(_part, kind.__qualname__.split("."), found) is kind
+
+
+#: Flag of a class that is made by Python code.
+_HEAP = 1 << 9
+
+
+def _part(held: Any, name: str) -> Any:
+    return getattr(held, name, None)
+
+
 def filled(value: Any, live: Any) -> Any:
     """`live`, filled with the tensor `value` if it fits, since others may hold it too; else `value`."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or is_dtensor(live):
         return value
-    if value.shape != live.shape or value.dtype != live.dtype:
+    if value.shape != live.shape or value.dtype != live.dtype or value.stride() != live.stride():
         return value
     live.detach().copy_(value)
     return live

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.errors import UnsupportedError
@@ -23,14 +25,26 @@ _NOT_OURS = (
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The instance attributes of the optimizer itself, without hooks, state, groups and callables."""
+    """The instance attributes of the optimizer itself, without hooks, state, groups, methods and modules."""
     return {
         name: value
         for name, value in vars(optimizer).items()
         if name not in ("state", "param_groups")
         and not name.endswith("_hooks")
         and not name.startswith(_NOT_OURS)
-        and not callable(value)
+        # Schedulers wrap step() in an attribute of the instance.
+        and not (callable(value) and (hasattr(type(optimizer), name) or isinstance(value, types.MethodType)))
+        and not isinstance(value, nn.Module)
+    }
+
+
+def own_modules(optimizer: Optimizer) -> dict[str, nn.Module]:
+    """Attributes that are modules of other parameters than the optimizer steps."""
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, nn.Module) and not any(id(param) in stepped for param in value.parameters())
     }
 
 

@@ -20,7 +20,7 @@ from torch.optim import optimizer as _optimizer_module
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
 from memckpt.state.no_collectives import without_collectives
-from memckpt.state.optimizer_attributes import private_attributes
+from memckpt.state.optimizer_attributes import own_modules, private_attributes
 from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 
@@ -76,6 +76,8 @@ def cannot_be_redone(optimizer: Optimizer) -> str:
     """Reason why its class cannot be redone from gradients; empty if none is known."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS evaluates the loss several times within one step"
+    if modules := own_modules(optimizer):
+        return f"{type(optimizer).__qualname__} keeps state in a module, its attribute {next(iter(modules))!r}"
     return ""
 
 

@@ -41,6 +41,20 @@ def is_like(tensor: torch.Tensor | None, spec: TensorSpec) -> bool:
     return tensor is not None and tensor.shape == spec.shape and str(tensor.dtype) == f"torch.{spec.dtype}"
 
 
+def has_usual_strides(state: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether a parameter's state is laid out as it is restored: as the parameter is, or row by row."""
+    if state.shape == param.shape and not (param.is_contiguous() and state.is_contiguous()):
+        return state.stride() == param.stride()
+    return state.is_contiguous()
+
+
+def with_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The same values with these strides: products of matrices depend on them."""
+    if tensor.stride() == tuple(stride):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def give_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Set a parameter's gradient, which may have another dtype."""
     if gradient is not None and gradient.dtype != param.dtype:
