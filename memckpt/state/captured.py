@@ -189,7 +189,7 @@ class OptimizerCapture:
             if id(value) in self._numbers:
                 return ["again", self._numbers[id(value)]]
             self._numbers[id(value)] = len(self._numbers)
-            return ["value", value, self._numbers[id(value)], list(value.stride())]
+            return ["value", value, self._numbers[id(value)]]
         return ["value", value]
 
     def _container(self, value: Any, path: str) -> Tree | None:
@@ -266,7 +266,7 @@ class OptimizerCapture:
         if kind == "value":
             if len(rest) == 1:
                 return rest[0]
-            self._made[rest[1]] = made = filled(with_strides(rest[0], rest[2]), live)
+            self._made[rest[1]] = made = filled(rest[0], live)
             return made
         if kind == "strided":
             return with_strides(live, rest[0])

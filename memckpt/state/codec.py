@@ -1,8 +1,8 @@
 """Safe codec for rank states: plain trees, tensors and arrays; decoding never runs code.
 
 A tree is msgpack in which every value without a msgpack type is a tagged list. Tensors and arrays are encoded as
-(dtype, shape, bytes) and decoded into fresh memory. Torch and numpy are looked up only for values of theirs, so that
-a process without torch can use the rest.
+(dtype, shape, bytes), tensors with their strides where these are not the usual ones, and decoded into fresh memory.
+Torch and numpy are looked up only for values of theirs, so that a process without torch can use the rest.
 """
 
 from __future__ import annotations
@@ -288,7 +288,16 @@ class _Packer:
             self.fetched = True
             host = self._fetch(tensor.contiguous())
             data = _Later(lambda: _bytes_in(torch, host))
-        return [_MARK + "tensor", name, list(tensor.shape), device, data]
+        found = [_MARK + "tensor", name, list(tensor.shape), device, data]
+        # Products of matrices round by their layout.
+        stride = list(tensor.stride())
+        return [*found, stride] if not tensor.is_contiguous() and _fills(list(tensor.shape), stride) else found
+
+
+def _fills(shape: list[int], stride: list[int]) -> bool:
+    """Whether these strides put a tensor's elements behind each other, in whatever order."""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return last == prod(shape) - 1 and min(stride) > 0
 
 
 def _bytes_in(torch: Any, tensor: Any) -> bytes:
@@ -323,7 +332,7 @@ def _torch() -> Any:
 
 def _unpack_tensor(items: list[Any]) -> Any:
     torch = _torch()
-    name, shape, device, data = items
+    name, shape, device, data, *strides = items
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not isinstance(device, str):
         raise DamagedStateError(f"rank state has a tensor of unknown dtype {name!r} or device {device!r}")
@@ -331,6 +340,10 @@ def _unpack_tensor(items: list[Any]) -> Any:
     if not data:
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    for stride in strides:
+        if not isinstance(stride, list) or [*map(type, stride)] != [int] * len(shape) or not _fills(shape, stride):
+            raise DamagedStateError(f"rank state has a tensor of the shape {shape!r} with the strides {stride!r}")
+        tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
     # A tensor of an accelerator that this process lacks stays on the CPU; load_state_dict moves it.
     return tensor.to(device) if device != "cpu" and torch.cuda.is_available() else tensor
 
