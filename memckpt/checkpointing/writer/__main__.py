@@ -7,18 +7,15 @@ agent; what it has not committed by then does not count.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 
-from memckpt.checkpointing.writer.priority import prefer_to_be_ended
 from memckpt.errors import AgentGoneError
+from memckpt.processes.helper import belong_to
+from memckpt.processes.priority import prefer_to_be_ended
 from memckpt.protocol.channel import WriterChannel
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -28,12 +25,8 @@ def main() -> int:
     parser.add_argument("--what", choices=["checkpoints", "records"], default="checkpoints", help="what it writes")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s writer %(levelname)s %(message)s", stream=sys.stderr)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != arguments.agent:
-        return 0  # it died before we asked to die with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: it may have to save before it leaves
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
+    if not belong_to(arguments.agent):
+        return 0
     prefer_to_be_ended()
     if arguments.what == "records":
         os.nice(5)  # it has to keep up with training

@@ -8,20 +8,17 @@ whole.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import signal
 import socket
 import sys
 
 from memckpt.errors import AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.processes.helper import belong_to
 from memckpt.processes.log import logging_to_stderr
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.descriptors import raise_limit
 from memckpt.replication.process.replicator import Replicator
 
-_PR_SET_PDEATHSIG = 1
 #: Seconds without a sign of life of its agent, until that says for how long.
 _AGENT_SECONDS = 15.0
 
@@ -33,12 +30,8 @@ def main() -> int:
     parser.add_argument("--life", type=int, help="descriptor of the page in which it shows that it lives")
     parser.add_argument("--agent-life", type=int, help="descriptor of the page in which its agent does")
     arguments = parser.parse_args()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != arguments.agent:
-        return 0  # it died before we asked to die with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: others may need what is kept here
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
+    if not belong_to(arguments.agent):
+        return 0
     channel = ReplicatorChannel(socket.socket(fileno=arguments.fd))
     with logging_to_stderr("replicator"):
         raise_limit()

@@ -1,4 +1,4 @@
-"""Priorities of a writer process: CPU, disk and memory go to the training beside it first."""
+"""Priorities of a process that works beside training: CPU, disk and memory go to the training beside it first."""
 
 from __future__ import annotations
 
