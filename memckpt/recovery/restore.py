@@ -154,14 +154,17 @@ class Restorer:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 due = self._layout.due(anchoring.record)
                 before = [self._copies_before(piece) for piece in due]
-                redo_targets = [self._anchored(piece, anchoring) for piece in due]
-                group = RedoGroup(self._layout, redo_targets, self._build)
+                group = self.at_anchors(due, anchoring)
                 since = [by_number[number] for number in range(anchoring.anchors_of + 1, record + 1)]
                 redo = clock.timed(partial(group.apply_all, since, gradients))
-                threads.run(redo_targets, redo, partial(self._bring_home, redo_targets, before, advance))
+                threads.run(group.redo_targets, redo, partial(self._bring_home, group.redo_targets, before, advance))
             threads.wait()
             # A parameter is redone from its anchor, of any of the records, on: (T + 1) / 2 records on average.
             self.record_redo_seconds = clock.busy / threads.width * 2 / (period + 1)
+
+    def at_anchors(self, pieces: Sequence[Piece], anchoring: RecordMeta) -> RedoGroup:
+        """Pieces in the live tensors' memory, set to the anchors that a record carries, to be redone from there."""
+        return RedoGroup(self._layout, [self._anchored(piece, anchoring) for piece in pieces], self._build)
 
     def _bring_home(
         self, redo_targets: Sequence[RedoTarget], before: Sequence[_Copies], advance: Callable[[int], None]

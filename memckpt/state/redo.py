@@ -7,7 +7,7 @@ are never changed: factors are multiplied into temporaries, so a kill during red
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -200,14 +200,18 @@ class RedoGroup:
             for sub_step in meta.sub_steps:
                 self._apply_sub_step(meta, sub_step, gradients)
 
+    def stepped(self, sub_step: SubStep) -> Iterator[tuple[RedoTarget, tuple[int, int] | None]]:
+        """The targets that a step advances, each with its cut as a :class:`GradientSource` takes it."""
+        for redo_target in self._owned.get(sub_step.optimizer, ()):
+            whole = redo_target.stop - redo_target.start == self._layout.spec.params[redo_target.param].tensor.numel
+            yield redo_target, None if whole else (redo_target.start, redo_target.stop)
+
     def _apply_sub_step(self, meta: RecordMeta, sub_step: SubStep, gradients: GradientSource) -> None:
         redo_targets = self._owned.get(sub_step.optimizer)
         if not redo_targets:
             return
         optimizer = self._optimizer(sub_step.optimizer, codec.decode(sub_step.groups))
-        for redo_target in redo_targets:
-            whole = redo_target.stop - redo_target.start == self._layout.spec.params[redo_target.param].tensor.numel
-            cut = None if whole else (redo_target.start, redo_target.stop)
+        for redo_target, cut in self.stepped(sub_step):
             gradient = gradients(meta, sub_step, redo_target.param, cut)
             if gradient is None:
                 redo_target.parameter.grad = None
