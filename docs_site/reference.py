@@ -40,6 +40,7 @@ _UNITS = {
 _UNITS_OF = {
     "overhead": "share",
     "overhead_budget": "share",
+    "audit_budget": "share of a core",
     "ratio": "share",
     "threads": "threads",
     "tolerate": "nodes",

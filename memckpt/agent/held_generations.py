@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from memckpt.errors import AgentError
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Drift
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
@@ -85,6 +86,12 @@ class HeldGenerations:
         if generation.replica is not None:
             generation.replica.freeze()
         return generation
+
+    def drifted(self, drift: Drift, exact: bool) -> None:
+        """Note what the audit has found in a generation, if redo is to be `exact` there."""
+        for generation in self:
+            if exact and generation.number == drift.generation and generation.drift is None:
+                generation.drift = drift
 
     # What comes and goes
 

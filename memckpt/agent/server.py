@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
+from memckpt.agent.auditing import Auditing
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Gate
 from memckpt.agent.group_states import GroupStates
@@ -102,8 +103,9 @@ class Agent:
             self._replicator_lost,
             self._standbys,
         )
+        self._auditing = Auditing(self._loop, self._hear)
         self._trainer_messages = TrainerMessages(
-            self, self._connections, self._groups, self._peers, self._lifetime, self._figures
+            self, self._connections, self._groups, self._peers, self._lifetime, self._figures, self._auditing
         )
         #: In front of the attempt that is about to begin, while trainers of the present one are dying.
         self._gate = Gate(self._loop, self._connections, self._observer, self._lifetime)
@@ -180,6 +182,7 @@ class Agent:
         if self._lifetime.finishing:
             self._peers.finish()
         self._peers.close()
+        self._auditing.close()
         farewell = Leaving(last=True, unsaved=self._lifetime.unsaved)
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._groups.close()
@@ -263,6 +266,11 @@ class Agent:
         """Memory that holds other nodes' records, in bytes."""
         return self._peers.held_bytes
 
+    def _accelerates(self, ranks: RankGroup) -> bool:
+        """Whether one of these ranks trains on an accelerator, which rounds otherwise than redo here."""
+        trainers = self._attempt.trainers.values() if self._attempt is not None else ()
+        return any(trainer.accelerated for trainer in trainers if trainer.unit == ranks)
+
     # From redo threads
 
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
@@ -279,6 +287,7 @@ class Agent:
         if isinstance(message, Drift):
             self._figures.note_drift(message)
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
+            group.generations.drifted(message, exact=message.sure or not self._accelerates(ranks))
         if isinstance(message, Alarm):
             _log.error("%s", message.reason)
             group.generations.let_go()
@@ -360,6 +369,8 @@ class Agent:
         self._lifetime.begin_attempt(first=self._attempt is None)
         self._figures.check = ""
         self._peers.begin_attempt()
+        for group in self._groups:
+            self._auditing.forget(group.ranks)
         self._groups.begin_attempt()
         self._attempt = Attempt.of(hello)
 
@@ -376,4 +387,5 @@ class Agent:
             self._observer.journal.problem,
             self._metrics.state,
             self._observer.unprotected,
+            self._auditing.status,
         )

@@ -15,7 +15,7 @@ from memckpt.agent.lifetime import Lifetime
 from memckpt.journal.events import Decision
 from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.status import PeersStatus, Status, StorageStatus
+from memckpt.protocol.status import AuditStatus, PeersStatus, Status, StorageStatus
 from memckpt.protocol.trainer import Commit, Drift
 
 #: Weight of a new sample in the average stall.
@@ -87,6 +87,7 @@ def describe(
     journal: str,
     metrics: str,
     unprotected: str,
+    audit: AuditStatus | None = None,
 ) -> Status:
     """Describe an agent; of several sets of shards the least that is true of all.
 
@@ -100,6 +101,7 @@ def describe(
         journal: why the journal cannot be written; empty if it can.
         metrics: where metrics are shown, or why not; empty if none are asked for.
         unprotected: why memory does not hold what trainers do; empty if it does.
+        audit: what the audit has done; None: nothing.
     """
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
@@ -136,6 +138,7 @@ def describe(
         journal=journal,
         metrics=metrics,
         unprotected=unprotected,
+        audit=audit,
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
+from memckpt.agent.auditing import Auditing
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.group_host import Host
 from memckpt.agent.group_state import GroupState
@@ -54,6 +57,7 @@ class TrainerMessages:
         peers: Peers,
         lifetime: Lifetime,
         figures: Figures,
+        auditing: Auditing,
     ) -> None:
         self._host = host
         self._connections = connections
@@ -61,6 +65,7 @@ class TrainerMessages:
         self._peers = peers
         self._lifetime = lifetime
         self._figures = figures
+        self._auditing = auditing
 
     def handle(self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent) -> None:
         """Do what a trainer asks for.
@@ -72,6 +77,7 @@ class TrainerMessages:
         group = self._groups[trainer.unit]
         match message:
             case Prepare():
+                self._auditing.forget(trainer.unit)  # its memory is about to be let go of
                 if message.discard:
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
@@ -86,7 +92,10 @@ class TrainerMessages:
                 self._groups.make_slots(attempt, now=trainer.unit if message.now else ())
             case Resume():
                 generation, prepared = group.resume(message)
+                prepared = msgspec.structs.replace(prepared, drift=generation.drift)
                 self._send_regions(connection, prepared, generation)
+                if generation.drift is not None:
+                    self._connections.answer(connection, generation.drift)  # nothing may have been done about it yet
             case Advance():
                 self._advance(group, trainer, message)
             case Checked():
@@ -103,12 +112,14 @@ class TrainerMessages:
                 if not self._lifetime.by_operator:
                     self._lifetime.linger_seconds = message.linger_seconds
                 self._host.show_metrics(message.metrics)
+                self._auditing.configure(message)
                 extend_search_path(message.search_path)
                 self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
             case GenerationCommit():
                 trainer.next_record = message.record + 1
                 self._figures.committed()
                 group.generation_committed(trainer.rank, message)
+                self._auditing.committed(group, trainer.accelerated)
                 self._hand_to_peers(group)
                 self._groups.make_slots(attempt)
             case Commit():
@@ -116,6 +127,7 @@ class TrainerMessages:
                 self._figures.committed()
                 self._figures.note_stall(message)
                 group.commit(trainer.rank, message, attempt)
+                self._auditing.committed(group, trainer.accelerated)
                 self._hand_to_peers(group)
                 self._groups.make_slots(attempt)
             case Listen():

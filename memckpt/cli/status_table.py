@@ -10,7 +10,7 @@ from rich.text import Text
 from memckpt.cli.common import count, no_agent, plain_table, seconds_text, time_text
 from memckpt.cli.peers import show_peers
 from memckpt.cli.run_view import Stored, View
-from memckpt.protocol.status import Status, StorageStatus
+from memckpt.protocol.status import AuditStatus, Status, StorageStatus
 from memckpt.user_messages import nbytes_text
 
 
@@ -45,6 +45,8 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
         table.add_row("unprotected", f"[red]{escape(agent.unprotected)}[/]")
     if agent.check:
         table.add_row("check", escape(agent.check))
+    if agent.audit is not None:
+        table.add_row("audit", _audit_text(agent.audit))
     committed = dict(agent.committed)
     for rank, pid in agent.trainers:
         record = f", committed record {committed[rank]}" if rank in committed else ""
@@ -58,6 +60,13 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
     if agent.metrics:
         table.add_row("metrics", escape(agent.metrics))
     table.add_row("agent", f"pid {agent.pid}, up {seconds_text(agent.uptime_seconds)}")
+
+
+def _audit_text(audit: AuditStatus) -> str:
+    found = f"[red]{count(audit.findings, 'finding')}[/]" if audit.findings else "no finding"
+    last = "" if audit.record is None else f", the last one up to record {audit.record}"
+    parts = [f"{count(audit.pieces, 'piece')} redone{last}", found, f"{audit.cpu_seconds:.1f} CPU s"]
+    return ", ".join(parts) + (f"; [yellow]not now: {escape(audit.problem)}[/]" if audit.problem else "")
 
 
 def _redo_text(agent: Status, lag: int | None) -> str:

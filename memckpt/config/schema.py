@@ -280,6 +280,8 @@ class MemckptConfig:
         tuning: ``"auto"`` follows what the running job measures: `redo`, T, D and the interval of checkpoints, as far
             as they are left to it; ``"off"`` leaves all as it was at the start.
         overhead_budget: share of a step's time that protection may cost, which tuning keeps to where it can.
+        audit_budget: share of a core that the audit of lazy redo may take, at most 1, once all tensors were audited;
+            0: there is none.
         mtbf_seconds: mean time between failures that you expect of the job, in seconds (1 to 3.2e9); None: one day,
             until failures of the run show another.
         accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
@@ -298,6 +300,7 @@ class MemckptConfig:
     compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
     tuning: TuningChoice = "auto"
     overhead_budget: float = 0.03
+    audit_budget: float = 0.01
     mtbf_seconds: float | None = None
     accept_changes: bool = False
     log_metrics: bool = True
@@ -326,6 +329,7 @@ class MemckptConfig:
         _require(self.tuning in ("auto", "off"), "tuning", "'auto' or 'off'", self.tuning)
         budget, mtbf = self.overhead_budget, self.mtbf_seconds
         _require(0 < budget <= 1, "overhead_budget", "more than 0, at most 1", budget)
+        _require(0 <= self.audit_budget <= 1, "audit_budget", "0 to 1", self.audit_budget)
         _require(mtbf is None or 1 <= mtbf <= 3.2e9, "mtbf_seconds", "None, or 1 to 3.2e9", mtbf)
         checks = ("witness", "replay", "require", "off")
         expected = "'witness', 'replay', 'require' or 'off'"

@@ -10,7 +10,7 @@ from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.node.ledger import Ledger, RankStates
 from memckpt.node.redo_news import RedoNews
-from memckpt.protocol.trainer import Commit, GenerationCommit
+from memckpt.protocol.trainer import Commit, Drift, GenerationCommit
 from memckpt.protocol.writer import (
     LogRecord,
 )
@@ -67,7 +67,7 @@ class Generation:
                 from memckpt.node.replica import Replica
 
                 self.replica = Replica(
-                    self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify
+                    self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify, number
                 )
         except BaseException:  # raised again: nobody else knows of these regions
             self.close()
@@ -75,6 +75,8 @@ class Generation:
         self.regions.populate_in_background()
         #: Why its mode was chosen, in words.
         self.reason = ""
+        #: What the audit has found first: its records do not give the states that training had.
+        self.drift: Drift | None = None
         self.base: int | None = None
         self.complete = False
         #: Whether other nodes have given it back.

@@ -46,8 +46,10 @@ class Replica:
         ring: SlotRing,
         threads: int,
         notify: Callable[[RedoNews], None],
+        generation: int = 0,
     ) -> None:
         torch.set_num_threads(threads)
+        self._generation = generation
         self._layout = layout
         self._ring = ring
         self._notify = notify
@@ -367,4 +369,5 @@ class Replica:
             for optimizer, values in plain.get(piece.param, {}).items():
                 redo_target.states.setdefault(optimizer, {}).update(values)
         if worst:
-            self._notify(Drift(meta.record, worst, where))
+            since = meta.record - self._layout.spec.period
+            self._notify(Drift(meta.record, worst, where, self._generation, since))

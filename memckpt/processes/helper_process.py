@@ -1,4 +1,4 @@
-"""The agent's end of a helper process: a writer, or the replicator."""
+"""The agent's end of a helper process: a writer, the auditor, or the replicator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.channel import Channel, encode
 from memckpt.protocol.descriptors import writable
-from memckpt.protocol.messages import AgentToReplicator, AgentToWriter, ReplicatorToAgent, WriterToAgent
+from memckpt.protocol.messages import (
+    AgentToAuditor,
+    AgentToReplicator,
+    AgentToWriter,
+    AuditorToAgent,
+    ReplicatorToAgent,
+    WriterToAgent,
+)
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
@@ -305,4 +312,5 @@ class HelperProcess(Generic[In, Out]):
 
 
 WriterProcess = HelperProcess[WriterToAgent, AgentToWriter]
+AuditorProcess = HelperProcess[AuditorToAgent, AgentToAuditor]
 ReplicatorProcess = HelperProcess[ReplicatorToAgent, AgentToReplicator]

@@ -20,9 +20,11 @@ import msgspec
 from memckpt.errors import MALFORMED, AgentError, AgentGoneError
 from memckpt.protocol.descriptors import readable, writable
 from memckpt.protocol.messages import (
+    AgentToAuditor,
     AgentToReplicator,
     AgentToTrainer,
     AgentToWriter,
+    AuditorToAgent,
     Message,
     ReplicatorToAgent,
     TrainerToAgent,
@@ -175,4 +177,5 @@ TrainerChannel = Channel[AgentToTrainer, TrainerToAgent]
 AgentChannel = Channel[TrainerToAgent, AgentToTrainer]
 #: The end of a process that works for an agent.
 WriterChannel = Channel[AgentToWriter, WriterToAgent]
+AuditorChannel = Channel[AgentToAuditor, AuditorToAgent]
 ReplicatorChannel = Channel[AgentToReplicator, ReplicatorToAgent]

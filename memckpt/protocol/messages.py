@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Union
 
+from memckpt.protocol.audit import Audit, Audited, AuditorReady, ForgetAudits
 from memckpt.protocol.peers import AskPhases, Join, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Describe, Described, Fill, Filled, Recover, Recovered, RecoveryProgress
 from memckpt.protocol.replication import (
@@ -169,6 +170,10 @@ WriterToAgent = Union[  # noqa: UP007
     Room,
     Appended,
 ]
+#: What an agent says to its auditor.
+AgentToAuditor = Union[Audit, ForgetAudits]  # noqa: UP007
+#: What an auditor says to its agent.
+AuditorToAgent = Union[AuditorReady, Audited]  # noqa: UP007
 #: What an agent says to its replicator.
 AgentToReplicator = Union[  # noqa: UP007
     Listen,
@@ -218,6 +223,8 @@ Message = Union[  # noqa: UP007
     AgentToTrainer,
     AgentToWriter,
     WriterToAgent,
+    AgentToAuditor,
+    AuditorToAgent,
     AgentToReplicator,
     ReplicatorToAgent,
 ]

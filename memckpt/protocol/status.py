@@ -120,6 +120,26 @@ class StorageStatus(msgspec.Struct, frozen=True):
     untidy: str = ""
 
 
+class AuditStatus(msgspec.Struct, frozen=True):
+    """What the audit of lazy redo has done in this agent's life.
+
+    Attributes:
+        pieces: of parameters, that were redone and compared.
+        record: newest that was redone; None before the first.
+        findings: pieces that differed.
+        cpu_seconds: of the auditor's process.
+        late: pieces whose slots were filled anew before they were read.
+        problem: why steps are not audited, in words; empty if they are.
+    """
+
+    pieces: int
+    record: int | None
+    findings: int
+    cpu_seconds: float
+    late: int = 0
+    problem: str = ""
+
+
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """What the command line shows.
 
@@ -146,6 +166,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         journal: why the run's journal cannot be written; empty if it can.
         metrics: where the agent's metrics are, or why they are not; empty if none are asked for.
         unprotected: why memory does not hold the steps that trainers take now; empty if it does.
+        audit: None where nothing has been audited.
     """
 
     pid: int
@@ -177,6 +198,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     unprotected: str = ""
     decision: str = ""
     accelerators: int = 0
+    audit: AuditStatus | None = None
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

@@ -151,7 +151,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     later records, by record and rank, of which a captured state has nothing else.
 
     `whole`: all slots are reserved. Where they are not, no record may be begun before they are (NeedSlots).
-    `begins`: the record of the Prepare that this answers.
+    `begins`: the record of the Prepare that this answers. `drift`: what the audit has found in this generation.
     """
 
     generation: int
@@ -167,6 +167,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     following: dict[int, dict[int, bytes]] = {}
     whole: bool = True
     begins: int = 0
+    drift: Drift | None = None
 
 
 class NeedSlots(msgspec.Struct, frozen=True, tag="slots?"):
@@ -222,7 +223,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. The attempt goes
     on behind record `after`, which is of the timeline `follows` (None: it starts over). `search_path`: where the
     trainers find the user's modules, an optimizer's class among them. `claimed`: the run has claimed its store, so
-    that one without a claim is not it.
+    that one without a claim is not it. `audit`: the share of a core that audits may take; 0: there are none.
     """
 
     linger_seconds: float
@@ -234,6 +235,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     search_path: tuple[str, ...] = ()
     claimed: bool = False
     metrics: MetricsSettings = MetricsSettings()
+    audit: float = 0.0
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
@@ -311,11 +313,21 @@ class Protected(msgspec.Struct, frozen=True, tag="protected"):
 
 
 class Drift(msgspec.Struct, frozen=True, tag="drift"):
-    """An anchor differed from the replica that it overwrote: by how many ulps at most, and where first."""
+    """An anchor differed from what redo had made of an earlier one: by how many ulps at most, and where first.
+
+    Attributes:
+        record: that carries the anchor.
+        generation: number of its generation.
+        since: record that carries the earlier anchor. In between redo has gone wrong.
+        sure: whether rounding does not explain it.
+    """
 
     record: int
     max_ulp: float
     tensor: str
+    generation: int = 0
+    since: int = 0
+    sure: bool = False
 
 
 class Gap(msgspec.Struct, frozen=True, tag="gap"):

@@ -54,6 +54,7 @@ class AgentLink:
         self._accelerated = accelerated
         self._config = config.agent
         self._storage = config.storage
+        self._audit = config.audit_budget
         self.owner = ""
         self.claimed = False
         self.waited_for_redo = 0.0
@@ -154,7 +155,16 @@ class AgentLink:
         threads, agent = torch.get_num_threads(), self._config
         metrics = MetricsSettings(agent.metrics_port, agent.metrics_host, agent.metrics_file)
         self.client.configure(
-            Configure(linger, timeline, storage, threads, search_path=paths, claimed=claimed, metrics=metrics)
+            Configure(
+                linger,
+                timeline,
+                storage,
+                threads,
+                search_path=paths,
+                claimed=claimed,
+                metrics=metrics,
+                audit=self._audit,
+            )
         )
 
     def prepare(

@@ -31,6 +31,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "log_metrics": ("false", False),
     "tuning": ("off", "off"),
     "overhead_budget": ("0.05", 0.05),
+    "audit_budget": ("0.5", 0.5),
     "mtbf_seconds": ("3600", 3600.0),
     "agent.threads": ("2", 2),
     "agent.linger_seconds": ("60", 60.0),

@@ -1,0 +1,248 @@
+"""The agent's side of the audit: which pieces are redone, and when; :mod:`memckpt.recovery.auditor` redoes them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memckpt.agent.group_state import GroupState
+from memckpt.errors import AgentError
+from memckpt.node.generation import Generation
+from memckpt.processes.event_loop import EventLoop
+from memckpt.processes.helper_process import AuditorProcess
+from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, ForgetAudits
+from memckpt.protocol.messages import AuditorToAgent
+from memckpt.protocol.status import AuditStatus
+from memckpt.protocol.trainer import Configure, Drift
+from memckpt.state.layout import Piece
+from memckpt.state.records import RankGroup
+
+_log = logging.getLogger("memckpt.agent")
+#: Seconds of training for each unit of pause, before the process is started: its start is not free either.
+_START_SECONDS = 0.1
+#: Bytes of pieces, about, that are on their way at once.
+_MOST_BYTES = 256 << 20
+#: Elements of an audit behind the first round, and bytes of a tensor that is never audited, as it takes too long.
+_ELEMENTS, _TOO_LARGE = 1 << 20, 2 << 30
+#: Periods in which the first round has to end.
+_ROUND_PERIODS = 4
+#: Deaths of the process after which there is none any more.
+_MOST_DEATHS = 3
+
+
+def _all_pieces(generation: Generation) -> set[tuple[int, int]]:
+    groups = generation.layout.anchor_groups
+    return {(one.param, one.start) for group in groups for one in group if one.nbytes <= _TOO_LARGE}
+
+
+@dataclass
+class _Watched:
+    """A generation that is audited.
+
+    Attributes:
+        key: that the auditor knows it by.
+        began: newest record by then.
+        hurried: whether the first round is on, in which audits follow each other without a pause.
+        due: pieces that this round has still to audit, each by parameter and first element.
+        running: audits on their way, by the record whose anchors they begin with.
+        sent: newest record whose scalars the auditor has.
+    """
+
+    key: int
+    generation: Generation
+    accelerated: bool
+    began: int
+    hurried: bool
+    due: set[tuple[int, int]]
+    running: dict[int, list[Piece]] = field(default_factory=dict)
+    sent: int = 0
+    seen: int = 0
+    known: bool = False
+
+
+class Auditing:
+    """Belongs to the agent's event loop. Owns the auditor's process; :meth:`close` it.
+
+    Args:
+        loop: the agent's.
+        found: called with the ranks of a group, and what differs in its newest generation.
+    """
+
+    def __init__(self, loop: EventLoop, found: Callable[[RankGroup, Drift], None]) -> None:
+        self._loop, self._found = loop, found
+        self._process: AuditorProcess | None = None
+        self._ready = False
+        self._share, self._threads, self._search_path = 0.0, 1, tuple[str, ...]()
+        self._start_at: float | None = None
+        #: When the next audit may begin behind the first round, by the loop's clock.
+        self._next_at = -math.inf
+        self._watched: dict[RankGroup, _Watched] = {}
+        self._keys = itertools.count(1)
+        self._deaths = 0
+        self._pieces = self._findings = self._late = 0
+        self._record: int | None = None
+        self._cpu_seconds = 0.0
+        self._problem = ""
+
+    @property
+    def status(self) -> AuditStatus | None:
+        """Figures; None before anything can be audited."""
+        if not self._ready and not self._problem:
+            return None
+        return AuditStatus(self._pieces, self._record, self._findings, self._cpu_seconds, self._late, self._problem)
+
+    def configure(self, message: Configure) -> None:
+        """What the attempt's configuration says."""
+        self._share, self._threads, self._search_path = message.audit, message.compute_threads, message.search_path
+        if not self._share:
+            self.close()
+
+    def forget(self, ranks: RankGroup) -> None:
+        """The slots of these ranks are about to be let go of, or to be written by another attempt."""
+        watched = self._watched.pop(ranks, None)
+        if watched is not None and watched.known:
+            self._send(ForgetAudits(watched.key))
+
+    def committed(self, group: GroupState, accelerated: bool) -> None:
+        """Something of a group is committed: audits may begin, and may go on."""
+        generation = group.held
+        if generation is None or not self._is_audited(generation) or not self._is_there():
+            return
+        watched = self._watched.get(group.ranks)
+        newest = generation.common
+        if watched is None or watched.generation is not generation:
+            self.forget(group.ranks)
+            hurried = self._loop.clock() >= self._next_at
+            due = _all_pieces(generation)
+            watched = _Watched(next(self._keys), generation, accelerated, newest, hurried, due)
+            self._watched[group.ranks] = watched
+        if newest > watched.seen:
+            watched.seen = newest
+            self._go_on(watched, newest)
+
+    def _is_audited(self, generation: Generation) -> bool:
+        spec = generation.spec
+        return bool(self._share) and spec.mode == "lazy" and spec.full and generation.whole and not generation.drift
+
+    def _is_there(self) -> bool:
+        """Whether the process can take audits; it is started if it is time."""
+        if self._process is None and self._deaths < _MOST_DEATHS:
+            now = self._loop.clock()
+            if self._start_at is None:
+                self._start_at = now + _START_SECONDS * self._pause
+            if now >= self._start_at:
+                try:
+                    module = "memckpt.recovery.auditor"
+                    self._process = AuditorProcess(module, [], self._loop, self._received, self._ended)
+                except AgentError as error:
+                    self._ended(str(error))
+        return self._ready
+
+    def _go_on(self, watched: _Watched, newest: int) -> None:
+        """Begin an audit of what is anchored a little ahead, and tell of the records that those on their way need.
+
+        With half a period ahead there is as much time for the first half of an audit's records as for the second.
+        """
+        generation, period = watched.generation, watched.generation.spec.period
+        ahead = _MOST_BYTES * period // max(generation.layout.state_bytes, 1)
+        first = newest - period + max(min(period // 2, ahead), min(period - 1, 1))
+        # What begins anew at each step, as a script that changes weights has it, is not worth an audit.
+        old = newest - (generation.base or 0) > first + period - newest
+        pieces = self._chosen(watched, first, newest) if old else []
+        if not pieces and (newest == watched.sent or not any(one + period <= newest for one in watched.running)):
+            return
+        known = watched.sent if watched.running else first - 1
+        metas = {record: generation.ledger.meta_of(record) for record in range(known + 1, newest + 1)}
+        if not all(metas.values()):
+            return  # it is too late for them
+        watched.running |= {first: pieces} if pieces else {}
+        watched.sent = newest
+        told, fds = None, []
+        if not watched.known:
+            watched.known, fds = True, [generation.regions.slots.fd]
+            told = AuditedGeneration(
+                generation.number, generation.spec, watched.accelerated, self._threads, self._search_path
+            )
+        names = tuple((piece.param, piece.start) for piece in pieces)
+        self._send(Audit(watched.key, metas, first if pieces else None, names, told), fds)
+
+    def _chosen(self, watched: _Watched, first: int, newest: int) -> list[Piece]:
+        """The pieces to be redone from their anchors at record `first`; none: it is not time, or not their turn."""
+        generation = watched.generation
+        if not watched.due or (watched.hurried and newest > watched.began + _ROUND_PERIODS * generation.spec.period):
+            watched.due, watched.hurried = _all_pieces(generation), False
+        if not watched.hurried and (self._loop.clock() < self._next_at or self._busy):
+            return []
+        pieces = [one for one in generation.layout.due(first) if (one.param, one.start) in watched.due]
+        if not watched.hurried:
+            sizes = itertools.accumulate(one.stop - one.start for one in pieces)
+            pieces = [one for one, size in zip(pieces, sizes, strict=True) if size <= _ELEMENTS] or pieces[:1]
+        watched.due -= {(one.param, one.start) for one in pieces}
+        return pieces
+
+    @property
+    def _pause(self) -> float:
+        """Seconds of pause for each second of a core."""
+        return 1 / self._share - 1
+
+    @property
+    def _busy(self) -> bool:
+        return any(one.running for one in self._watched.values())
+
+    # The process
+
+    def _send(self, message: Audit | ForgetAudits, fds: list[int] | None = None) -> None:
+        if self._process is not None:
+            try:
+                self._process.send(message, fds or [])
+            except AgentError as error:
+                self._ended(str(error))
+
+    def _received(self, message: AuditorToAgent) -> None:
+        self._cpu_seconds += message.cpu_seconds
+        if not isinstance(message, Audited):
+            self._ready = True
+            _log.info("steps are redone and compared while training runs")
+            return
+        self._next_at = self._loop.clock() + message.cpu_seconds * self._pause
+        for ranks, watched in self._watched.items():
+            if watched.key == message.key:
+                self._take(ranks, watched, message)
+                return
+
+    def _take(self, ranks: RankGroup, watched: _Watched, message: Audited) -> None:
+        pieces = watched.running.pop(message.first)
+        if message.late:
+            self._late += len(pieces)
+            watched.due |= {(one.param, one.start) for one in pieces}
+            return
+        if message.problem:
+            if message.problem != self._problem:
+                self._problem = message.problem
+                _log.warning("steps are not audited while training runs: %s", message.problem)
+            watched.due, watched.hurried = set(), False  # until the next round
+            return
+        self._pieces += len(pieces)
+        last = message.first + watched.generation.spec.period
+        self._record = last - 1
+        if message.tensor:
+            self._findings += 1
+            drift = Drift(last, message.ulp, message.tensor, watched.generation.number, message.first, sure=True)
+            self._found(ranks, drift)
+
+    def _ended(self, reason: str) -> None:
+        self._deaths += 1
+        _log.warning("the auditor has ended (%d of %d times): %s", self._deaths, _MOST_DEATHS, reason)
+        if self._deaths == _MOST_DEATHS:
+            self._problem = f"the auditor has ended {self._deaths} times: {reason}"
+        self.close()
+
+    def close(self) -> None:
+        """End the process; another one may be started."""
+        process, self._process, self._ready = self._process, None, False
+        self._watched.clear()
+        if process is not None:
+            process.close()

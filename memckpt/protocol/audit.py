@@ -1,0 +1,71 @@
+"""What an agent and its auditor say to each other: typed, validated, no pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memckpt.state.spec import StateSpec
+
+
+class AuditorReady(msgspec.Struct, frozen=True, tag="auditor ready"):
+    """The process has imported what it needs, which took it so many seconds of a core."""
+
+    cpu_seconds: float
+
+
+class AuditedGeneration(msgspec.Struct, frozen=True, array_like=True):
+    """Generation whose slots come along as a descriptor.
+
+    `search_path`: where the trainers find modules. `threads`: those of the trainers, on whose number bits may depend.
+    `accelerated`: the trainers' device rounds otherwise than this process.
+    """
+
+    number: int
+    spec: StateSpec
+    accelerated: bool
+    threads: int
+    search_path: tuple[str, ...]
+
+
+class Audit(msgspec.Struct, frozen=True, tag="audit"):
+    """To the auditor: redo pieces from their anchors at record `first` to those of T records later, and compare.
+
+    Attributes:
+        key: the generation's, of the agent's choice.
+        metas: scalars of records that the auditor has not got yet. More follow as training goes on.
+        first: None: there are only these.
+        pieces: parameter and first element of each.
+        generation: with the first message of the key.
+    """
+
+    key: int
+    metas: dict[int, bytes]
+    first: int | None = None
+    pieces: tuple[tuple[int, int], ...] = ()
+    generation: AuditedGeneration | None = None
+
+
+class ForgetAudits(msgspec.Struct, frozen=True, tag="forget audits"):
+    """To the auditor: let go of a generation's memory; its audits have no answer any more."""
+
+    key: int
+
+
+class Audited(msgspec.Struct, frozen=True, tag="audited"):
+    """Answer to an Audit.
+
+    Attributes:
+        key, first: as in the Audit.
+        cpu_seconds: that the process has taken since its last answer.
+        late: slots were filled anew before they were read; nothing is known of these pieces.
+        tensor, ulp: where the two differ most, and by how many units in the last place; empty if they do not.
+        problem: why the pieces cannot be redone in the auditor, in words; empty if they can.
+    """
+
+    key: int
+    first: int
+    cpu_seconds: float
+    late: bool = False
+    tensor: str = ""
+    ulp: float = 0.0
+    problem: str = ""
