@@ -11,6 +11,7 @@ from memckpt.protocol.trainer import Before, Prepared
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.session.agent_regions import PreparedRegions
+from memckpt.session.drift import drift_text
 from memckpt.session.report import HeldState
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec
@@ -54,6 +55,12 @@ class ChosenInMemory:
     def newest_known(self) -> int:
         """The newest record that was committed."""
         return self.plan.record + self.plan.lost
+
+    @property
+    def not_exact(self) -> str:
+        """What the audit had found in what is restored, in words; empty if nothing."""
+        drift = self.message.drift
+        return "" if drift is None else drift_text(drift, self.point.step - self.point.record)
 
     @property
     def message(self) -> Prepared:
@@ -102,6 +109,7 @@ class ChosenInStorage:
         stored: reader of the state.
         newest_known: newest record that some memory knows of; None if none does.
         repeated: reader of the state after `stored`, whose step is repeated; None if no step is.
+        not_exact: always empty: checkpoints are not audited.
         diverges: first rank that was seeded as this one, if generators have to differ again from those of other ranks.
         restored: whether the restore has begun.
     """
@@ -113,6 +121,7 @@ class ChosenInStorage:
     repeated: StoredState | None = None
     diverges: int | None = None
     restored: bool = False
+    not_exact: str = ""
 
     @property
     def resharded(self) -> bool:

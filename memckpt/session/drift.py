@@ -1,4 +1,4 @@
-"""Log messages about drift: differences that the audit finds between an eager replica and the live state."""
+"""Drift: differences between what redo gives and what training has, as the audit of the agent finds them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ _MUCH_ULP = 1 << 16
 _JUMP = 1024
 
 
+def drift_text(drift: Drift, ahead: int) -> str:
+    """What the audit has found, in words.
+
+    Args:
+        ahead: the framework's step number of a record, less the record's.
+    """
+    first, last = max(drift.since, 1) + ahead, drift.record + ahead
+    return f"the audit found {drift.tensor} off by {drift.max_ulp:g} ulp when steps {first} to {last} were redone"
+
+
 class DriftReports:
-    """Logs the first drift, and drift that other hardware does not explain.
+    """Logs the first drift that another device's rounding explains, and tells it from findings.
 
     Args:
         exact: whether the replica is redone on the hardware that trains, so that there must be no drift.
@@ -26,19 +36,12 @@ class DriftReports:
         self._exact = exact
         self.largest_ulp = 0.0
 
-    def wants_rewrite(self, drift: Drift) -> bool:
-        """Note a finding. Returns True if the replica has to be written again."""
+    def is_finding(self, drift: Drift) -> bool:
+        """Note a drift. Returns True if rounding does not explain it."""
         before, self.largest_ulp = self.largest_ulp, max(self.largest_ulp, drift.max_ulp)
         if drift.max_ulp <= 0:
             return False
-        if self._exact or drift.max_ulp > (_JUMP * before if before else _MUCH_ULP):
-            _log.warning(
-                "memckpt: the audit found %s off by %g ulp at record %d: it was changed outside the optimizer, or the "
-                "optimizer cannot be redone exactly; the replica is written anew",
-                drift.tensor,
-                drift.max_ulp,
-                drift.record,
-            )
+        if drift.sure or self._exact or drift.max_ulp > (_JUMP * before if before else _MUCH_ULP):
             return True
         if not before:
             _log.info(

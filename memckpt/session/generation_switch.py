@@ -17,6 +17,8 @@ Events, each a method of :class:`GenerationSwitch`, and the state that follows:
   becomes OPEN with the record `after`, behind which the whole state is written; EMPTY if the agent gives no slots.
 - ``obey``, the agent orders a generation of all local ranks: DUE.
 - ``tune``, the tuner has other settings: DUE with the next record, on all ranks.
+- ``distrust``, the audit has found that steps are not redone as they were: DUE, with gradients taken later; if that was
+  so before, no change, and DUE in mode ``"capture"`` where all ranks agree on that.
 - ``lose_replica``, the agent's redo has failed: no change. The record has a problem, and the next generation is lazy.
 - ``rejoin``, another agent is there: DUE. Ranks that share slots are EMPTY until this agent orders a generation.
 - ``capture_last``, training has ended: no change.
@@ -32,9 +34,10 @@ import time
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.processes.seldom import Seldom
-from memckpt.protocol.trainer import Begin, Void
+from memckpt.protocol.trainer import Begin, Drift, Void
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.changes import Changes
+from memckpt.session.drift import drift_text
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
@@ -88,6 +91,8 @@ class GenerationSwitch:
         self._mode = mode
         self._tap = tap
         self._seldom = Seldom()
+        #: Number of the newest generation in which the audit has found something.
+        self._distrusted = 0
         self.after: int | None = None
         self.began = 0
         self.use_mode()
@@ -135,8 +140,8 @@ class GenerationSwitch:
         self.after = self._turn(record + 1) if same else record + 1
 
     def end_self_test(self, record: int) -> None:
-        """Change the mode where the self-test is over, on all ranks at the same record."""
-        if self._mode.after_record(self._recorder.compiled):
+        """Change the mode where the self-test is over, or the audit wants it, on all ranks at the same record."""
+        if self._mode.after_record(self._recorder.compiled, record):
             self.use_mode()
             self.after = record
 
@@ -160,6 +165,31 @@ class GenerationSwitch:
         if self.request.mode == "eager":
             self._mode.fall_back(f"the agent's redo failed: {reason}")
             self.use_mode()
+
+    def distrust(self, drift: Drift, ahead: int) -> None:
+        """Act upon what the audit has found in the current generation, once: its steps are not redone as they were.
+
+        First gradients are taken after the step, as they are, for what changes them unseen. If that was done before,
+        snapshots by value replace redo.
+
+        Args:
+            drift: the finding.
+            ahead: the framework's step number of a record, less the record's.
+        """
+        writer = self._staging.writer
+        if writer is None or drift.generation != writer.generation or drift.generation == self._distrusted:
+            return  # it is acted upon already
+        self._distrusted = drift.generation
+        found = drift_text(drift, ahead)
+        if self._recorder.streams and self._mode.mode != "capture":
+            self._tap.take_later(
+                f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "
+                "a change of gradients that nobody saw. Each step waits for the copy of its gradients now. If it comes "
+                'again, the whole state is captured. redo="capture" does that from the start'
+            )
+            self._recorder.fail(found)
+        else:
+            self._mode.distrust(found)
 
     def rejoin(self, record: int) -> None:
         """Go on with a new agent, which holds nothing. Ranks that share slots wait for its order."""

@@ -17,6 +17,8 @@ from memckpt.session.room import lazy_shortage
 from memckpt.state.optimizers import is_trusted
 
 _log = logging.getLogger("memckpt")
+#: Records after which ranks ask each other whether redo is still to be trusted.
+_LOOK_RECORDS = 128
 
 
 class ModeChoice:
@@ -40,6 +42,8 @@ class ModeChoice:
         self._device = device
         self._test: SelfTest | None = None
         self._asked = False
+        #: What this rank's agent has found that gradients do not explain, in words; empty if nothing.
+        self._distrusted = ""
         self.not_redoable = ""
         self.tuned: LayoutSettings | None = None
         self.every = 1
@@ -154,13 +158,11 @@ class ModeChoice:
             self._redone = "lazy", "as before: what it takes is held already"
             if self.mode == "eager":
                 self.mode, self.reason = self._redone
-        if self._test is None:
-            return
         for mode, reason in self._ranks.gather((held, not_redoable)):
             if reason:
                 self._capture(reason)
                 return
-            if mode is not None and mode != "capture":
+            if self._test is not None and mode is not None and mode != "capture":
                 self._redo()
                 return
 
@@ -169,15 +171,29 @@ class ModeChoice:
         if self._test is not None:
             self._test.install()
 
-    def after_record(self, compiled: str | None) -> bool:
-        """Evaluate the self-test at the end of a record, the same one on all ranks.
+    def distrust(self, reason: str) -> None:
+        """Have all ranks capture state from the next look on: what redo gives is wrong, and gradients are not why."""
+        if self.mode != "capture" and not self._distrusted:
+            self._distrusted = reason
+            when = "" if self._ranks.world_size == 1 else f", within {_LOOK_RECORDS} steps"
+            _log.warning(
+                "memckpt: %s, once more. Resumes are not exact until the whole state is captured in place of redo%s. "
+                "An optimizer whose steps depend on more than gradients, groups and state does this, and a hook that "
+                "changes parameters unseen",
+                reason,
+                when,
+            )
+
+    def after_record(self, compiled: str | None, record: int) -> bool:
+        """Evaluate the self-test, and what the audit has found, at the end of a record, the same one on all ranks.
 
         Returns True if the mode has changed.
 
         Args:
             compiled: class name of an optimizer whose step is compiled; empty if there is none, None before any step.
+            record: number of the record.
         """
-        if self._find_compiled(compiled):
+        if self._find_compiled(compiled) or self._find_distrusted(record):
             return True
         if self._test is None:
             return False
@@ -212,6 +228,15 @@ class ModeChoice:
         if compiled:
             self._cannot_redo(f"the step of {compiled} is compiled (torch.compile)")
         return bool(compiled)
+
+    def _find_distrusted(self, record: int) -> bool:
+        """Switch to capture if the audit of some rank's node has found that redo is wrong. Returns True if it has."""
+        if self.mode == "capture" or (self._ranks.world_size > 1 and record % _LOOK_RECORDS):
+            return False
+        reason = next(filter(None, self._ranks.gather(self._distrusted)), "")
+        if reason:
+            self._cannot_redo(reason)
+        return bool(reason)
 
     def _cannot_redo(self, reason: str) -> None:
         self._capture(reason)

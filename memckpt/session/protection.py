@@ -167,8 +167,8 @@ class Protection:
                     _log.error("memckpt: %s", notice.reason)
                     self._switch.lose_replica(notice.reason)
                 case Drift():
-                    if self.drift.wants_rewrite(notice):
-                        self._recorder.fail(f"drift in {notice.tensor}")
+                    if self.drift.is_finding(notice):
+                        self._switch.distrust(notice, self._steps_ahead)
                 case Gap():
                     self._gap = True
                     _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)

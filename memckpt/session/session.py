@@ -35,7 +35,7 @@ from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.protection import Protection
-from memckpt.session.rank_state import Parts, RankState
+from memckpt.session.rank_state import OWN, Parts, RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.reconnection import Reconnection
 from memckpt.session.report import HeldState, RestoreReport
@@ -56,6 +56,7 @@ from memckpt.session.tuning import Tuning
 from memckpt.supervision.recording import note_imports
 
 _log = logging.getLogger("memckpt")
+_LATER = OWN + "later"
 
 
 class Session(Information):
@@ -122,6 +123,7 @@ class Session(Information):
             self._step_hooks.install()
             self._mode.begin()
             self._tap.install()
+            self._take_later()
             self._peers.mark_phases(self._recorder)
             self._preemption.install()
         except BaseException as error:  # an interrupt, too: the caller has no session to close
@@ -149,6 +151,14 @@ class Session(Information):
         self._switch.use_mode()
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)
+
+    def _take_later(self) -> None:
+        """Take gradients after the step where an attempt before did; collective: ranks that share slots do alike."""
+        self._rank_state.provide(_LATER, lambda: self._tap.later, parts=lambda value: {})
+        held = self.held.rank_state.get(_LATER, "") if self.held is not None else ""
+        later = next(filter(None, self._ranks.gather(held)), "")
+        if later:
+            self._tap.take_later(later)
 
     # Rank state
 
@@ -243,7 +253,7 @@ class Session(Information):
             chosen, proof = self._try_others(chosen, proof)
         report = self._restoration.go_on(chosen, proof, self._tap.current, self._protection.resume)
         self._tuning.redid(self._restoration.record_redo_seconds)
-        report = report.because(*self._rank_state.take_over(chosen.state))
+        report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._refuse_inexact(report)

@@ -40,7 +40,7 @@ class Notes:
             not_redoable="",
             every=every,
             request=lambda asynchronous: SimpleNamespace(mode=self.mode.mode, every=self.mode.every),
-            after_record=lambda compiled: self.tested,
+            after_record=lambda compiled, record: self.tested,
             fall_back=lambda reason: setattr(self.mode, "mode", "lazy"),
         )
         self.recorder: Any = SimpleNamespace(

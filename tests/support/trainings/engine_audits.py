@@ -1,0 +1,123 @@
+"""Trainings whose steps redo gets wrong, and a wait for the audit that finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.status import AuditStatus, Status, StatusRequest
+from tests.support.cluster.waiting import until
+from tests.support.trainings.engine_child import Action, Control
+from tests.support.trainings.engine_training import Training
+
+
+class Clock:
+    """Steps of the training process: what no gradient, group or state of an optimizer shows."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.phase: Callable[[int], bool] = lambda steps: False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+CLOCK = Clock()
+
+
+class Phased(Optimizer):
+    """Steps half as far while the clock says so."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * (0.5 if CLOCK.phase(CLOCK.steps) else 1.0))
+
+
+class PhasedTraining(Training):
+    def __init__(self, phase: Callable[[int], bool]) -> None:
+        CLOCK.phase = phase
+        super().__init__()
+        self.registered["clock"] = CLOCK
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [Phased(self.model.parameters())]
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        CLOCK.steps += 1
+        return loss
+
+
+class HiddenWrite(Training):
+    """A hook changes one element of a large weight, from some step on, past all that could count it."""
+
+    def __init__(self, since: int) -> None:
+        self.steps, self.since = 0, since
+        super().__init__()
+        self.registered["clock"] = CLOCK
+
+    def make_optimizers(self) -> list[Optimizer]:
+        (optimizer,) = super().make_optimizers()
+        optimizer.register_step_post_hook(self.scale)
+        return [optimizer]
+
+    def scale(self, *_: object) -> None:
+        CLOCK.steps += 1
+        if CLOCK.steps > self.since:
+            next(self.model.parameters()).detach().numpy().reshape(-1)[1234] *= 1.25
+
+
+def audit_of(control: Control) -> AuditStatus | None:
+    """What the agent's status says of the audit."""
+    assert control.session is not None
+    sock = control.session._link._address.connect()
+    assert sock is not None
+    channel = Channel[Status, StatusRequest](sock)
+    try:
+        channel.send(StatusRequest())
+        return channel.receive(20)[0].audit
+    finally:
+        channel.close()
+
+
+def wait_for_audit(behind: int) -> Action:
+    """Let training be at most so many records ahead of the audit, while steps are redone and no audit is late."""
+    late = 0
+
+    def near(control: Control) -> bool:
+        assert control.session is not None
+        writer = control.session._staging.writer
+        last = control.session._last
+        record = 0 if last is None else last.record
+        since = record - control.session._switch.began
+        if writer is None or writer.captures or since < 2:
+            return True
+        audit = audit_of(control)
+        if audit is None:
+            return False
+        nonlocal late
+        known, late = late, audit.late
+        return late > known or since <= behind or (audit.record or 0) >= record - behind
+
+    def wait(control: Control) -> None:
+        until(lambda: near(control))
+        audit = audit_of(control)
+        if audit is not None:
+            control.journal.note(
+                "audit", step=control.step, pieces=audit.pieces, findings=audit.findings, problem=audit.problem
+            )
+
+    return wait

@@ -1,0 +1,65 @@
+"""The audit: steps that redo gets wrong are found while training runs, and resumes are exact again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.trainings.engine_audits import HiddenWrite, PhasedTraining, wait_for_audit
+from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES
+from tests.support.trainings.engine_child import config, kill_self
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_training import Case, Training
+
+PERIOD = 4
+STEPS = 48
+
+
+def late(step: int) -> Callable[[int], bool]:
+    return lambda steps: steps >= step
+
+
+FAULTS: list[tuple[str, int, Callable[[], Training]]] = [
+    ("optimizer-changes-early", 5, lambda: PhasedTraining(late(5))),
+    ("optimizer-changes-late", 17, lambda: PhasedTraining(late(17))),
+    ("optimizer-counts", 6, lambda: PhasedTraining(lambda steps: steps % 5 == 4)),
+    ("hidden-write", 9, lambda: HiddenWrite(9)),
+]
+
+
+@pytest.mark.parametrize(("name", "since", "build"), FAULTS, ids=[name for name, *_ in FAULTS])
+def test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again(
+    lab: Lab, name: str, since: int, build: Callable[[], Training]
+) -> None:
+    case = Case(f"audit-{name}", build, STEPS)
+    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
+    wait = wait_for_audit(2 * PERIOD)
+    actions = {("after commit", step): wait for step in range(1, STEPS)}
+    lab.start_agent()
+    died = lab.train(case, settings, actions={**actions, ("after commit", STEPS - 4): kill_self})
+    found = re.search(r"the audit found .* when steps \d+ to (\d+) were redone", died.log)
+    assert found, died.log[-3000:]
+    # What concerns all tensors is found by any audit, one element when its piece's turn comes.
+    assert int(found[1]) <= since + (6 if name == "hidden-write" else 2) * PERIOD
+    resumed = lab.train(case, settings, seed=1001)
+    assert resumed.of("restored")[0]["exact"]
+    assert (resumed.end["mode"] == "capture") == (name != "hidden-write")  # that one is seen in each new generation
+    lab.check_same(case, resumed)
+
+
+CLEAN = ["adamw-foreach", "adafactor", "own", "muon", "sparse-adam", "scaler-fused-clip", "groups", "bf16-adamw"]
+CASES = {case.name: case for case in [*OPTIMIZER_CASES, *SHAPE_CASES, ACCUMULATION]}
+
+
+@pytest.mark.parametrize("name", [*CLEAN, "accumulation", "clip-norm", "unfrozen", "moving-average"])
+def test_what_redo_gets_right_is_no_finding(lab: Lab, name: str) -> None:
+    case, wait = CASES[name], wait_for_audit(2 * PERIOD)
+    actions = {("after commit", step): wait for step in range(1, case.steps)}
+    lab.start_agent()
+    ended = lab.train(case, config("lazy", PERIOD, audit_budget=1.0), actions=actions)
+    audits = ended.of("audit")
+    assert audits, ended.log[-2000:]
+    assert audits[-1]["pieces"] > 0
+    assert (audits[-1]["findings"], audits[-1]["problem"]) == (0, "")
