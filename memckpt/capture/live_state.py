@@ -21,6 +21,7 @@ from memckpt.capture.by_value import Holder
 from memckpt.capture.modules import ModuleTree, without_wrappers
 from memckpt.capture.presence import GRADIENTS, LeftGradients
 from memckpt.capture.spec_request import Growth, SpecRequest
+from memckpt.capture.strangers import Strangers
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
@@ -70,6 +71,7 @@ class LiveState:
         #: Findings that no record can hold, in words: why a resume of this run is not exact.
         self.not_carried: dict[str, None] = {}
         self.left = LeftGradients(self)
+        self.strangers = Strangers(self)
         #: Number of times that the set of tensors has been found to have changed.
         self.changes = 0
         self._group_names: tuple[list[list[int]], list[list[list[str]]]] | None = None

@@ -18,6 +18,7 @@ def describe_groups(live: LiveState) -> dict[str, Any]:
     live.follow()
     live.look_at_strides()
     return {
+        "strangers": live.strangers.describe(),
         "late": live.describe_late(),
         "modules": live.tree.describe(lambda what: live.not_carried.setdefault(what)),
         "groups": _groups(live),
@@ -56,6 +57,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     """Make the tensors that a new process lacks; restore flags, and the groups' structure and hyperparameters."""
     live.place_late(described.get("late", ()))
     restore_modes(live, described)
+    live.strangers.hold(described.get("strangers", ()))
     tensors = live.tensors()
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:

@@ -54,6 +54,7 @@ class RankState:
         self._loaders: dict[str, Callable[[Any], Any]] = {}
         self._put_back: dict[str, Callable[[Any], Any]] = {}
         self._parts: dict[str, Parts] = {}
+        self._objects: list[Any] = []
         self.unrepeatable = ""
         self.never_repeatable = ""
         #: Why a resume from the next record is not exact, one reason each.
@@ -125,6 +126,7 @@ class RankState:
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
                 f"{type(obj).__qualname__}"
             )
+        self._objects.append(obj)
         scales = isinstance(obj, torch.amp.GradScaler)
         self.provide(name, functools.partial(scaler_state, obj) if scales else obj.state_dict, parts)
         self._loaders[name] = self._put_back[name] = obj.load_state_dict
@@ -139,6 +141,7 @@ class RankState:
             pending: state of pending gradients.
         """
         groups = describe_groups(self._live)
+        self._look_for_schedulers()
         for reason in self._live.not_carried:
             self.inexact(reason)
         gradients = describe_gradients(self._live)
@@ -154,6 +157,20 @@ class RankState:
             "inexact": [*self._inexact, *unknown],
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
+
+    def _look_for_schedulers(self) -> None:
+        """Look for schedulers of torch that nobody carries; adapters, and who provides values, see to theirs."""
+        provided = self._captures.keys() - self._loaders.keys()
+        if any(not name.startswith(OWN) for name in provided):
+            return
+        carried = {id(getattr(obj, "optimizer", None)) for obj in self._objects}
+        for optimizer in self._live.optimizers:
+            if getattr(optimizer.step, "_wrapped_by_lr_sched", False) and id(optimizer) not in carried:
+                name = type(optimizer).__qualname__
+                self.inexact(
+                    f"{name} has a learning-rate scheduler, which starts over; call "
+                    'session.register("scheduler", scheduler) before restore()'
+                )
 
     def compare(self, found: Mapping[str, Any], held: Mapping[str, Any], comparison: Comparison) -> list[str]:
         """Compare a rank state with the held one, part by part.

@@ -121,6 +121,7 @@ class Session(Information):
         try:
             self._start(arguments.resume)
             self._step_hooks.install()
+            self._live.strangers.install()
             self._mode.begin()
             self._tap.install()
             self._take_later()
@@ -452,6 +453,7 @@ class Session(Information):
         self._tap.remove()
         self._peers.stop_marking(self._recorder)
         self._step_hooks.remove()
+        self._live.strangers.remove()
         self._mode.end()
         self._preemption.remove()
         self._reconnection.forget()

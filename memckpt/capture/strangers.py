@@ -1,0 +1,136 @@
+"""Optimizers that step parameters although the session was not given them: torch's hooks for all optimizers see them.
+
+Their parameters are copied by value, as they change. The state of torch's own classes is carried with each record, and
+given to the optimizer of that class and these parameters that takes its first step after a resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memckpt.state.optimizers import hyperparameters
+from memckpt.state.tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from memckpt.capture.live_state import LiveState
+
+#: Bytes of state of such optimizers that are carried.
+MOST_BYTES = 16 << 20
+_REMEDY = "pass it to attach() with the others"
+#: The optimizers of all sessions in this process.
+_given: WeakSet[Optimizer] = WeakSet()
+_log = logging.getLogger("memckpt")
+
+
+class Strangers:
+    """The optimizers in this process that no session follows.
+
+    Args:
+        live: the live state.
+    """
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+        self._handles: list[Any] = []
+        self._inside = 0
+        self._commits = 0
+        #: Names of their parameters by group, and their groups as they were first seen.
+        self._carried: WeakKeyDictionary[Optimizer, tuple[list[list[str]], list[dict[str, Any]]]] = WeakKeyDictionary()
+        #: The number of commits before the first step of optimizers of parameters that nobody knows.
+        self._unknown: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        #: What was held of optimizers that have not taken a step yet.
+        self._held: list[dict[str, Any]] = []
+
+    def install(self) -> None:
+        """Begin to look."""
+        _given.update(self._live.optimizers)
+        hooks = register_optimizer_step_pre_hook(self._stepping), register_optimizer_step_post_hook(self._stepped)
+        self._handles = list(hooks)
+
+    def remove(self) -> None:
+        """End that. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        _given.difference_update(self._live.optimizers)
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._inside or optimizer in _given:
+            # Inside another optimizer's step it is a part of that one.
+            self._inside += 1
+        elif optimizer not in self._carried:
+            self._meet(optimizer)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._inside:
+            self._inside -= 1
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        names, name = self._live.names(), type(optimizer).__qualname__
+        groups = [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+        known = [one for group in groups for one in group if one]
+        if not known:
+            # One that is made for an evaluation takes its steps between two commits.
+            if self._unknown.setdefault(optimizer, self._commits) != self._commits:
+                self._tell(f"{name}, an optimizer of parameters that are in no module given to attach(), takes steps")
+        elif not all(map(all, groups)) or getattr(torch.optim, name, None) is not type(optimizer):
+            self._tell(f"{name}, which steps {known[0]}, is an optimizer that memckpt was not given")
+        else:
+            _log.warning(
+                "memckpt: %s, which steps %s, is an optimizer that memckpt was not given: its state is carried, and "
+                "its parameters are copied with each record, which costs more than to %s",
+                name,
+                known[0],
+                _REMEDY,
+            )
+            self._give_back(optimizer, name, groups)
+            self._carried[optimizer] = groups, hyperparameters(optimizer)
+
+    def _tell(self, what: str) -> None:
+        self._live.not_carried.setdefault(f"{what}, and its state is not carried; {_REMEDY}")
+
+    @torch.no_grad()
+    def _give_back(self, optimizer: Optimizer, name: str, groups: Sequence[Sequence[str]]) -> None:
+        """Give it the state of its predecessor in the dead attempt."""
+        found = next((one for one in self._held if (one["class"], one["params"]) == (name, list(groups))), None)
+        if found is None:
+            return
+        self._held.remove(found)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param, state in zip(params, found["state"], strict=True):
+            if state:
+                optimizer.state[param] = {
+                    key: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for key, value in state.items()
+                }
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Part of the rank state that :meth:`hold` reads; called in each commit."""
+        self._inside = 0  # a step that raised has no end
+        self._commits += 1
+        if not self._carried:
+            return list(self._held)
+        found, nbytes = list(self._held), 0
+        for optimizer, (groups, before) in self._carried.items():
+            name = type(optimizer).__qualname__
+            states = [dict(optimizer.state.get(p, {})) for group in optimizer.param_groups for p in group["params"]]
+            tensors = [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
+            nbytes += sum(one.nbytes for one in tensors)
+            if nbytes > MOST_BYTES or any(map(is_dtensor, tensors)) or hyperparameters(optimizer) != before:
+                self._tell(f"{name}, which steps {groups[0][0]}, is an optimizer that memckpt was not given")
+            else:
+                found.append({"class": name, "params": groups, "state": states})
+        return found
+
+    def hold(self, described: Sequence[dict[str, Any]]) -> None:
+        """Keep what :meth:`describe` returned for the optimizers that are to come."""
+        self._held = list(described)
