@@ -75,7 +75,8 @@ class Auditing:
         self._loop, self._found = loop, found
         self._process: AuditorProcess | None = None
         self._ready = False
-        self._share, self._threads, self._search_path = 0.0, 1, tuple[str, ...]()
+        self._share = 0.0
+        self._settings = Configure(linger_seconds=0.0)
         self._start_at: float | None = None
         #: When the next audit may begin behind the first round, by the loop's clock.
         self._next_at = -math.inf
@@ -96,7 +97,7 @@ class Auditing:
 
     def configure(self, message: Configure) -> None:
         """What the attempt's configuration says."""
-        self._share, self._threads, self._search_path = message.audit, message.compute_threads, message.search_path
+        self._share, self._settings = message.audit, message
         if not self._share:
             self.close()
 
@@ -163,8 +164,14 @@ class Auditing:
         told, fds = None, []
         if not watched.known:
             watched.known, fds = True, [generation.regions.slots.fd]
+            settings = self._settings
             told = AuditedGeneration(
-                generation.number, generation.spec, watched.accelerated, self._threads, self._search_path
+                generation.number,
+                generation.spec,
+                watched.accelerated,
+                settings.arithmetic,
+                settings.compute_threads,
+                settings.search_path,
             )
         names = tuple((piece.param, piece.start) for piece in pieces)
         self._send(Audit(watched.key, metas, first if pieces else None, names, told), fds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from memckpt.protocol.trainer import Arithmetic
 from memckpt.state.spec import StateSpec
 
 
@@ -17,12 +18,13 @@ class AuditedGeneration(msgspec.Struct, frozen=True, array_like=True):
     """Generation whose slots come along as a descriptor.
 
     `search_path`: where the trainers find modules. `threads`: those of the trainers, on whose number bits may depend.
-    `accelerated`: the trainers' device rounds otherwise than this process.
+    `accelerated`: the trainers' device rounds otherwise than a CPU. `arithmetic`: theirs.
     """
 
     number: int
     spec: StateSpec
     accelerated: bool
+    arithmetic: Arithmetic
     threads: int
     search_path: tuple[str, ...]
 

@@ -217,6 +217,18 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     event: TrainerEvent
 
 
+class Arithmetic(msgspec.Struct, frozen=True, array_like=True):
+    """Settings of torch in a trainer that decide what a step rounds to, of those that another process may have else.
+
+    `capability`: instruction set of its kernels; empty: not known.
+    """
+
+    capability: str = ""
+    matmul_precision: str = "highest"
+    deterministic: bool = False
+    default_dtype: str = "float32"
+
+
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Settings of the agent that the run's configuration decides.
 
@@ -236,6 +248,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     claimed: bool = False
     metrics: MetricsSettings = MetricsSettings()
     audit: float = 0.0
+    arithmetic: Arithmetic = Arithmetic()
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):

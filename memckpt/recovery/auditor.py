@@ -27,11 +27,13 @@ from memckpt.processes.helper import belong_to
 from memckpt.processes.priority import prefer_to_be_ended, step_back
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
+from memckpt.protocol.trainer import Arithmetic
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state import codec
 from memckpt.state.bits import same_bits, ulp_distance
 from memckpt.state.layout import Layout, Piece
+from memckpt.state.optimizers import dtype_of
 from memckpt.state.records import RecordMeta, SubStep, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients
 from memckpt.state.search_path import extend_search_path
@@ -57,7 +59,8 @@ class _Slots:
 
     def __init__(self, generation: AuditedGeneration, region: Region) -> None:
         self.layout = Layout(generation.spec)
-        self.accelerated, self._threads = generation.accelerated, generation.threads
+        self._rounds_otherwise = not _compute_as(generation.arithmetic) or generation.accelerated
+        self._threads = generation.threads
         self._region = region
         self._regions = GenerationRegions(self.layout, region, None, None)
         self._ring = SlotRing(region, self.layout, generation.number)
@@ -99,7 +102,7 @@ class _Slots:
             running.next += 1
             return None
         anchored = self._at_anchors(running.next, running.pieces)
-        steps = period if self.accelerated else 0
+        steps = period if self._rounds_otherwise else 0
         pairs = zip(running.group.redo_targets, anchored.redo_targets, strict=True)
         return max((self._difference(ours, theirs, steps) for ours, theirs in pairs), default=(0.0, ""))
 
@@ -127,6 +130,14 @@ class _Slots:
                 distance = _distance(ours.get(key), theirs.get(key), steps)
                 worst = max(worst, (distance, f"{spec.tensor.name} ({key})"), key=lambda one: one[0])
         return worst
+
+
+def _compute_as(other: Arithmetic) -> bool:
+    """Take over another process's settings. Returns False if its kernels round otherwise than those here."""
+    torch.set_float32_matmul_precision(other.matmul_precision)
+    torch.use_deterministic_algorithms(other.deterministic)
+    torch.set_default_dtype(dtype_of(other.default_dtype))
+    return other.capability in ("", torch.backends.cpu.get_cpu_capability())
 
 
 def _distance(found: object, held: object, steps: int) -> float:

@@ -17,7 +17,17 @@ from memckpt.journal.events import TrainerEvent
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.messages import TrainerToAgent
 from memckpt.protocol.status import MetricsSettings
-from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Inventory, Note, Preempted, Prepare, Resume
+from memckpt.protocol.trainer import (
+    PROTOCOL_VERSION,
+    Arithmetic,
+    Configure,
+    Hello,
+    Inventory,
+    Note,
+    Preempted,
+    Prepare,
+    Resume,
+)
 from memckpt.session.agent_client import AgentClient, Notice
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
@@ -164,6 +174,12 @@ class AgentLink:
                 claimed=claimed,
                 metrics=metrics,
                 audit=self._audit,
+                arithmetic=Arithmetic(
+                    torch.backends.cpu.get_cpu_capability(),
+                    torch.get_float32_matmul_precision(),
+                    torch.are_deterministic_algorithms_enabled(),
+                    str(torch.get_default_dtype()).removeprefix("torch."),
+                ),
             )
         )
 

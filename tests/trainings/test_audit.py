@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.support.trainings.engine_audits import HiddenWrite, PhasedTraining, wait_for_audit
+from tests.support.cluster.processes import kill_and_wait
+from tests.support.trainings.engine_audits import HiddenWrite, PhasedTraining, audit_of, wait_for_audit
 from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES
-from tests.support.trainings.engine_child import config, kill_self
+from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import Case, Training
 
@@ -63,3 +65,44 @@ def test_what_redo_gets_right_is_no_finding(lab: Lab, name: str) -> None:
     assert audits, ended.log[-2000:]
     assert audits[-1]["pieces"] > 0
     assert (audits[-1]["findings"], audits[-1]["problem"]) == (0, "")
+
+
+def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab) -> None:
+    """The trainer dies before it hears of the finding."""
+    case = Case("audit-late-death", lambda: PhasedTraining(late(9)), STEPS)
+    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
+    wait = wait_for_audit(2 * PERIOD)
+
+    def die_of_it(control: Control) -> None:
+        wait(control)
+        audit = audit_of(control)
+        if audit is not None and audit.findings:
+            kill_self(control)
+
+    lab.start_agent()
+    died = lab.train(case, settings, actions={("after commit", step): die_of_it for step in range(1, STEPS)})
+    assert "the audit found" not in died.log
+    resumed = lab.train(case, settings, seed=1001, actions={("after commit", step): wait for step in range(1, STEPS)})
+    assert not resumed.of("restored")[0]["exact"]
+    assert "training does not go on exactly: the audit found" in resumed.log
+    assert resumed.end["mode"] == "capture"
+
+
+def test_an_auditor_that_dies_is_replaced(lab: Lab) -> None:
+    wait = wait_for_audit(2 * PERIOD)
+
+    def kill_it_once(control: Control) -> None:
+        if control.step == 8:
+            assert control.session is not None
+            agent = control.session.agent_pid
+            (auditor,) = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+            kill_and_wait(int(auditor))  # with the next commit there is another one
+        else:
+            wait(control)
+
+    lab.start_agent()
+    case = CASES["adamw-foreach"]
+    actions = {("after commit", step): kill_it_once for step in range(1, case.steps)}
+    ended = lab.train(case, config("lazy", PERIOD, audit_budget=1.0), actions=actions)
+    before, after = (next(one for one in ended.of("audit") if one["step"] == step) for step in (7, case.steps - 1))
+    assert after["pieces"] > before["pieces"]
