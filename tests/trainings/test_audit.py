@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from memckpt.session import mode
 from tests.support.cluster.processes import kill_and_wait
-from tests.support.trainings.engine_audits import HiddenWrite, PhasedTraining, audit_of, wait_for_audit
+from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run
+from tests.support.trainings.ddp_runs import check_results
+from tests.support.trainings.engine_audits import (
+    HiddenWrite,
+    PhasedTraining,
+    audit_of,
+    phased_in_trainers,
+    wait_for_audit,
+)
 from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
@@ -106,3 +116,19 @@ def test_an_auditor_that_dies_is_replaced(lab: Lab) -> None:
     ended = lab.train(case, config("lazy", PERIOD, audit_budget=1.0), actions=actions)
     before, after = (next(one for one in ended.of("audit") if one["step"] == step) for step in (7, case.steps - 1))
     assert after["pieces"] > before["pieces"]
+
+
+def test_ranks_replace_redo_after_the_same_record(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode, "_LOOK_RECORDS", 8)
+    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
+    job = Job(fresh_directory(lab), lab.run_dir, settings, last_step=40)
+    undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, optimizer=phased_in_trainers(None, 0))
+    assert run(lab, undisturbed) == [0, 0]
+    lab.start_agent()
+    job = replace(job, optimizer=phased_in_trainers(lab.run_dir, 2 * PERIOD))
+    assert run(lab, replace(job, deaths=[Death("all", 36, "committed")])) == [-9, -9]
+    logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
+    assert all("steps cannot be redone here: the audit found" in log for log in logs), logs[0][-3000:]
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, last) == [0, 0]
+    check_results(results(last), results(undisturbed), 37)

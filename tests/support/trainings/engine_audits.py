@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import AuditStatus, Status, StatusRequest
 from tests.support.cluster.waiting import until
@@ -78,6 +81,33 @@ class HiddenWrite(Training):
         CLOCK.steps += 1
         if CLOCK.steps > self.since:
             next(self.model.parameters()).detach().numpy().reshape(-1)[1234] *= 1.25
+
+
+def phased_in_trainers(run_dir: Path | None, behind: int) -> Callable[[Any], Optimizer]:
+    """Makes an optimizer that always steps half as far, and in the auditor does not; it waits for the audit."""
+
+    def make(params: Any) -> Optimizer:
+        CLOCK.phase = lambda steps: True
+        optimizer, late = Phased(params), 0
+
+        def near() -> bool:
+            nonlocal late
+            status = ask_status(AgentAddress.of(run_dir)) if run_dir is not None and CLOCK.steps > 4 else None
+            if status is None or status.mode == "capture":
+                return True
+            if status.audit is None:
+                return False
+            known, late = late, status.audit.late
+            return late > known or (status.audit.record or 0) >= CLOCK.steps - behind or bool(status.audit.findings)
+
+        def wait(*_: object) -> None:
+            CLOCK.steps += 1
+            until(near)
+
+        optimizer.register_step_post_hook(wait)
+        return optimizer
+
+    return make
 
 
 def audit_of(control: Control) -> AuditStatus | None:
