@@ -1,24 +1,36 @@
-"""Plain attributes of the user's objects, by dotted name: read at each commit, written back on a resume.
+"""Attributes of the user's objects, by dotted name: read at each commit, written back on a resume.
 
-State that hooks keep in attributes (a curriculum's level, a moving threshold) is in no state_dict().
+State that hooks keep in attributes (a curriculum's level, a moving threshold) is in no state_dict(). Generators, and
+objects with state_dict() and load_state_dict(), are carried by their state, also those that nobody has named.
 """
 
 from __future__ import annotations
 
 import array
 import copy
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memckpt.errors import ConfigurationError, UnsupportedStateError
-from memckpt.state import codec
+from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedStateError
+from memckpt.state import codec, rng
 
 _MISSING = object()
+#: Key of the captured form of an object; its value is the kind: "generator" or "state".
+_OBJECT = "\0object"
+#: Largest state of an object, in bytes, that is carried although nobody has named it: each commit copies it.
+_LARGE = 256 << 10
+#: Captures in which objects are looked for, beside every 64th: some are made by a first step.
+_LOOKS = 3
+_LOOK_EVERY = 64
+#: Objects whose state others carry (positions of loaders, records of optimizers), or which have plenty of it.
+_OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader, Dataset, Sampler, type)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _ARRAYS = frozenset({torch.Tensor, torch.Size, torch.dtype, torch.device, np.ndarray, array.array})
 
@@ -30,7 +42,7 @@ class Attributes:
     """The attributes that a user has named.
 
     Args:
-        names: ``"module.level"``, ``"callbacks.Curriculum.level"``: a root, then attributes or keys of dicts.
+        names: ``"module.level"``, ``"callbacks.Curriculum.level"``: a root, then attributes, keys of dicts, or indices.
         roots: the root objects by name; a root's own name may contain dots.
 
     Raises:
@@ -58,7 +70,7 @@ class Attributes:
                     f"names begin with one of {sorted(self._roots())}. Set it in __init__() or setup(), or take it out "
                     "of `attributes`"
                 )
-            if (found := _unstorable(value, "")) is not None:
+            if (found := _unstorable(_captured(value), "")) is not None:
                 raise UnsupportedStateError(f"attribute {name}{found[0]}", found[1])
 
     def capture(self) -> dict[str, Any]:
@@ -68,7 +80,7 @@ class Attributes:
         """
         values = {}
         for name in self.names:
-            value = self._value(name)
+            value = _captured(self._value(name))
             found = ("", "nothing") if value is _MISSING else _unstorable(value, "")
             if found is None:
                 values[name] = value
@@ -76,16 +88,54 @@ class Attributes:
                 self.left_out.setdefault(f"attribute {name}{found[0]} ({found[1]})")
         return values
 
+    def objects(self) -> list[Any]:
+        """The values that exist."""
+        return [value for name in self.names if (value := self._value(name)) is not _MISSING]
+
+    def present(self) -> dict[str, Any]:
+        """Copies of the values that exist already, before training starts."""
+        values = ((name, _captured(self._value(name))) for name in self.names)
+        return {
+            name: copy.deepcopy(value)
+            for name, value in values
+            if value is not _MISSING and _unstorable(value, "") is None
+        }
+
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Write copies of the values that :meth:`capture` returned to the objects that exist."""
+        """Write copies of the values that :meth:`capture` returned to the objects that exist.
+
+        Raises:
+            ForeignStateError: a generator has become one of another kind.
+        """
         for name in self.names:
-            holder, last = self._find(name)
-            if name in values and holder is not _MISSING:
-                value = copy.deepcopy(values[name])
-                if isinstance(holder, dict):
-                    holder[last] = value
-                else:
-                    setattr(holder, last, value)
+            if name in values:
+                self._restore(name, values[name])
+
+    def _restore(self, name: str, value: Any) -> bool:
+        """Write a copy of one value back; False if its holder, or an object with a state, is not there."""
+        holder, last = self._find(name)
+        if holder is _MISSING:
+            return False
+        value = copy.deepcopy(value)
+        kind = value.get(_OBJECT) if isinstance(value, dict) else None
+        live = _step(holder, last) if kind is not None else None
+        if kind is None:
+            _set(holder, last, value)
+        elif isinstance(live, rng.GENERATOR_TYPES):
+            try:
+                rng.restore_generator(live, value["state"])
+            except ValueError as error:
+                raise ForeignStateError(
+                    f"attribute {name}: {error}; make it as the run that is continued did, or start over with "
+                    "resume='never'"
+                ) from error
+        elif kind == "generator" and (live is None or live is _MISSING):
+            _set(holder, last, rng.make_generator(value["state"]))
+        elif live is not None and _is_stateful(live):
+            live.load_state_dict(with_live_types(live.state_dict(), value["state"]))
+        else:
+            return False
+        return True
 
     def _value(self, name: str) -> Any:
         holder, last = self._find(name)
@@ -107,6 +157,83 @@ class Attributes:
         return held, last
 
 
+class FoundObjects(Attributes):
+    """Generators and objects with a state that hang on the roots, or on modules below them, and that nobody has named.
+
+    Args:
+        roots: the root objects by name.
+        elsewhere: objects that are carried by other means.
+        inexact: called with the reason when one changes that is not carried.
+        named: how a user names such an object, the end of a sentence with a place for the name.
+    """
+
+    def __init__(
+        self, roots: Roots, elsewhere: Callable[[], Iterable[object]], inexact: Callable[[str], None], named: str
+    ) -> None:
+        super().__init__((), roots)
+        self._elsewhere = elsewhere
+        self._inexact = inexact
+        self._named = named
+        self._captures = 0
+        #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
+        self._watched: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all that have been found."""
+        if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0:
+            self._look()
+        self._captures += 1
+        return self.capture()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them; says which are not there any more."""
+        for name, value in state.items():
+            if not self._restore(name, value):
+                self._inexact(f"{name} had a state in the run that is continued, and is not there at the resume")
+
+    def _look(self) -> None:
+        skipped = {id(each) for each in self._elsewhere()}
+        roots = self._roots()
+        staged = {
+            tensor.data_ptr() for each in roots.values() if isinstance(each, nn.Module) for tensor in _staged(each)
+        }
+        names = []
+        for name, value in _objects_below(roots):
+            if id(value) in skipped:
+                continue
+            skipped.add(id(value))
+            state = _captured(value)
+            if any(tensor.data_ptr() in staged for tensor in _tensors(state)):
+                continue  # it wraps the model, and would load it a second time
+            if codec.unencodable_paths(state):
+                reason = "its state cannot be stored"
+            elif (nbytes := sum(tensor.nbytes for tensor in _tensors(state))) > _LARGE:
+                reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
+            else:
+                names.append(name)
+                continue
+            trace = _trace(state)
+            if self._watched.setdefault(name, trace) != trace:
+                self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
+        self.names = tuple(names)
+
+
+class GeneratorState:
+    """A generator as an object with a state_dict()."""
+
+    def __init__(self, generator: rng.AnyGenerator) -> None:
+        self._generator = generator
+        self.state_dict()  # raises where it has none
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state. Raises ValueError if it has none (SystemRandom)."""
+        return rng.capture_generator(self._generator)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        rng.restore_generator(self._generator, state)
+
+
 class AttributesOf:
     """Some plain attributes of one object, as an object with a state_dict().
 
@@ -124,6 +251,10 @@ class AttributesOf:
             raise ConfigurationError(f"attributes: expected a list of names, found the str {names!r}")
         self._attributes = Attributes((f"{name}.{each}" for each in names), lambda: {name: obj})
         self._attributes.check()
+
+    def objects(self) -> list[Any]:
+        """The values that exist."""
+        return self._attributes.objects()
 
     def state_dict(self) -> dict[str, Any]:
         """The values. Raises as the constructor does."""
@@ -152,18 +283,114 @@ def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+def with_live_types(live: Any, saved: Any) -> Any:
+    """Convert stored plain dictionaries to the type of the live state's containers.
+
+    MultiStepLR keeps its milestones in a Counter and calls Counter's methods.
+    """
+    if isinstance(live, dict) and isinstance(saved, dict):
+        converted = {key: with_live_types(live.get(key), value) for key, value in saved.items()}
+        return Counter(converted) if isinstance(live, Counter) else converted
+    if type(live) is list and type(saved) is list and len(live) == len(saved):
+        return [with_live_types(*both) for both in zip(live, saved, strict=True)]
+    return saved
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, bit for bit; False if one cannot be stored."""
+    if codec.unencodable_paths([one, other]):
+        return False
+    return codec.encode(one) == codec.encode(other)
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _captured(value: Any) -> Any:
+    """The value itself, or the captured form of an object with a state."""
+    if isinstance(value, rng.GENERATOR_TYPES):
+        try:
+            return {_OBJECT: "generator", "state": rng.capture_generator(value)}
+        except ValueError:  # SystemRandom, which has no state
+            return value
+    if _is_stateful(value) and not isinstance(value, type):
+        return {_OBJECT: "state", "state": value.state_dict()}
+    return value
+
+
 def _step(held: Any, part: str) -> Any:
     if isinstance(held, dict):
         return held.get(part, _MISSING)
+    if isinstance(held, (list, tuple)) and part.isdecimal():
+        return held[int(part)] if int(part) < len(held) else _MISSING
     return getattr(held, part, _MISSING)
+
+
+def _set(holder: Any, last: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[last] = value
+    elif isinstance(holder, list):
+        holder[int(last)] = value
+    else:
+        setattr(holder, last, value)
+
+
+def _objects_below(roots: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Generators and objects with a state on the roots and on modules below them, and in their lists and dicts."""
+    for root, held in roots.items():
+        modules = held.named_modules() if isinstance(held, nn.Module) else [("", held)]
+        for path, owner in modules:
+            for name, value in getattr(owner, "__dict__", {}).items():
+                start = ".".join(filter(None, (root, path, name)))
+                if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"):
+                    inner = [(f"{start}.{key}", one) for key, one in value.items() if _is_name(key)]
+                elif isinstance(value, (list, tuple)):
+                    inner = [(f"{start}.{index}", one) for index, one in enumerate(value)]
+                else:
+                    inner = [(start, value)]
+                for found, one in inner:
+                    generator = isinstance(one, rng.GENERATOR_TYPES)
+                    if generator or (_is_stateful(one) and not isinstance(one, _OTHERS)):
+                        yield found, one
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and key != "" and "." not in key
+
+
+def _staged(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.numel())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+
+
+def _trace(value: Any) -> Any:
+    """Something that differs if a state has changed, without reading its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value._version
+    if isinstance(value, dict):
+        return {key: _trace(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_trace(one) for one in value]
+    return value if type(value) in _PLAIN else id(value)
 
 
 def _unstorable(value: Any, path: str) -> tuple[str, str] | None:
     """Path and type of the first value that would not survive encoding; None if all do.
 
-    Stricter than the codec, which decodes subclasses as their base.
+    Stricter than the codec, which decodes subclasses as their base; the state of an object gets its types back.
     """
     kind = type(value)
+    if kind is dict and _OBJECT in value:
+        paths = codec.unencodable_paths(value["state"])
+        return (path, f"of which {paths[0]}") if paths else None
     if kind in _PLAIN:
         return None
     parts: Iterable[tuple[object, Any]]

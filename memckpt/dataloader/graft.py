@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -136,9 +136,13 @@ def global_generators() -> RngState:
 
 
 @contextmanager
-def under_generators(state: RngState) -> Iterator[None]:
-    """Run the block with the global generators in this state; restore their previous state after it."""
-    with rng.preserved():
+def under_generators(state: RngState, *, keep: bool = False) -> Iterator[None]:
+    """Run the block with the global generators in this state.
+
+    Args:
+        keep: leave them where the block has moved them; else their previous state is restored after it.
+    """
+    with nullcontext() if keep else rng.preserved():
         rng.restore(state)
         yield
 

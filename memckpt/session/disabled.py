@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -119,6 +119,9 @@ class DisabledSession(Session):
     @property
     def batch(self) -> int:
         return self._batch
+
+    def carried(self, objects: Callable[[], Iterable[object]]) -> None:
+        """Does nothing."""
 
     def inexact(self, reason: str) -> None:
         return

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memckpt.capture.attributes import AttributesOf
+from memckpt.capture.attributes import AttributesOf, FoundObjects, GeneratorState
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import describe_groups
@@ -28,6 +28,8 @@ _HYPERPARAMETERS = ("groups", "trainable", "state_order")
 _ABSENCES = ("gradients", "pending")
 #: First characters of the names of the session's own objects, whose owners say what is missing.
 OWN = "memckpt_"
+#: Objects with a state that hang on the model's modules.
+OBJECTS = OWN + "objects"
 
 
 class Stateful(Protocol):
@@ -59,6 +61,17 @@ class RankState:
         self.never_repeatable = ""
         #: Why a resume from the next record is not exact, one reason each.
         self._inexact: dict[str, None] = {}
+        #: Objects that their owners carry, of which each call of one of these returns some.
+        self.elsewhere: list[Callable[[], Iterable[object]]] = [lambda: live.optimizers]
+        objects = FoundObjects(
+            lambda: {"model": live.model, **live.extra_modules},
+            lambda: (each for owner in self.elsewhere for each in owner()),
+            self.inexact,
+            "call session.register(name, OBJECT) with {}, or name it in `attributes`,",
+        )
+        self.register(
+            OBJECTS, objects, parts=lambda state: {("registered", name): one for name, one in (state or {}).items()}
+        )
 
     def inexact(self, reason: str) -> None:
         """Declare that resumes from records of this run are not exact, from the next record on; logged once.
@@ -106,6 +119,7 @@ class RankState:
     def register(self, name: str, obj: Any, attributes: Sequence[str] = (), parts: Parts | None = None) -> None:
         """Call an object's ``state_dict()`` at each commit and its ``load_state_dict()`` at a resume.
 
+        A generator of torch, numpy or random is carried by its state.
         With `attributes`, these are carried instead.
 
         Raises:
@@ -121,6 +135,11 @@ class RankState:
             )
         if attributes:
             obj = AttributesOf(name, obj, attributes)
+            self.elsewhere.append(obj.objects)
+        else:
+            self.elsewhere.append(lambda carried=obj: (carried,))  # type: ignore[misc]
+        if isinstance(obj, rng.GENERATOR_TYPES):
+            obj = GeneratorState(obj)
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise UsageError(
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "

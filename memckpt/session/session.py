@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.protection import Protection
-from memckpt.session.rank_state import OWN, Parts, RankState
+from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.reconnection import Reconnection
 from memckpt.session.report import HeldState, RestoreReport
@@ -195,8 +195,8 @@ class Session(Information):
 
         Args:
             name: key of its state, not provided before.
-            obj: an object with these methods, or any object with `attributes`.
-            attributes: names of plain attributes of the object that are carried in place of its state.
+            obj: an object with these methods, a generator of torch, numpy or random, or any object with `attributes`.
+            attributes: names of attributes of the object that are carried in place of its state.
             parts: as for :meth:`provide`.
 
         Raises:
@@ -213,6 +213,10 @@ class Session(Information):
             reason: what is not carried, in which object, and how to help; the end of a sentence.
         """
         self._rank_state.inexact(reason)
+
+    def carried(self, objects: Callable[[], Iterable[object]]) -> None:
+        """Declare objects on the model's modules whose state the caller carries; the session looks for others."""
+        self._rank_state.elsewhere.append(objects)
 
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
         """Call `accumulates()` in each backward: whether a later one adds to its gradients before the next step.
@@ -256,6 +260,7 @@ class Session(Information):
         self._tuning.redid(self._restoration.record_redo_seconds)
         report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
+        self._rank_state.load([OBJECTS], chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._refuse_inexact(report)
         self._proof.begin(chosen)

@@ -6,6 +6,7 @@ the adapter's; the engine has its own tests.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +89,7 @@ class FakeSession:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._captures: dict[str, Callable[[], Any]] = {}
         self.commits = 0
+        self.reasons: list[str] = []
         self.closed: bool | None = None
         self._saved: dict[str, Any] | None = None
         self.held: FakeHeld | None = None
@@ -125,6 +127,14 @@ class FakeSession:
 
     def unrepeatable(self, reason: str) -> None:
         self.unrepeatable_reason = reason
+
+    def inexact(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            logging.getLogger("memckpt").warning("memckpt: a resume of this run will not be exact: %s", reason)
+
+    def carried(self, objects: Callable[[], Any]) -> None:
+        """Does nothing: the fake looks for no objects."""
 
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
         """Does nothing: the fake copies nothing during backward anyway."""
