@@ -31,8 +31,9 @@ class CheckParts:
         """The parts of one captured state."""
         trainer, logging = state["trainer"], state["logging"]
         parts: Parts = {}
-        for role, positions in state["loaders"].items():
-            for index, position in enumerate(positions):
+        parts["data position", "combination of loaders"] = state["loaders"].get("fetcher")
+        for role in ("train", "validation"):
+            for index, position in enumerate(state["loaders"][role]):
                 known = isinstance(position, dict) and "pass" in position  # else it is the loader's own state
                 parts["data position", f"{role} loader {index}"] = (
                     dataloader.comparable(position, between_passes=role == "validation") if known else position
@@ -53,7 +54,7 @@ class CheckParts:
         }
         for name, piece in self._without_clocks(state["user"]).items():
             parts["registered", name] = piece
-        for name, value in state.get("attributes", {}).items():
+        for name, value in {**state.get("attributes", {}), **state.get("objects", {})}.items():
             parts["registered", f"attribute {name}"] = value
         parts["logged values", "self.log()"] = logging["results"]
         parts["logged values", "metrics"] = {"metrics": logging["metrics"], "groups": logging["groups"]}

@@ -6,8 +6,10 @@ user the protection of everything else.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
@@ -19,8 +21,10 @@ from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
 from lightning_memckpt.loops import behind_batch, edited_part
 from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
+from lightning_memckpt.notes import list_callbacks
+from lightning_memckpt.tables import Tables
 from lightning_memckpt.user_state import UserState, attribute_roots, modules_beside
-from memckpt.capture.attributes import Attributes
+from memckpt.capture.attributes import Attributes, FoundObjects
 from memckpt.errors import UnsupportedStateError
 from memckpt.user_messages import Messages
 
@@ -41,8 +45,10 @@ class FitState:
         callback: our own callback, which has no state.
         attributes: the callback's argument.
         messages: output for the user.
+        inexact: declares, with the reason, that resumes are not exact.
 
     Attributes:
+        tables: the rows of its CSVLoggers.
         beside: modules that training changes and the LightningModule does not contain, by name.
     """
 
@@ -55,15 +61,25 @@ class FitState:
         callback: pl.Callback,
         attributes: Sequence[str],
         messages: Messages,
+        inexact: Callable[[str], None],
     ) -> None:
         self._trainer: Any = trainer
         self._pl_module = pl_module
         self._internals = internals
         self._loaders = loaders
         self._messages = messages
+        self.inexact = inexact
         self.beside = modules_beside(trainer, pl_module)
         self._user = UserState(trainer, pl_module, self.beside, skip=callback)
         self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))
+        #: What hangs on datamodule and callbacks; the engine looks at the module.
+        self._objects = FoundObjects(
+            lambda: {name: each for name, each in attribute_roots(trainer, pl_module).items() if name != "module"},
+            self.carried,
+            self.inexact,
+            "name {!r} in `attributes`",
+        )
+        self.tables = Tables(trainer, internals, messages.warn)
         self._logging = LoggingState(trainer, pl_module, internals)
         self._captured: dict[str, Any] | None = None
         self._commits = 0
@@ -76,11 +92,45 @@ class FitState:
         """Restore what `on_fit_start` hooks, and workers of the loaders, are to find."""
         self._user.restore_early(state["user"])
         self._attributes.restore(state.get("attributes", {}))
+        self._objects.load_state_dict(state.get("objects", {}))
+
+    def readable(self) -> dict[str, Any]:
+        """A copy of what user code may read when it builds loaders, as far as it can be stored."""
+        internals = self._internals
+        return {
+            "loops": internals.loop_state(),
+            "metrics": copy.deepcopy(internals.callback_metrics()),
+            "user": self._user.states(),
+            "attributes": self._attributes.present(),
+            "objects": copy.deepcopy(self._objects.state_dict()),
+        }
+
+    @contextmanager
+    def reading(self, then: Mapping[str, Any]) -> Iterator[None]:
+        """Run a block under a state that :meth:`readable` returned, and go back to the current one."""
+        now = self.readable()
+        self._set_readable(then)
+        try:
+            yield
+        finally:
+            self._set_readable(now)
+
+    def _set_readable(self, state: Mapping[str, Any]) -> None:
+        self._internals.fit_loop.load_state_dict(state["loops"])
+        self._internals.set_callback_metrics(copy.deepcopy(state["metrics"]))
+        self._user.set_states(state["user"])
+        self._attributes.restore(state["attributes"])
+        self._objects.load_state_dict(state["objects"])
+
+    def carried(self) -> list[object]:
+        """Objects whose state is carried here."""
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        return [*list_callbacks(self._trainer), *schedulers, *self._attributes.objects()]
 
     def look_again(self) -> None:
         """Log, as training starts, what was made too late, and loaders that cannot be continued exactly."""
         for name in modules_beside(self._trainer, self._pl_module).keys() - self.beside.keys():
-            self._messages.warn(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
+            self.inexact(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
         for line in self._loaders.look_again():
             self._messages.warn(line)
 
@@ -91,6 +141,8 @@ class FitState:
     def restore_late(self, state: Mapping[str, Any]) -> None:
         """Restore everything but the data positions; tensors and optimizers are restored already."""
         self._user.restore_late(state["user"], state["loops"])
+        if reason := self._user.check_datamodule(state["user"]):
+            self.inexact(reason)
         self.put_back(state)
 
     def put_back(self, state: Mapping[str, Any]) -> None:
@@ -99,6 +151,7 @@ class FitState:
         The data position stays where the repeated step has left it.
         """
         self._attributes.restore(state.get("attributes", {}))
+        self._objects.load_state_dict(state.get("objects", {}))
         trainer_state.restore(self._trainer, self._internals, state["trainer"])
         self._logging.restore(state["logging"])
 
@@ -111,15 +164,14 @@ class FitState:
 
     def commit(self, session: memckpt.Session) -> None:
         """Capture the state at the end of a training batch, and commit it with the session's own."""
-        # In manual optimization only the engine can tell: it has seen every backward and every step.
-        pending = False if self._pl_module.automatic_optimization else None
+        # The engine has seen every backward and every step, also those of hooks that step at times of their own.
         self._captured = self._capture()
         try:
-            session.commit(step=self._trainer.global_step, gradients_pending=pending)
+            session.commit(step=self._trainer.global_step, gradients_pending=None)
         except UnsupportedStateError:
             if not self._leave_out(self._captured):
                 raise
-            session.commit(step=self._trainer.global_step, gradients_pending=pending)
+            session.commit(step=self._trainer.global_step, gradients_pending=None)
         finally:
             self._captured = None
         self._commits += 1
@@ -145,8 +197,10 @@ class FitState:
             "logging": self._logging.capture(),
             "user": self._user.capture(loops),
             "attributes": self._attributes.capture(),
+            "objects": self._objects.state_dict(),
             "loaders": self._loaders.capture(epoch_over=epoch_over),
             "built_under": self._loaders.built_under,
+            "tables": self.tables.capture(),
             "file": self._file_entries,
         }
         if self._commits == 0:
@@ -175,7 +229,7 @@ class FitState:
         for name, states, index in self._foreign(state):
             if name not in self._dropped and (paths := memckpt.unencodable_paths(states[index])):
                 self._dropped.add(name)
-                self._messages.warn(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
+                self.inexact(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
                 found = True
         return found
 
@@ -197,7 +251,7 @@ class FitState:
     def _announce(self, state: Mapping[str, Any]) -> None:
         """Log state that is left out, and costs that are too high; each once."""
         for line in (*self._user.left_out, *self._attributes.left_out, *sorted(self._logging.left_out)):
-            self._messages.warn(f"not carried over a restart: {line}")
+            self.inexact(f"not carried over a restart: {line}")
         for line in self._loaders.look_again():
             self._messages.warn(line)
         if self._commits and self._user.hook_seconds > _SLOW_HOOK_SECONDS:

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from lightning_memckpt.shadowing import Shadows
 
@@ -35,11 +36,13 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
     ("_logger_connector._first_loop_iter", "decides whether the next self.log() starts a new aggregate"),
     ("_logger_connector._current_fx", "decides the same"),
     ("_logger_connector.metrics", "the step's metrics, before Lightning has merged them"),
+    ("_logger_connector.should_update_logs", "whether the step's metrics are about to be logged"),
     ("_logger_connector._callback_metrics", "callback_metrics hands out this dictionary"),
     ("_logger_connector._logged_metrics", "logged_metrics hands out this dictionary"),
     ("_logger_connector._progress_bar_metrics", "progress_bar_metrics hands out this dictionary"),
     ("fit_loop._data_fetcher", "argument of _should_check_val_fx; holds batches fetched ahead"),
     ("fit_loop._combined_loader", "training loaders that were built before the end of strategy.setup()"),
+    ("fit_loop._load_combined_loader_states", "called when all training loaders are prepared and none is iterated"),
     ("fit_loop._should_reload_train_dl", "whether they are built again before training"),
     ("fit_loop._can_stop_early", "whether should_stop takes effect"),
     ("fit_loop._last_train_dl_reload_epoch", "when the training loaders are reloaded next"),
@@ -48,6 +51,8 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
     ("fit_loop.epoch_loop._should_accumulate", "whether a batch ends with an optimizer step"),
     ("fit_loop.epoch_loop._is_training_done", "whether a batch is the last one of its epoch"),
     ("fit_loop.epoch_loop._should_check_val_fx", "whether a validation follows a batch"),
+    ("fit_loop.epoch_loop.val_loop._combined_loader", "validation loaders that the dead process had not built yet"),
+    ("fit_loop.epoch_loop.val_loop._should_reload_val_dl", "whether they are built again"),
     ("fit_loop.epoch_loop.val_loop._has_run", "lets a finished epoch end without another fetch"),
     ("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", "when the validation loaders are reloaded next"),
     ("fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader", "the loggers' axis for validation steps"),
@@ -240,12 +245,41 @@ class TrainerInternals:
         """Whether `trainer.should_stop` is set and takes effect now."""
         return bool(self._trainer.should_stop and self.fit_loop._can_stop_early)
 
-    def batches_fetched_ahead(self) -> int:
-        """Number of batches that the fetcher has taken from the loader and training has not seen.
+    def batches_fetched_ahead(self, loaders: int) -> list[int]:
+        """Number of batches of each training loader that the fetcher has taken and training has not seen.
 
-        One if the loader has no length: Lightning then looks ahead to know which batch is the last.
+        One if no length is known: Lightning then looks ahead to know which batch is the last.
         """
-        return len(getattr(self.fit_loop._data_fetcher, "batches", ()))
+        combined, batches = self.fit_loop._combined_loader, getattr(self.fit_loop._data_fetcher, "batches", ())
+        if not batches or combined._mode != "max_size":
+            return [len(batches)] * loaders
+        # A loader that is exhausted gives None in this mode.
+        parts = [combined._spec.flatten_up_to(batch) for batch, _, _ in batches]
+        return [sum(part is not None for part in each) for each in zip(*parts, strict=True)]
+
+    def fetcher_state(self) -> dict[str, Any]:
+        """What the fetcher and the combination of loaders count in an epoch."""
+        fetcher, combination = self.fit_loop._data_fetcher, self.fit_loop._combined_loader._iterator
+        state = {"index": combination._idx, "consumed": list(getattr(combination, "_consumed", ()))}
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            state |= {"fetched": fetcher.fetched, "batch_idx": fetcher._batch_idx}
+        return state
+
+    def set_fetcher_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`fetcher_state` returned, in loops that have loaded their state and do not run yet."""
+        fetcher, combination = self.fit_loop._data_fetcher, self.fit_loop._combined_loader._iterator
+        combination._idx = state["index"]
+        if hasattr(combination, "_consumed"):
+            combination._consumed = list(state["consumed"])
+        if isinstance(fetcher, _DataLoaderIterDataFetcher) and "fetched" in state:
+            # Lightning adds the number of its steps, of which each may have taken several batches.
+            fetcher.fetched = state["fetched"] - self.epoch_loop.batch_progress.current.completed
+            fetcher._batch_idx = state["batch_idx"]
+
+    def settle_validation(self) -> None:
+        """Let the validation that begins count its batches as one that was never interrupted."""
+        total = self.val_loop.batch_progress.total
+        total.ready = total.started = total.completed
 
     @property
     def train_loaders_are_built(self) -> bool:
@@ -256,6 +290,25 @@ class TrainerInternals:
     def train_loaders_are_due(self) -> bool:
         """Whether the loop builds its training loaders when it is next asked to set them up."""
         return self.fit_loop._combined_loader is None or bool(self.fit_loop._should_reload_train_dl)
+
+    @property
+    def val_loaders_are_due(self) -> bool:
+        """Whether the validation loop builds its loaders when it is next asked to set them up."""
+        return self.val_loop._combined_loader is None or bool(self.val_loop._should_reload_val_dl)
+
+    def forget_val_loaders(self) -> None:
+        """Make the next validation build its loaders."""
+        self.val_loop._combined_loader = None
+
+    def callback_metrics(self) -> dict[str, Any]:
+        """The metrics that `trainer.callback_metrics` hands out between two epochs."""
+        return dict(self._trainer._logger_connector._callback_metrics)
+
+    def set_callback_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Replace them."""
+        held = self._trainer._logger_connector._callback_metrics
+        held.clear()
+        held.update(metrics)
 
     def iterate_train_loaders_anew(self) -> None:
         """Make the fetcher, which has begun to iterate the training loaders, restart from their current positions."""
@@ -328,6 +381,16 @@ class TrainerInternals:
     def training_results(self) -> Any:
         """Aggregates of everything logged in training hooks (a dict subclass with a `log` method)."""
         return self.epoch_loop._results
+
+    def row_to_come(self) -> dict[str, Any]:
+        """What Lightning is about to log for the training step that has just ended; empty if nothing."""
+        connector = self._trainer._logger_connector
+        row = connector.metrics["log"] if connector.should_update_logs else {}
+        if not row:
+            return {}
+        row = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
+        row.setdefault("epoch", self._trainer.current_epoch)
+        return {"step": self.logger_axis_step, **row}
 
     def logger_fields(self) -> dict[str, Any]:
         """State of self.log() between two batches, with the step's metrics as Lightning is about to merge them."""

@@ -10,19 +10,24 @@ numbers; they get their positions, and are iterated anew, as soon as these are k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
 from lightning_memckpt.internals import TrainerInternals
 from memckpt import dataloader
 
-Positions = dict[str, list[Any]]
+Positions = dict[str, Any]
+#: State that loaders were built under, by role: "train", "validation".
+Built = dict[str, Any]
 
 
 class Loaders:
@@ -36,36 +41,76 @@ class Loaders:
         self._trainer: Any = trainer
         self._internals = internals
         self._held: Positions | None = None
+        #: Whether training is about to go on behind a held state.
+        self._resuming = False
+        #: Whether training has begun: what is built from then on is built earlier by a restart.
+        self.training = False
+        #: The state that user code may read when it builds loaders, and a restart's return to it for that time.
+        self.readable: Callable[[], Any] = lambda: None
+        self.reading: Callable[[Any], AbstractContextManager[None]] | None = None
         self._epoch_over = False
         self._given = {"train": 0, "validation": 0}
         self._grafted: list[Any] = []
         self._flat: dict[str, tuple[Any, list[Any]]] = {}
         self.notes: list[str] = []
-        #: The global generators before the training loaders were built, if they were rebuilt while training ran.
-        self.built_under: Any = None
+        #: Called with the reason why resumes are not exact.
+        self.inexact: Callable[[str], None] = self._note
+        #: What the current loaders were built under.
+        self.built_under: Built = {}
+        #: The training loaders of this building that have been processed, and how far Lightning reads them ahead.
+        self._processed: list[DataLoader[Any]] = []
+        self._ahead = 0
 
     @contextmanager
-    def building(self) -> Iterator[None]:
-        """Wrap the building of the training loaders, which is user code and may draw random numbers.
+    def building(self, role: str) -> Iterator[None]:
+        """Wrap the building of loaders, which is user code: it may draw, and read or move epochs, counters and states.
 
-        The first loaders are built before training, in a restart as in a first start. Loaders that Lightning reloads
-        during training are built before training by a restart, too, under the generators of their first building.
+        A restart builds them under the state that the dead process had then, and goes on with the newer one.
         """
-        if self._held is not None:
-            if self.built_under is None:
+        if role == "train":
+            self._processed, self._ahead = [], 0
+        if not self._resuming:
+            moves = not self.training and not self._trainer.sanity_checking
+            generators = dataloader.global_generators()
+            self.built_under[role] = {"generators": generators, "moves": moves, "state": self.readable()}
+            with self._watching_the_model(role) if self.training else nullcontext():
                 yield
-            else:
-                with dataloader.under_generators(self.built_under):
-                    yield
             return
-        if self._internals.fit_loop._combined_loader is not None:
-            self.built_under = dataloader.global_generators()
-        yield
+        built = self.built_under.get(role)
+        if built is None:
+            yield
+            return
+        state = built["state"]  # None: user code had built them before the session began
+        reading = nullcontext() if state is None or self.reading is None else self.reading(state)
+        with reading, dataloader.under_generators(built["generators"], keep=built["moves"]):
+            yield
 
-    def hold(self, positions: Positions, *, epoch_over: bool, built_under: Any = None) -> None:
+    @contextmanager
+    def _watching_the_model(self, role: str) -> Iterator[None]:
+        """Notice a model that is used to build loaders: a restart builds them with other weights."""
+        ours = set(self._trainer.lightning_module.modules())
+        used: list[nn.Module] = []
+
+        def look(module: nn.Module, _: Any) -> None:
+            if not used and module in ours:
+                used.append(module)
+
+        handle = register_module_forward_pre_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if used:
+            self.inexact(
+                f"the model runs while {role} loaders are built in the middle of training, and a restart builds them "
+                "with newer weights; build them in setup(), or reload them at every epoch"
+            )
+
+    def hold(self, positions: Positions, *, epoch_over: bool, built_under: Built) -> None:
         """Give these positions to the first loaders that are processed."""
         self.built_under = built_under
         self._held = positions
+        self._resuming = True
         self._epoch_over = epoch_over
 
     def take_over(self) -> None:
@@ -77,8 +122,9 @@ class Loaders:
             return
         loaders = self._flattened("train", self._trainer.train_dataloader)
         late = [loader for loader in loaders if isinstance(loader, DataLoader) and not dataloader.is_grafted(loader)]
+        ahead = int(any(sized_len(loader) is None for loader in loaders))
         for loader in late:
-            dataloader.graft(loader)
+            dataloader.graft(loader, lookahead=ahead)
             self._grafted.append(loader)
         if late:
             self._note(
@@ -94,21 +140,38 @@ class Loaders:
         """Graft a loader that Lightning has just prepared; it keeps its identity and, for `isinstance`, its type."""
         # Validation loaders are set up while the trainer validates, sanity-checks, or claims to validate.
         role = "train" if self._trainer.training else "validation"
+        unsized = role == "train" and sized_len(loader) is None
+        if unsized and not self._ahead:
+            # Lightning reads all loaders one batch ahead if one has no length.
+            self._ahead = 1
+            for earlier in self._processed:
+                dataloader.release(earlier)
+                dataloader.graft(earlier, lookahead=1)
         if isinstance(loader, DataLoader):
-            dataloader.graft(loader)
+            dataloader.graft(loader, lookahead=self._ahead if role == "train" else 0)
             self._grafted.append(loader)
-        elif not _is_stateful(loader) and role == "train":
-            self._note(
-                f"the train loader {type(loader).__name__} starts from its beginning after a restart: it is not a "
+            if role == "train":
+                self._processed.append(loader)
+        elif role == "train" and not _is_stateful(loader):
+            self.inexact(
+                f"the train loader {type(loader).__name__} starts from its beginning after a restart, as it is not a "
                 "DataLoader and lacks state_dict() and load_state_dict()"
             )
-        if role == "train":
-            self._resume(loader)
+        elif unsized:
+            self.inexact(
+                f"the train loader {type(loader).__name__} has no length, so that Lightning reads it one batch ahead, "
+                "and a restart leaves that batch out; give it a __len__()"
+            )
         return loader
 
     def _note(self, line: str) -> None:
         if line not in self.notes:
             self.notes.append(line)
+
+    def resume_built(self) -> None:
+        """Set the training loaders to their held positions, when all are processed and none is iterated."""
+        for loader in self._flattened("train", self._trainer.train_dataloader):
+            self._resume(loader)
 
     def _resume(self, loader: Any) -> None:
         if self._held is None:
@@ -133,13 +196,16 @@ class Loaders:
 
     def capture(self, *, epoch_over: bool) -> Positions:
         """The data positions at the end of a training batch."""
-        ahead = self._internals.batches_fetched_ahead()
         train = self._flattened("train", self._trainer.train_dataloader)
+        aheads = self._internals.batches_fetched_ahead(len(train))
         return {
             "train": [
                 self._position(loader, exhausted=epoch_over, ahead=ahead, iterator=iterator)
-                for loader, iterator in zip_longest(train, self._internals.train_iterators()[: len(train)])
+                for loader, ahead, iterator in zip_longest(
+                    train, aheads, self._internals.train_iterators()[: len(train)]
+                )
             ],
+            "fetcher": None if epoch_over else self._internals.fetcher_state(),
             "validation": [
                 self._position(loader, exhausted=False, ahead=0) if isinstance(loader, DataLoader) else None
                 for loader in self._flattened("validation", self._trainer.val_dataloaders)
@@ -157,8 +223,7 @@ class Loaders:
     @staticmethod
     def _position(loader: Any, *, exhausted: bool, ahead: int, iterator: object = None) -> Any:
         if isinstance(loader, DataLoader):
-            position = dataloader.position(loader, exhausted=exhausted, iterator=iterator)
-            return _consumed(position, ahead) if ahead else position
+            return dataloader.position(loader, exhausted=exhausted, ahead=ahead, iterator=iterator)
         return loader.state_dict() if _is_stateful(loader) else None
 
     def _flattened(self, role: str, iterables: Any) -> list[Any]:
@@ -175,13 +240,18 @@ class Loaders:
         if held is None:
             return
         self._set_up_validation(held)
+        self._resuming = False
         trainer = self._trainer
         for role, iterables in (("validation", trainer.val_dataloaders), ("train", trainer.train_dataloader)):
             for loader, position in zip(self._flattened(role, iterables), held[role], strict=False):
                 if position is not None and isinstance(loader, DataLoader):
                     if role == "validation":
                         dataloader.recreate_persistent_iterator(loader, position)
+                    else:
+                        dataloader.go_live(loader)  # what had been read ahead is read again
                     dataloader.restore_generators(loader, position)
+        if held.get("fetcher") is not None:
+            self._internals.set_fetcher_state(held["fetcher"])
 
     def _set_up_validation(self, held: Positions) -> None:
         """Create the validation loaders now if the killed process had them.
@@ -190,7 +260,9 @@ class Loaders:
         persistent worker pool would then be created later, and draw from the global RNG.
         """
         trainer = self._trainer
-        if held["validation"] and trainer.val_dataloaders is None and trainer.enable_validation:
+        if not held["validation"]:
+            self._internals.forget_val_loaders()  # the first validation builds them, as it did
+        elif trainer.val_dataloaders is None and trainer.enable_validation:
             trainer.validating = True
             self._internals.val_loop.setup_data()
             trainer.training = True
@@ -211,16 +283,6 @@ def derived_positions(positions: Positions, batches: int) -> Positions:
         for position in positions["train"]
     ]
     return {**positions, "train": train}
-
-
-def _consumed(position: dict[str, Any], ahead: int) -> dict[str, Any]:
-    """The position without the batches that the fetcher holds and training has not seen.
-
-    A loader without a length is read one batch ahead, and the next fetcher will do so again. Such a loader is
-    positioned by reading and discarding, so only the number of batches matters.
-    """
-    current = position["pass"]
-    return {**position, "pass": {**current, "batches": max(current["batches"] - ahead, 0)}}
 
 
 def _still_yields(loader: Any) -> bool:

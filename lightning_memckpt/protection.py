@@ -35,7 +35,7 @@ from lightning_memckpt.fit_state import FitState
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders, derived_positions
 from lightning_memckpt.loops import batches_behind, with_batches_behind
-from lightning_memckpt.notes import inexact
+from lightning_memckpt.notes import files_by_wall_clock, inexact
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
 from memckpt.config import ResumeChoice
@@ -100,6 +100,8 @@ class Protection:
         shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
         shadows.follow(strategy, "on_train_start", self._start_training)
         shadows.put(self._internals.fit_loop, "setup_data", self._around_setup_data)
+        shadows.put(self._internals.val_loop, "setup_data", self._around_setup_val_data)
+        shadows.follow(self._internals.fit_loop, "_load_combined_loader_states", self._loaders.resume_built)
         shadows.put(strategy, "save_checkpoint", self._around_save_checkpoint)
 
     def _around_late_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +129,16 @@ class Protection:
         def setup_data(*args: Any, **kwargs: Any) -> Any:
             if not self._internals.train_loaders_are_due:
                 return original(*args, **kwargs)
-            with self._loaders.building():
+            with self._loaders.building("train"):
+                return original(*args, **kwargs)
+
+        return setup_data
+
+    def _around_setup_val_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_data(*args: Any, **kwargs: Any) -> Any:
+            if not self._internals.val_loaders_are_due:
+                return original(*args, **kwargs)
+            with self._loaders.building("validation"):
                 return original(*args, **kwargs)
 
         return setup_data
@@ -137,8 +148,17 @@ class Protection:
     def _begin(self, file: UserFile | None) -> None:
         trainer = self._trainer
         self._fit_state = fit_state = FitState(
-            trainer, self._pl_module, self._internals, self._loaders, self._callback, self._attributes, self._messages
+            trainer,
+            self._pl_module,
+            self._internals,
+            self._loaders,
+            self._callback,
+            self._attributes,
+            self._messages,
+            self._inexact,
         )
+        self._loaders.readable, self._loaders.reading = fit_state.readable, fit_state.reading
+        self._loaders.inexact = self._inexact
         run_dir, resume, _ = self._arguments
         self._session = connect(self._connect, resume, file, run_dir, self._messages)
         held = self._session.held
@@ -146,9 +166,13 @@ class Protection:
             self._internals.forget_user_checkpoint()
         self._session.provide(STATE, lambda: fit_state.captured, CheckParts(trainer), fit_state.put_back)
         self._session.announce_accumulation(self._accumulates)
+        self._session.carried(fit_state.carried)
         for line in inexact(trainer, self._internals):
-            self._messages.warn(line)
+            self._inexact(line)
+        if files_by_wall_clock(trainer):
+            self._messages.warn("ModelCheckpoint(train_time_interval=...) saves at other steps after a restart")
         if held is None:
+            fit_state.tables.begin({})
             self._loaders.take_over()
             return
         state = held.rank_state.get(STATE)
@@ -162,6 +186,7 @@ class Protection:
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
+        fit_state.tables.begin(state.get("tables", {}))
         fit_state.restore_early(state)
         self._internals.fit_loop.load_state_dict(state["loops"])
         self._reentry = Reentry(
@@ -173,7 +198,7 @@ class Protection:
             val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
         )
         self._reentry.lift()
-        self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"], built_under=state.get("built_under"))
+        self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"], built_under=state["built_under"])
         self._loaders.take_over()
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -207,6 +232,10 @@ class Protection:
             replicated=self._replicated,
         )
 
+    def _inexact(self, reason: str) -> None:
+        assert self._session is not None, "connected before anything is restored or built"
+        self._session.inexact(reason)
+
     def _accumulates(self) -> bool:
         """Whether another backward follows the running one before Lightning steps."""
         return self._pl_module.automatic_optimization and self._internals.should_accumulate()
@@ -227,6 +256,7 @@ class Protection:
     def _start_training(self) -> None:
         session, fit_state = self._active()
         self._shadows.follow(self._pl_module, "on_train_batch_end", self._after_batch)
+        self._loaders.training = True
         fit_state.look_again()
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         fit_state.check()
@@ -312,6 +342,8 @@ class Protection:
             self._orphans.end()
         self._shadows.remove_all()
         self._loaders.release()
+        if self._fit_state is not None:
+            self._fit_state.tables.end(finished=finished and self._pending is None)
         session, self._session = self._session, None
         if session is not None:
             session.close(finished=finished and self._pending is None)

@@ -82,6 +82,7 @@ class Reentry:
             def run(*run_args: Any, **run_kwargs: Any) -> Any:
                 self._shadows.remove(self._internals.val_loop, "run")
                 self._shadows.remove(self._internals.epoch_loop, "_should_check_val_fx")
+                self._internals.settle_validation()
                 return validate(*run_args, **run_kwargs)
 
             self._shadows.put(self._internals.val_loop, "run", lambda _: run)

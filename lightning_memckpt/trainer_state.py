@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import pickle
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 import memckpt
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
+from memckpt.capture.attributes import with_live_types
 from memckpt.capture.scaler import scaler_state
 
 #: Largest hyperparameter that is stored, in pickled bytes.
@@ -129,18 +129,7 @@ def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any]]) -> No
         if state is None:  # could not be stored
             continue
         scheduler: Any = config.scheduler
-        scheduler.load_state_dict(_with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
-
-
-def _with_live_types(live: Any, saved: Any) -> Any:
-    """Convert stored plain dictionaries to the type of the live scheduler's containers.
-
-    MultiStepLR keeps its milestones in a Counter and calls Counter's methods.
-    """
-    if not isinstance(live, dict) or not isinstance(saved, dict):
-        return saved
-    converted = {key: _with_live_types(live.get(key), value) for key, value in saved.items()}
-    return collections.Counter(converted) if isinstance(live, collections.Counter) else converted
+        scheduler.load_state_dict(with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
 
 
 def _schedules_accumulation(trainer: pl.Trainer) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import memckpt
 from lightning_memckpt.internals import callback_fields, set_callback_fields
 from lightning_memckpt.notes import list_callbacks
+from memckpt.capture.attributes import same
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -121,6 +122,8 @@ class UserState:
         self._beside = beside
         self._skip = skip
         self._checked = False
+        #: Whether the datamodule's load_state_dict() makes up for the loaders that a restart builds once more.
+        self._makes_up = False
         self._dropped: set[str] = set()
         self.left_out: list[str] = []
         self.hook_seconds = float("inf")
@@ -137,17 +140,10 @@ class UserState:
     def capture(self, loops: dict[str, Any]) -> dict[str, Any]:
         """The state for a restart; values may share memory with live ones until they are encoded."""
         started = time.perf_counter()
-        pieces: dict[str, Any] = {}
+        pieces = self._states()
         for key, callback in callbacks_by_key(self._trainer):
-            if callback is self._skip:
-                continue
-            if state := callback.state_dict():
-                pieces[f"callbacks/{key}"] = state
-            if fields := callback_fields(callback):
+            if callback is not self._skip and (fields := callback_fields(callback)):
                 pieces[f"fields/{key}"] = fields
-        datamodule = self._trainer.datamodule
-        if datamodule is not None and (state := datamodule.state_dict()):
-            pieces["datamodule"] = state
         if self._saving:
             for key, value in self._checkpoint_extras(loops, pieces).items():
                 pieces[f"checkpoint/{key}"] = value
@@ -156,6 +152,29 @@ class UserState:
             self._checked = True
             self.leave_out_unencodable(pieces)
         return self.without_left_out(pieces)
+
+    def _states(self) -> dict[str, Any]:
+        pieces: dict[str, Any] = {}
+        for key, callback in callbacks_by_key(self._trainer):
+            if callback is not self._skip and (state := callback.state_dict()):
+                pieces[f"callbacks/{key}"] = state
+        datamodule = self._trainer.datamodule
+        if datamodule is not None and (state := datamodule.state_dict()):
+            pieces["datamodule"] = state
+        return pieces
+
+    def states(self) -> dict[str, Any]:
+        """Copies of the states of callbacks and datamodule, as far as they can be stored."""
+        return {
+            name: copy.deepcopy(piece) for name, piece in self._states().items() if not memckpt.unencodable_paths(piece)
+        }
+
+    def set_states(self, pieces: Mapping[str, Any]) -> None:
+        """Give callbacks and datamodule these states, or the ones that a restart has given them."""
+        if "datamodule" in pieces and self._trainer.datamodule is not None and not self._makes_up:
+            self._trainer.datamodule.load_state_dict(copy.deepcopy(pieces["datamodule"]))
+        for key, callback in callbacks_by_key(self._trainer):
+            self._load(key, callback, pieces)
 
     def leave_out_unencodable(self, pieces: Mapping[str, Any]) -> bool:
         """Find pieces that the codec does not take, and leave them out from now on; True if there are any."""
@@ -238,10 +257,23 @@ class UserState:
 
     def restore_early(self, pieces: Mapping[str, Any]) -> None:
         """Give callbacks and datamodule their state at the time at which Lightning would: before any `on_fit_start`."""
+        self.set_states(pieces)
         if "datamodule" in pieces and self._trainer.datamodule is not None:
-            self._trainer.datamodule.load_state_dict(copy.deepcopy(pieces["datamodule"]))
-        for key, callback in callbacks_by_key(self._trainer):
-            self._load(key, callback, pieces)
+            self._makes_up = not same(self._trainer.datamodule.state_dict(), pieces["datamodule"])
+
+    def check_datamodule(self, pieces: Mapping[str, Any]) -> str:
+        """Why the datamodule is not as it was when `pieces` were captured, in words; empty if it is."""
+        datamodule = self._trainer.datamodule
+        if datamodule is None or "datamodule" not in pieces:
+            return ""
+        if not same(datamodule.state_dict(), pieces["datamodule"]) and not self._makes_up:
+            datamodule.load_state_dict(copy.deepcopy(pieces["datamodule"]))  # a start hook has reset it
+        if same(datamodule.state_dict(), pieces["datamodule"]):
+            return ""
+        return (
+            f"{type(datamodule).__name__}.load_state_dict() does not bring back what its state_dict() had returned; "
+            "make it restore all of it"
+        )
 
     def restore_late(self, pieces: Mapping[str, Any], loops: dict[str, Any]) -> None:
         """Restore again what a start hook has reset, and run the `on_load_checkpoint` hooks, with live tensors."""
@@ -258,7 +290,7 @@ class UserState:
                     each.on_load_checkpoint(checkpoint)
         for key, callback in callbacks_by_key(self._trainer):
             saved = pieces.get(f"callbacks/{key}")
-            if saved is not None and not _same(callback.state_dict(), saved):
+            if saved is not None and not same(callback.state_dict(), saved):
                 self._load(key, callback, pieces)
             set_callback_fields(callback, copy.deepcopy(pieces.get(f"fields/{key}", {})))
 
@@ -288,20 +320,3 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     # A DTensor has no memory of its own.
     held: Tensor = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
     return held.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _same(live: Any, saved: Any) -> bool:
-    """Whether two states are equal; incomparable values count as different."""
-    if isinstance(live, Tensor) or isinstance(saved, Tensor):
-        return (
-            isinstance(live, Tensor)
-            and isinstance(saved, Tensor)
-            and live.dtype == saved.dtype
-            and live.shape == saved.shape
-            and bool((live.cpu() == saved.cpu()).all())
-        )
-    if isinstance(live, dict) and isinstance(saved, dict):
-        return live.keys() == saved.keys() and all(_same(live[key], saved[key]) for key in live)
-    if isinstance(live, (list, tuple)) and isinstance(saved, (list, tuple)):
-        return len(live) == len(saved) and all(map(_same, live, saved))
-    return type(live) is type(saved) and bool(live == saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
 import re
 import warnings
 from collections import Counter
@@ -305,7 +306,7 @@ def test_attributes_are_dotted_names(names: Any, tmp_path: Path) -> None:
     [
         (object(), "attribute callbacks.Level.level is of type builtins.object"),
         ({"best": [1, Counter()]}, r"attribute callbacks.Level.level.best.1 is of type collections.Counter"),
-        (nn.Linear(1, 1), "attribute callbacks.Level.level is of type torch.nn.modules.linear.Linear"),
+        (random.SystemRandom(), "attribute callbacks.Level.level is of type random.SystemRandom"),
     ],
 )
 def test_an_attribute_that_would_not_come_back_as_it_is(
@@ -331,7 +332,8 @@ def test_an_attribute_that_turns_into_something_else_is_left_out_and_named(
     trainer(tmp_path, protected, Level(1, later=object())).fit(Small(), loader())
     assert sessions.made[0].commits == STEPS
     lines = [each.getMessage() for each in caplog.records if "not carried over" in each.getMessage()]
-    assert lines == ["memckpt: not carried over a restart: attribute callbacks.Level.level (builtins.object)"]
+    assert len(lines) == 1
+    assert lines[0].endswith("not carried over a restart: attribute callbacks.Level.level (builtins.object)")
 
 
 class HoldsAScheduler(torch.optim.lr_scheduler.LRScheduler):

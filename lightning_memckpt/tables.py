@@ -1,0 +1,122 @@
+"""Rows of CSVLoggers: a logger with a fixed version deletes the file of the start before when it is made.
+
+A second name (a hard link) keeps the rows. A resume puts back those that the dead process had logged at the restored
+step.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_memckpt.internals import TrainerInternals
+from lightning_memckpt.shadowing import Shadows
+
+
+class Tables:
+    """The files of one trainer's CSVLoggers on a local disk.
+
+    Args:
+        warn: called with a line if rows will be lost.
+    """
+
+    def __init__(self, trainer: pl.Trainer, internals: TrainerInternals, warn: Callable[[str], None]) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._warn = warn
+        self._shadows = Shadows()
+        self._saved: dict[str, int] = {}
+
+    def _writers(self) -> Iterator[Any]:
+        if self._trainer.is_global_zero:
+            for logger in self._trainer.loggers:
+                if isinstance(logger, CSVLogger) and os.path.isdir(logger.experiment.log_dir):
+                    yield logger.experiment
+
+    def begin(self, held: Mapping[str, Any]) -> None:
+        """Follow the files; put the rows of `held`, a captured state, back into those that are still used."""
+        for writer in self._writers():
+            path = os.path.abspath(writer.metrics_file_path)
+            self._saved[path] = self._put_back(writer, held[path]) if path in held else 0
+            self._shadows.put(writer, "save", self._around_save(writer, path))
+        for path in {*held, *self._saved}:
+            if os.path.lexists(_kept(path)):
+                os.unlink(_kept(path))
+        for path in self._saved:
+            self._keep(path)
+
+    def _around_save(self, writer: Any, path: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def around(original: Callable[[], None]) -> Callable[[], None]:
+            def save() -> None:
+                self._saved[path] += len(writer.metrics)
+                original()
+                self._keep(path)
+
+            return save
+
+        return around
+
+    def _keep(self, path: str) -> None:
+        if not os.path.exists(path) or os.path.lexists(_kept(path)):
+            return
+        try:
+            os.link(path, _kept(path))
+        except OSError as error:
+            self._warn(
+                f"{path}: a second name for it cannot be made ({error.strerror}), so that a restart of a CSVLogger "
+                "with a fixed version loses its rows; leave out version="
+            )
+
+    @staticmethod
+    def _put_back(writer: Any, state: Mapping[str, Any]) -> int:
+        rows: list[dict[str, str]] = []
+        path = os.path.abspath(writer.metrics_file_path)
+        if os.path.exists(_kept(path)) and state["saved"]:
+            with open(_kept(path), newline="") as file:
+                reader = csv.DictReader(file)
+                rows = list(reader)[: state["saved"]]
+                writer.metrics_keys = list(reader.fieldnames or ())
+            with open(path, "w", newline="") as file:
+                table = csv.DictWriter(file, writer.metrics_keys)
+                table.writeheader()
+                table.writerows(rows)
+        pending = [{name: _number(value) for name, value in row.items()} for row in state["pending"]]
+        writer.metrics = [*pending, *writer.metrics]
+        return len(rows)
+
+    def capture(self) -> dict[str, Any]:
+        """What has been logged, by file. The row of the step that ends follows only after it: it is added here."""
+        if not self._saved:
+            return {}
+        row = self._internals.row_to_come()
+        return {
+            os.path.abspath(writer.metrics_file_path): {
+                "saved": self._saved[os.path.abspath(writer.metrics_file_path)],
+                "pending": [*writer.metrics, *([row] if row else [])],
+            }
+            for writer in self._writers()
+        }
+
+    def end(self, *, finished: bool) -> None:
+        """Stop following the files; `finished`: nobody will need their rows again."""
+        self._shadows.remove_all()
+        for path in self._saved if finished else ():
+            if os.path.lexists(_kept(path)):
+                os.unlink(_kept(path))
+        self._saved = {}
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _kept(path: str) -> str:
+    """The second name of a file."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.memckpt")
