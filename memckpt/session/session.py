@@ -90,7 +90,7 @@ class Session(Information):
         self._recorder = Recorder(live, self._copier, self._clock)
         training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)
         self._training = training
-        changes = Changes(self._recorder)
+        changes = Changes(self._recorder, live.optimizers)
         self._staging = staging = Staging(training, changes)
         address = AgentAddress.of(run_dir)
         self._link = link = AgentLink(address, ranks, config, device.type != "cpu")
@@ -372,7 +372,6 @@ class Session(Information):
             self._loop.begin_commit(epoch_over)
             # First, as user code runs in it: an exception leaves everything unchanged.
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
-            self._recorder.backward_ran = False
             self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
             self._switch.end_self_test(record)
