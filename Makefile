@@ -4,6 +4,7 @@ PYTHON ?= python3
 SHARE  ?= 1/1
 CASES  ?= 2
 MINUTES ?= 30
+PROGRAMS ?= 1000
 # Two test processes side by side; what trainings share is made once for the tests of a file.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -15,13 +16,13 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo soak test test-all test-gpu check docs bench bench-gpu clean
+.PHONY: help setup demo soak soak-programs test test-all test-gpu check docs bench bench-gpu clean
 
 # Idle OpenMP threads sleep instead of spinning: trainer and agent share the cores of one machine.
-demo soak test test-all test-gpu bench bench-gpu: export OMP_WAIT_POLICY = passive
+demo soak soak-programs test test-all test-gpu bench bench-gpu: export OMP_WAIT_POLICY = passive
 
 help:  ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.x chooses the Python that .venv is made with (3.10 or newer, default python3)."
 
@@ -47,6 +48,9 @@ test-all: setup $(DOCS_STAMP)  ## Run the slow tests, too: CASES=2 cases of each
 
 soak: setup  ## A failure every few seconds, of all kinds: MINUTES=30 SEED=7 (docs/faults.md)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+soak-programs: setup  ## Generated trainings, killed and compared: PROGRAMS=1000 SEED=7
+	$(BIN)/python -m tests.fuzzing.trainings.soak --programs $(PROGRAMS) $(if $(SEED),--seed $(SEED))
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)

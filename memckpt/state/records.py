@@ -38,7 +38,7 @@ class GradientOp(msgspec.Struct, frozen=True, array_like=True):
     """An in-place change of gradients between backward and the optimizer's step.
 
     Attributes:
-        kind: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by.
+        kind: ``"mul"``, ``"div"`` or ``"clamp"``.
         value: codec encoding of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``.
         params: indices of the parameters it applies to.
     """
@@ -63,11 +63,10 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         optimizer: index of the optimizer.
         index: number of the step among this optimizer's steps in the record; selects the area in the gradient arena.
-        groups: codec encoding of the list of each group's hyperparameters, as the step found them.
+        groups: codec encoding of the list of each group's hyperparameters, as the step used them.
         absent: parameters whose gradient was None.
         sparse: parameters whose gradient was sparse.
         ops: changes to apply to the staged gradients, in order.
-        ambient: encoding of torch's settings around the step; empty: as by default.
     """
 
     optimizer: int
@@ -76,7 +75,6 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
     absent: tuple[int, ...] = ()
     sparse: tuple[SparseGradient, ...] = ()
     ops: tuple[GradientOp, ...] = ()
-    ambient: bytes = b""
 
 
 class RecordMeta(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,103 @@
+# What each program begins with. It is copied into the program's text, so that a printed program is a script by itself:
+# `python PROGRAM.py` trains once without memckpt, then with both kills, and prints what differs.
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: F401 (programs use it)
+from torch import nn
+
+import memckpt
+
+RUN = os.environ.get("PROGRAM_RUN", "")
+
+
+def seed(value):
+    """Begin with other numbers in an attempt that resumes, if so drawn: what is not restored shows."""
+    value += int(os.environ.get("PROGRAM_SEED", "0"))
+    torch.manual_seed(value), np.random.seed(value), random.seed(value)
+
+
+def note(*values):
+    with open(os.environ["PROGRAM_NOTES"], "a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def at(point, step):
+    """Die here, if this is the place and the time."""
+    if os.environ.get("PROGRAM_KILL") == f"{point} {step}":
+        note("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plain(value):
+    """What JSON takes, equal to another if and only if all bits are."""
+    if isinstance(value, torch.Tensor):
+        raw = (value.detach().to_dense() if value.is_sparse else value.detach()).contiguous().flatten()
+        digest = hashlib.md5(raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b"").hexdigest()[:8]
+        return f"{value.dtype} {list(value.shape)} {value.stride() if not value.is_sparse else ''} {digest}"
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value.hex() if isinstance(value, float) else value if isinstance(value, (int, str)) else repr(type(value))
+
+
+def end(model, opts, **others):
+    """Note all that an interruption might have changed."""
+    note("end", "model", plain(model.state_dict(keep_vars=True)))
+    note("end", "buffers", plain(dict(model.named_buffers())))
+    note("end", "flags", [[name, p.requires_grad] for name, p in model.named_parameters()])
+    note("end", "modes", [[name, module.training] for name, module in model.named_modules()])
+    note("end", "optimizers", plain([opt.state_dict() for opt in opts]))
+    note("end", "generators", plain([torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()]))
+    note("end", "others", plain(others))
+
+
+def noting(restore):
+    def restored(session):
+        report = restore(session)
+        if report is not None:
+            note("resumed", report.step, report.exact, str(getattr(report, "reasons", "")))
+        return report
+
+    return restored
+
+
+memckpt.Session.restore_tensors = noting(memckpt.Session.restore_tensors)
+memckpt.Session.restore = noting(memckpt.Session.restore)
+
+
+class Net(nn.Module):
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def main(kills, seeds):
+    """Train undisturbed, and killed at each of `kills` in turn, in new processes; print what differs."""
+    place, stem = tempfile.mkdtemp(prefix="program-"), os.path.basename(__file__).removesuffix(".py")
+    results = []
+    for run, deaths in (("", [""]), (f"{place}/run", [*kills, ""])):
+        notes = f"{place}/notes-{bool(run)}"
+        for number, kill in enumerate(deaths):
+            mine = {"PROGRAM_KILL": kill, "PROGRAM_NOTES": notes, "PROGRAM_RUN": run or f"{place}/none"}
+            mine |= {"PROGRAM_SEED": str(number * seeds), **({} if run else {"MEMCKPT_DISABLE": "1"})}
+            code = subprocess.call([sys.executable, "-c", f"import {stem}; {stem}.train()"], env={**os.environ, **mine})
+            print(f"attempt that dies at {kill or 'no point'!r}: exit code {code}")
+        with open(notes) as file:
+            lines = [json.loads(line) for line in file]
+        print("".join(f"resumed: {line[1:]}\n" for line in lines if line[0] == "resumed"), end="")
+        results.append({str(line[:2]): line[2] for line in lines if line[0] in ("loss", "end")})
+    wrong = [key for key in {**results[0], **results[1]} if results[0].get(key) != results[1].get(key)]
+    print("DIFFERENT: " + ", ".join(wrong) if wrong else "EQUAL")

@@ -1,0 +1,565 @@
+"""What may stand at each place of a loop, or change in the course of a training."""
+
+from __future__ import annotations
+
+from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, Piece, code
+
+_GRADS = "for p in model.parameters():\n    if p.grad is not None:\n        {}"
+_WEIGHTS = "for p in model.parameters():\n    {}"
+_NO_GRAD = "with torch.no_grad():\n    for p in model.parameters():\n        {}"
+
+
+def _f(*words: str) -> frozenset[str]:
+    return frozenset(words)
+
+
+PIECES: dict[str, Piece] = {
+    # between backward and step
+    "clip norm": Piece(between="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", wants=DENSE, framework=True),
+    "clip value": Piece(
+        between="torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)", wants=DENSE, framework=True
+    ),
+    "clip norm foreach": Piece(
+        between="torch.nn.utils.clip_grad_norm_([*model.parameters()], 0.3, norm_type=1.0, foreach=True)",
+        wants=LINEAR | DENSE,
+    ),
+    "clip each by itself": Piece(
+        between="for p in model.parameters():\n    torch.nn.utils.clip_grad_norm_([p], 0.1)", wants=DENSE
+    ),
+    "scale by hand": Piece(between=_GRADS.format("p.grad.mul_(0.5 + 1 / step)"), framework=True),
+    "scale through data": Piece(between=_GRADS.format("p.grad.data.mul_(0.7)"), framework=True),
+    "noise on gradients": Piece(
+        between=_GRADS.format("p.grad.add_(0.01 * torch.randn_like(p.grad))"), wants=DENSE, framework=True
+    ),
+    "normalized gradients": Piece(
+        between=_GRADS.format("p.grad.div_(p.grad.norm() + 1e-3)"), wants=DENSE, framework=True
+    ),
+    "new gradient": Piece(between=_GRADS.format("p.grad = p.grad * 0.5 + 0.01 * p.detach()"), wants=DENSE),
+    "gradient taken away": Piece(between="if step % 3 == 1:\n    model.head.weight.grad = None", wants=LINEAR),
+    "gradient of one row": Piece(
+        between="if step % 2 == 0 and model.head.bias.grad is not None:\n    model.head.bias.grad[0] = 0.25",
+        wants=LINEAR,
+    ),
+    "decay before step": Piece(between=_NO_GRAD.format("p.mul_(0.99)"), framework=True),
+    "decay through data": Piece(between=_WEIGHTS.format("p.data.mul_(0.99)"), framework=True),
+    "one weight through data": Piece(
+        between="model.head.weight.data[step % 5, step % 12] *= 0.5",
+        wants=LINEAR,
+        framework=True,
+        said="DIFFERENT",
+    ),
+    "clamp before step": Piece(between=_NO_GRAD.format("p.clamp_(-0.2, 0.2)"), wants=LINEAR, framework=True),
+    "rate before step": Piece(
+        between="opts[0].param_groups[0]['lr'] = 0.03 / (1 + step)", clash=_f("lr"), framework=True
+    ),
+    # between two optimizers' steps
+    "clamp between optimizers": Piece(
+        middle="for p in model.body.parameters():\n    p.data.clamp_(-0.1, 0.1)", wants=LINEAR
+    ),
+    "decay between optimizers": Piece(middle=_NO_GRAD.format("p.mul_(0.995)")),
+    "rate between optimizers": Piece(middle="opts[-1].param_groups[0]['lr'] = 0.02 / (1 + step)", clash=_f("lr")),
+    # behind the step
+    "clamp weights": Piece(behind=_NO_GRAD.format("p.clamp_(-0.3, 0.3)"), wants=LINEAR, framework=True),
+    "clamp through data": Piece(
+        behind=_WEIGHTS.format("p.data.clamp_(-0.3, 0.3)"), wants=LINEAR, framework=True, said="DIFFERENT"
+    ),
+    "rebinding weights": Piece(behind=_WEIGHTS.format("p.data = p.data * 0.999"), framework=True),
+    "noise on weights": Piece(
+        behind="if step % 4 == 0:\n    with torch.no_grad():\n"
+        "        model.head.weight.add_(0.01 * torch.randn_like(model.head.weight))",
+        wants=LINEAR,
+        framework=True,
+    ),
+    "head anew": Piece(behind="if step == 9:\n    model.head.reset_parameters()", wants=LINEAR, framework=True),
+    "decay behind step": Piece(behind=_NO_GRAD.format("p.mul_(0.99)"), framework=True),
+    "state by hand": Piece(
+        behind=code("""
+            if step == 10:
+                for state in opts[0].state.values():
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor) and value.ndim:
+                            value.zero_()
+        """),
+        said="state",
+        framework=True,
+    ),
+    "state cleared": Piece(
+        behind="if step == 10:\n    opts[0].state.clear()", said="state", clash=_f("first"), framework=True
+    ),
+    "state loaded": Piece(
+        behind="if step == 10:\n    opts[0].load_state_dict(opts[0].state_dict())", clash=_f("first"), framework=True
+    ),
+    # rates, groups
+    "rate by step": Piece(
+        start="for opt in opts:\n    opt.param_groups[0]['lr'] = 0.05 / (1 + step)", clash=_f("lr"), framework=True
+    ),
+    "rate from numpy": Piece(start="opts[0].param_groups[0]['lr'] = np.float32(0.04 / step)", clash=_f("lr")),
+    "decay switched off": Piece(
+        start="if step == 10:\n    for opt in opts:\n        for group in opt.param_groups:\n"
+        "            if 'weight_decay' in group:\n                group['weight_decay'] = 0.0",
+        framework=True,
+    ),
+    "nesterov switched on": Piece(
+        start="if step == 8 and 'nesterov' in opts[0].defaults:\n"
+        "    opts[0].param_groups[0].update(momentum=0.9, nesterov=True, dampening=0)",
+        framework=True,
+    ),
+    "foreach switched on": Piece(
+        start="if step == 8 and 'foreach' in opts[0].defaults and not opts[0].defaults.get('fused'):\n"
+        "    opts[0].param_groups[0]['foreach'] = True",
+        clash=_f("tensor"),
+    ),
+    "betas by step": Piece(
+        start="if 'betas' in opts[0].defaults:\n    opts[0].param_groups[0]['betas'] = (0.9 - 0.01 * step, 0.99)",
+        framework=True,
+    ),
+    "rate from old gradients": Piece(
+        start="norm = sum(float(p.grad.to_dense().norm()) for p in model.parameters() if p.grad is not None)\n"
+        "opts[0].param_groups[0]['lr'] = 0.05 / (1 + norm)",
+        clash=_f("lr"),
+        framework=True,
+    ),
+    "group added": Piece(
+        top=code("""
+            def with_late(model):
+                model.late = nn.Linear(12, 5)
+                model.register_forward_hook(lambda model, inputs, out: out + 0.1 * model.late(inputs[0]))
+                return model
+        """),
+        made="model = with_late(model)\nlate = list(model.late.parameters())",
+        start="if step == 7 and not any(late[0] is p for group in opts[0].param_groups for p in group['params']):\n"
+        "    opts[0].add_param_group({'params': late})",
+        wants=LINEAR,
+        clash=_f("groups", "first", "copy", "tensor"),
+    ),
+    "groups swap": Piece(
+        start="if step in (9, 15) and len(opts[0].param_groups) == 2:\n    a, b = opts[0].param_groups\n"
+        "    a['params'], b['params'] = b['params'], a['params']",
+        clash=_f("groups"),
+    ),
+    "groups in another order": Piece(start="if step == 9:\n    opts[0].param_groups.reverse()", clash=_f("groups")),
+    "members in another order": Piece(
+        start="if step == 9:\n    opts[0].param_groups[0]['params'].reverse()", clash=_f("groups")
+    ),
+    "one rate tensor": Piece(
+        made="rate = torch.tensor(0.02)\nfor group in opts[0].param_groups:\n    group.update(lr=rate, foreach=False)",
+        start="rate.mul_(0.97)",
+        clash=_f("lr", "tensor"),
+    ),
+    "words in a group": Piece(
+        made="opts[0].param_groups[0].update(name='body', layers=[0, 1], numbers={'a': 1.5})",
+        start="opts[0].param_groups[0]['numbers']['a'] += step",
+        ends="numbers=opts[0].param_groups[0]['numbers']",
+        clash=_f("groups"),
+    ),
+    "function in a group": Piece(
+        made="opts[0].param_groups[0]['rule'] = lambda step: 0.05 / step",
+        start="opts[0].param_groups[0]['lr'] = opts[0].param_groups[0]['rule'](step)",
+        clash=_f("lr", "groups"),
+        said="group|rule",
+        refused="group|rule",
+    ),
+    # schedules and averages
+    "cosine": Piece(
+        made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)",
+        attached="session.register('schedule', schedule)",
+        behind="schedule.step()",
+        clash=_f("lr", "tensor"),
+    ),
+    "one cycle": Piece(
+        made="schedule = torch.optim.lr_scheduler.OneCycleLR(opts[0], 0.05, 60, cycle_momentum=False)",
+        attached="session.register('schedule', schedule)",
+        behind="schedule.step()",
+        clash=_f("lr", "tensor"),
+    ),
+    "plateau": Piece(
+        made="schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
+        attached="session.register('schedule', schedule)",
+        behind="schedule.step(float(loss))",
+        clash=_f("lr", "tensor"),
+    ),
+    "warm up and lambda": Piece(
+        made="schedule = torch.optim.lr_scheduler.LambdaLR(opts[0], lambda n: 1 / (1 + n))",
+        attached="session.register('schedule', schedule)",
+        behind="schedule.step()",
+        clash=_f("lr", "tensor"),
+    ),
+    "schedule unregistered": Piece(
+        made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)",
+        behind="schedule.step()",
+        clash=_f("lr", "tensor"),
+        said="(?i)schedul",
+    ),
+    "average registered": Piece(
+        made="average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)",
+        attach="extra_modules={'average': average}",
+        behind="average.update_parameters(model)",
+        ends="average=average.state_dict()",
+        wants=LINEAR,
+        clash=_f("copy", "extra"),
+    ),
+    "average by hand": Piece(
+        made="mean = nn.Linear(20, 5).requires_grad_(False)\n"
+        "mean.load_state_dict({'weight': torch.zeros(5, 20), 'bias': torch.zeros(5)})",
+        attach="extra_modules={'mean': mean}",
+        behind="mean.bias.lerp_(model.head.bias.detach(), 0.1)",
+        ends="mean=mean.state_dict()",
+        wants=_f("default"),
+        clash=_f("extra"),
+    ),
+    "target copied": Piece(
+        top="import copy",
+        made="model.target = copy.deepcopy(model.head).requires_grad_(False)",
+        behind="if step % 5 == 0:\n    model.target = copy.deepcopy(model.head).requires_grad_(False)",
+        loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
+        wants=LINEAR,
+        clash=_f("loss"),
+    ),
+    "target loaded": Piece(
+        top="import copy",
+        made="model.target = copy.deepcopy(model.head).requires_grad_(False)",
+        behind="if step % 5 == 0:\n    model.target.load_state_dict(model.head.state_dict())",
+        loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
+        wants=LINEAR,
+        clash=_f("loss"),
+        framework=False,
+    ),
+    # freezing, replacing, resizing
+    "frozen later": Piece(
+        start="if step == 8:\n    model.body.requires_grad_(False)", wants=LINEAR, clash=_f("flags"), framework=True
+    ),
+    "unfrozen later": Piece(
+        made="model.body.requires_grad_(False)",
+        start="if step == 8:\n    model.body.requires_grad_(True)",
+        wants=LINEAR,
+        clash=_f("flags", "first"),
+    ),
+    "frozen in turns": Piece(
+        start="model.head.weight.requires_grad_(step % 4 != 3)",
+        wants=LINEAR,
+        clash=_f("flags", "hooks"),
+        framework=True,
+    ),
+    "extra module frozen": Piece(
+        made="tail = nn.Linear(5, 5)\nopts[0].add_param_group({'params': [*tail.parameters()]})",
+        attach="extra_modules={'tail': tail}",
+        start="if step == 10:\n    tail.requires_grad_(False)",
+        loss="F.cross_entropy(tail(model(x)), y)",
+        ends="tail=tail.state_dict(), flags=[p.requires_grad for p in tail.parameters()]",
+        wants=LINEAR,
+        clash=_f("loss", "extra", "groups", "first"),
+    ),
+    "frozen weight replaced": Piece(
+        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
+        start="if step == 9:\n    model.still.weight = nn.Parameter(model.still.weight * 1.5, requires_grad=False)",
+        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
+        wants=LINEAR,
+        clash=_f("loss"),
+    ),
+    "still module replaced": Piece(
+        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
+        start="if step == 9:\n    model.still = nn.Linear(12, 5).requires_grad_(False)",
+        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
+        wants=LINEAR,
+        clash=_f("loss"),
+    ),
+    "assigned": Piece(
+        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
+        start="if step == 9:\n"
+        "    model.still.load_state_dict({'weight': torch.ones(5, 12), 'bias': torch.ones(5)}, assign=True)",
+        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
+        wants=LINEAR,
+        clash=_f("loss"),
+    ),
+    "late buffer": Piece(
+        made="model.register_buffer('scale', None)",
+        start="if step >= 8:\n    now = x.abs().mean()\n"
+        "    model.scale = now if model.scale is None else 0.9 * model.scale + 0.1 * now",
+        loss="F.cross_entropy(model(x) * (1 if model.scale is None else model.scale), y)",
+        clash=_f("loss", "finite"),
+    ),
+    "buffer grows": Piece(
+        made="model.register_buffer('memory', torch.zeros(1, 5))",
+        behind="model.memory = torch.cat([model.memory, loss.detach().view(1, 1).expand(1, 5)])[-6:]",
+        loss="F.cross_entropy(model(x) + model.memory.mean(0), y)",
+        clash=_f("loss"),
+    ),
+    "parameter replaced with its group": Piece(
+        start=code("""
+            if step == 9:
+                old = model.head.weight
+                model.head.weight = nn.Parameter(old.detach() * 0.5)
+                for opt in opts:
+                    for group in opt.param_groups:
+                        group["params"] = [model.head.weight if p is old else p for p in group["params"]]
+                    opt.state.pop(old, None)
+        """),
+        wants=LINEAR,
+        clash=_f("groups", "first", "hooks"),
+    ),
+    "layer wider": Piece(
+        start=code("""
+            if step == 9:
+                old = model.head
+                model.head = nn.Linear(old.in_features, 5 + 1)
+                for opt in opts:
+                    for group in opt.param_groups:
+                        new = {id(old.weight): model.head.weight, id(old.bias): model.head.bias}
+                        group["params"] = [new.get(id(p), p) for p in group["params"]]
+                    for p in old.parameters():
+                        opt.state.pop(p, None)
+        """),
+        wants=LINEAR,
+        clash=_f("groups", "first", "hooks", "loss"),
+        said="shape|size|head",
+    ),
+    # modes
+    "body in eval": Piece(start="if step == 10:\n    model.body.eval()", clash=_f("modes"), framework=True),
+    "eval in turns": Piece(start="model.body.train(step % 3 > 0)", clash=_f("modes"), framework=True),
+    "evaluated": Piece(
+        after="if step % 5 == 0:\n    model.eval()\n    with torch.no_grad():\n        model(x)\n    model.train()",
+        clash=_f("modes"),
+    ),
+    # hooks
+    "pre hook decays": Piece(
+        top="@torch.no_grad()\ndef decay(opt, *_):\n    for group in opt.param_groups:\n"
+        "        for p in group['params']:\n            p.mul_(0.99)",
+        made="for opt in opts:\n    opt.register_step_pre_hook(decay)",
+        clash=_f("hooks"),
+        framework=True,
+    ),
+    "pre hook scales gradients": Piece(
+        top="def halve(opt, *_):\n    for group in opt.param_groups:\n        for p in group['params']:\n"
+        "            if p.grad is not None:\n                p.grad.mul_(0.5)",
+        attached="for opt in opts:\n    opt.register_step_pre_hook(halve)",
+        clash=_f("hooks"),
+    ),
+    "pre hook sets the rate": Piece(
+        top="def slower(opt, *_):\n    opt.param_groups[0]['lr'] = float(opt.param_groups[0]['lr']) * 0.97",
+        attached="opts[0].register_step_pre_hook(slower)",
+        clash=_f("hooks", "lr", "tensor"),
+    ),
+    "post hook clamps": Piece(
+        top="def clamp(opt, *_):\n    for group in opt.param_groups:\n        for p in group['params']:\n"
+        "            p.data.clamp_(-0.3, 0.3)",
+        made="for opt in opts:\n    opt.register_step_post_hook(clamp)",
+        wants=LINEAR,
+        clash=_f("hooks"),
+        framework=True,
+        said="DIFFERENT",
+    ),
+    "hook on gradients": Piece(
+        made="model.head.weight.register_hook(lambda grad: grad * 0.5)", wants=LINEAR, clash=_f("hooks")
+    ),
+    "hook on accumulated": Piece(
+        made="model.head.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad * 0.5))",
+        wants=LINEAR,
+        clash=_f("hooks"),
+    ),
+    "late hook on gradients": Piece(
+        made="hooked = []",
+        start="if step >= 7 and not hooked:\n"
+        "    hooked.append(model.head.bias.register_hook(lambda grad: grad.clamp(-0.1, 0.1)))",
+        wants=LINEAR,
+        clash=_f("hooks"),
+    ),
+    "base made later": Piece(
+        start="if step == 6:\n    torch.optim.RMSprop(nn.Linear(3, 3).parameters(), lr=0.1)\n"
+        "    torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)",
+        clash=_f("first"),
+    ),
+    "probe trained": Piece(
+        behind=code("""
+            if step % 6 == 0:
+                probe = nn.Linear(5, 2)
+                trainer = torch.optim.Adam(probe.parameters(), lr=0.1)
+                probe(torch.randn(4, 5)).sum().backward()
+                trainer.step()
+        """),
+    ),
+    "second optimizer unknown": Piece(
+        made="model.other = nn.Linear(12, 5)\nmodel.hidden = None",
+        start="if step >= 5 and model.hidden is None:\n"
+        "    model.hidden = torch.optim.Adam(model.other.parameters(), lr=0.01)",
+        loss="F.cross_entropy(model(x) + 0.1 * model.other(x), y)",
+        behind="if model.hidden is not None:\n    model.hidden.step()\n    model.hidden.zero_grad()",
+        clash=_f("loss", "first"),
+        wants=LINEAR,
+        said="optimizer",
+    ),
+    # ambient
+    "autocast": Piece(
+        around="with torch.autocast('cpu', torch.bfloat16):",
+        loss="F.cross_entropy(model(x).float(), y)",
+        wants=LINEAR,
+        clash=_f("loss", "autocast"),
+    ),
+    "forward in autocast": Piece(
+        top="def low(model, x):\n    with torch.autocast('cpu', torch.bfloat16):\n        return model(x).float()",
+        loss="F.cross_entropy(low(model, x), y)",
+        wants=LINEAR,
+        clash=_f("loss", "autocast"),
+    ),
+    "flush denormal": Piece(
+        top="torch.set_flush_denormal(True)",
+        loss="F.cross_entropy(model(x), y) * 1e-19",
+        clash=_f("loss"),
+    ),
+    "tiny losses": Piece(loss="F.cross_entropy(model(x), y) * 1e-20", clash=_f("loss")),
+    "default dtype": Piece(
+        top="torch.set_default_dtype(torch.float64)",
+        start="x = x.double()",
+        wants=frozenset({"default"}),
+    ),
+    "deterministic": Piece(top="torch.use_deterministic_algorithms(True)"),
+    # commits
+    "numbered": Piece(commit="session.commit(step=step)", clash=_f("commit")),
+    "every other step committed": Piece(commit="if step % 2 == 0:\n    session.commit(step=step)", clash=_f("commit")),
+    "batches without a finite loss": Piece(
+        start="if step % 5 == 3:\n    continue", commit="session.commit(step=step)", clash=_f("commit")
+    ),
+    # storage of tensors
+    "flat parameters": Piece(
+        made=code("""
+            flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+            for p in model.parameters():
+                p.data, flat = flat[: p.numel()].view_as(p), flat[p.numel() :]
+        """),
+        wants=_f("default"),
+        clash=_f("storage"),
+    ),
+    "flat gradients": Piece(
+        made=code("""
+            flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+            starts = [sum(p.numel() for p in [*model.parameters()][:i]) for i in range(len([*model.parameters()]))]
+        """),
+        start="flat.zero_()\nfor p, begin in zip(model.parameters(), starts):\n"
+        "    p.grad = flat[begin : begin + p.numel()].view_as(p)",
+        between="flat.mul_(0.5 + 1 / (1 + flat.norm()))",
+        wants=_f("default"),
+        clash=_f("storage", "zero", "flags", "groups"),
+    ),
+    "transposed weight": Piece(
+        made="model.head.weight.data = model.head.weight.data.T.contiguous().T", wants=LINEAR, clash=_f("storage")
+    ),
+    "weights moved": Piece(
+        behind="if step % 4 == 0:\n    model.head.weight.data = model.head.weight.data.clone()",
+        wants=LINEAR,
+        clash=_f("storage"),
+    ),
+    "pruned": Piece(
+        start="if step >= 8 and not hasattr(model.head, 'weight_mask'):\n"
+        "    torch.nn.utils.prune.l1_unstructured(model.head, 'weight', 0.3)",
+        wants=_f("default"),
+        clash=_f("storage", "hooks", "loss"),
+        said="(?i)mask|weight_orig",
+    ),
+    "parameter outside": Piece(
+        made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",
+        attach="extra_modules={'spread': nn.ParameterList([spread])}",
+        loss="F.cross_entropy(model(x), y) * torch.exp(-spread.sum()) + 0.1 * spread.sum()",
+        ends="spread=spread",
+        clash=_f("loss", "groups", "extra", "first"),
+    ),
+    "parameter outside, not named": Piece(
+        made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",
+        loss="F.cross_entropy(model(x), y) * torch.exp(-spread.sum()) + 0.1 * spread.sum()",
+        ends="spread=spread",
+        clash=_f("loss", "groups", "extra", "first"),
+        refused="extra_modules|parameter",
+    ),
+    "input optimized": Piece(
+        made="shift = torch.zeros(12, requires_grad=True)\nopts[0].add_param_group({'params': [shift]})",
+        start="x = x + shift",
+        ends="shift=shift",
+        clash=_f("groups", "extra", "first", "storage"),
+        wants=_f("default"),
+        refused="extra_modules|parameter",
+    ),
+    "diverges": Piece(start="if step == 8:\n    x = x * float('nan')", wants=_f("default"), clash=_f("finite")),
+    "dead units": Piece(
+        behind="if step == 5:\n    model.head.weight.data[0] = -0.0",
+        wants=LINEAR,
+        clash=_f("storage"),
+        said="DIFFERENT",
+    ),
+    # more ways of backward
+    "module hook on gradients": Piece(
+        made="model.head.register_full_backward_hook(lambda module, grads, outs: tuple(0.5 * g for g in grads))",
+        wants=LINEAR,
+        clash=_f("hooks"),
+    ),
+    "another loss first": Piece(
+        start="extra = model.head.weight.square().mean()\nextra.backward()\nmodel.head.weight.grad.mul_(0.1)",
+        wants=LINEAR,
+    ),
+    "step twice": Piece(behind="if step % 4 == 0:\n    opts[-1].step()", clash=_f("closure", "scaler")),
+    "evaluation loader": Piece(
+        behind=code("""
+            if step % 5 == 0:
+                with torch.inference_mode():
+                    for held_out in torch.utils.data.DataLoader(torch.zeros(8, 12), batch_size=4, shuffle=True):
+                        model(held_out)
+        """),
+    ),
+    "cyclic with momentum": Piece(
+        made="schedule = torch.optim.lr_scheduler.CyclicLR(opts[0], 0.001, 0.05, 3, cycle_momentum='momentum' in "
+        "opts[0].defaults)",
+        attached="session.register('schedule', schedule)",
+        behind="schedule.step()",
+        clash=_f("lr", "tensor"),
+    ),
+    "sequence of schedules": Piece(
+        made=code("""
+            kinds = torch.optim.lr_scheduler
+            parts = [kinds.LinearLR(opts[0], total_iters=5), kinds.ExponentialLR(opts[0], 0.9)]
+            schedule = kinds.SequentialLR(opts[0], parts, [5])
+        """),
+        attached="session.register('schedule', schedule)",
+        behind="schedule.step()",
+        clash=_f("lr", "tensor"),
+    ),
+    # other losses and objects
+    "own generator of the script": Piece(
+        made="chance = torch.Generator().manual_seed(2)",
+        attached="session.register('chance', chance)",
+        start="x = x + 0.1 * torch.randn(x.shape, generator=chance)",
+    ),
+    "smoothed loss registered": Piece(
+        top=code("""
+            class Meter:
+                value = 1.0
+                def state_dict(self):
+                    return {"value": self.value}
+                def load_state_dict(self, state):
+                    self.value = state["value"]
+        """),
+        made="meter = Meter()",
+        attached="session.register('meter', meter)",
+        behind="meter.value = 0.9 * meter.value + 0.1 * float(loss)",
+        start="x = x * meter.value",
+        clash=_f("finite"),
+    ),
+    "regularized": Piece(
+        loss="F.cross_entropy(model(x), y) + 0.01 * sum(p.abs().sum() for p in model.parameters())",
+        clash=_f("loss"),
+        wants=DENSE,
+    ),
+    "only at times": Piece(
+        loss="F.cross_entropy(model(x) if step % 3 else model.head(model.body(x).detach()), y)",
+        wants=frozenset({"split"}),
+        clash=_f("loss"),
+    ),
+    "gradient dropped behind": Piece(behind="for p in model.body.parameters():\n    p.grad = None"),
+    "forward of another batch": Piece(start="with torch.no_grad():\n    model(torch.randn(8, 12))"),
+}
+
+#: What the two reports of adversaries contain; one in five programs draws two of these.
+REPORTED = (
+    "decay before step", "decay through data", "pre hook decays", "clamp between optimizers", "rate from old gradients",
+    "late buffer", "target copied", "frozen weight replaced", "still module replaced", "assigned", "decay switched off",
+    "nesterov switched on", "pre hook scales gradients", "pre hook sets the rate", "base made later", "groups swap",
+    "groups in another order", "one rate tensor", "extra module frozen", "body in eval", "second optimizer unknown",
+    "autocast", "flush denormal", "function in a group", "schedule unregistered", "state cleared", "clip norm",
+    "noise on gradients", "normalized gradients", "buffer grows",
+)  # fmt: skip

@@ -1,0 +1,258 @@
+"""Runs of programs in processes that are forked from this one, and the verdict on them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from memckpt import errors
+from memckpt.errors import MemckptError
+from tests.fuzzing.trainings.programs import Program, fits, simpler
+from tests.fuzzing.trainings.text import text
+from tests.support.cluster.processes import kill_and_wait
+from tests.support.trainings.engine_harness import Lab, import_ahead
+
+#: Longest life of an attempt, in seconds.
+ATTEMPT_SECONDS = 45.0
+
+Class = Literal["exact", "said", "refused", "wrong", "invalid"]
+_ERRORS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, MemckptError)}
+
+
+@dataclass
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: class of the outcome; *invalid*: it does not even run without memckpt.
+        why: the reason, in a line.
+        details: lines for whoever mends it.
+    """
+
+    kind: Class
+    why: str = ""
+    details: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> bool:
+        return self.kind == "wrong"
+
+    @property
+    def way(self) -> str:
+        """The way in which it is wrong: what its reason begins with, without numbers."""
+        return re.sub(r"\d+", "", " ".join(self.why.split()[:4]))
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What the attempts of one run have noted."""
+
+    steps: dict[int, str]
+    repeated: list[int]
+    end: dict[str, Any]
+    resumed: list[list[Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> _Notes:
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        steps: dict[int, str] = {}
+        repeated = []
+        for _, step, value in (line for line in lines if line[0] == "loss"):
+            if steps.setdefault(step, value) != value:
+                repeated.append(step)
+            steps[step] = value
+        ends = {line[1]: line[2] for line in lines if line[0] == "end"}
+        return cls(steps, repeated, ends, [line[1:] for line in lines if line[0] == "resumed"])
+
+
+def import_everything(*frameworks: str) -> None:
+    """Import what children need, once."""
+    import_ahead()
+    for each in ("torch.ao.quantization", "torch.nn.utils.prune", "torch.utils.checkpoint", *frameworks):
+        importlib.import_module(each)
+
+
+def run(program: Program) -> Verdict:
+    """Run a program without memckpt, then with both kills; returns the verdict."""
+    started = time.monotonic()
+    with _lab() as lab:
+        verdict = _Run(lab, program).verdict()
+    verdict.seconds = time.monotonic() - started
+    return verdict
+
+
+def minimal(program: Program, verdict: Verdict, runs: int = 60) -> tuple[Program, Verdict]:
+    """The simplest program found in so many runs that is wrong in the same way, and its verdict."""
+    tried = {program}
+    untried = simpler(program)
+    while runs > 0 and (candidate := next(untried, None)) is not None:
+        if candidate in tried or not fits(candidate):
+            continue
+        tried.add(candidate)
+        runs -= 1
+        found = run(candidate)
+        if found.wrong and found.way == verdict.way:
+            program, verdict, untried = candidate, found, simpler(candidate)
+    return program, verdict
+
+
+@contextlib.contextmanager
+def _lab() -> Iterator[Lab]:
+    with tempfile.TemporaryDirectory(prefix="program-") as directory:
+        lab = Lab(Path(directory))
+        try:
+            yield lab
+        finally:
+            lab.left_behind(limit=0.0)
+            lab.close()
+
+
+class _Run:
+    def __init__(self, lab: Lab, program: Program) -> None:
+        self._lab, self._program = lab, program
+        self._directory = lab.directory
+        (self._directory / "program.py").write_text(text(program))
+        self._logs: list[str] = []
+
+    def verdict(self) -> Verdict:
+        code, log = self._attempt(None, "", 0)
+        if code:
+            return Verdict("invalid", _last_line(log), [log[-3000:]])
+        self._logs.clear()
+        self._lab.start_agent()
+        for number, kill in enumerate([*self._program.kills, None]):
+            point = "" if kill is None else f"{kill[0]} {kill[1]}"
+            code, log = self._attempt(self._lab.run_dir, point, number)
+            if code != (-signal.SIGKILL if kill is not None else 0):
+                return self._ended(number, code, log)
+            if number == 0 and self._program.node:
+                self._lose_agent()
+        return self._compared()
+
+    # Attempts
+
+    def _attempt(self, run_dir: Path | None, kill: str, number: int) -> tuple[int, str]:
+        notes = self._directory / ("notes" if run_dir is not None else "expected")
+        environment = {
+            "PROGRAM_KILL": kill,
+            "PROGRAM_NOTES": str(notes),
+            "PROGRAM_RUN": str(run_dir or self._directory / "none"),
+            "PROGRAM_SEED": str(100 * number * self._program.reseeded),
+            **({} if run_dir is not None else {"MEMCKPT_DISABLE": "1"}),
+        }
+        child = self._lab.fork(lambda: _train(self._directory, environment), "attempt")
+        try:
+            code = child.wait(ATTEMPT_SECONDS)
+        except TimeoutError:
+            kill_and_wait(child.pid)
+            child.wait()
+            code = 124
+        log = child.log.read_text()
+        self._logs.append(log)
+        return code, log
+
+    def _lose_agent(self) -> None:
+        status = self._lab.status()
+        kill_and_wait(status.pid)
+        self._lab.start_agent()
+
+    # Verdicts
+
+    def _wrong(self, why: str, *details: str) -> Verdict:
+        notes = _Notes.read(self._directory / "notes")
+        resumed = [f"resumed: step {step}, exact={exact} {reasons}" for step, exact, reasons in notes.resumed]
+        return Verdict("wrong", why, [*details, *resumed, *_warnings(self._logs)])
+
+    def _ended(self, number: int, code: int, log: str) -> Verdict:
+        last = _last_line(log)
+        which = f"attempt {number + 1}"
+        if code == 124:
+            return self._wrong(f"{which} hangs", log[-2000:])
+        if code == 0:
+            return Verdict("invalid", f"{which} never came to {self._program.kills[number]}", [log[-1500:]])
+        allowed, error = self._program.may("refused"), last.split(":")[0].rpartition(".")[2]
+        if number == 0 and error in _ERRORS:
+            if allowed and re.search(allowed, last):
+                return Verdict("refused", last)
+            return self._wrong(f"refused: {last}")
+        if number and error in _ERRORS and (named := self._named(self._logs[:-1])):
+            return Verdict("said", f"{named[0]}; then {last}")
+        return self._wrong(f"{which} ended with {code}: {last}", log[-2500:])
+
+    def _named(self, logs: list[str]) -> list[str]:
+        """Warnings about an ingredient of which they are allowed."""
+        allowed = self._program.may("said")
+        found = [line for line in _warnings(logs) if "resume check" not in line]
+        return [line for line in found if allowed and re.search(allowed, line)]
+
+    def _compared(self) -> Verdict:
+        expected, found = _Notes.read(self._directory / "expected"), _Notes.read(self._directory / "notes")
+        different = [f"loss of step {step}" for step in expected.steps if expected.steps[step] != found.steps.get(step)]
+        different += [f"loss of step {step}, when repeated" for step in found.repeated]
+        different += [
+            line for name in expected.end for line in _differences(expected.end[name], found.end.get(name), name)
+        ]
+        unsure = [why for _, exact, why in found.resumed if not exact]
+        allowed, named = self._program.may("said"), self._named(self._logs)
+        said = bool(unsure or named)
+        if different and not (allowed and said):
+            certain = "exact=False" if unsure else "exact=True"
+            return self._wrong(f"{certain}, and differs in {len(different)} values: {different[0]}", *different[:8])
+        if ours := [line for log in self._logs for line in log.splitlines() if _OURS.search(line)]:
+            return self._wrong(f"an error of ours: {ours[0]}", *ours[:5])
+        alarms = [*unsure, *(line for line in _warnings(self._logs) if "resume check" in line)]
+        if alarms and not allowed:
+            return self._wrong(f"false alarm: equal, and {alarms[0]}")
+        left = self._left()
+        if left:
+            return self._wrong(f"left behind: {left[0].splitlines()[0]}", *left)
+        if said and (different or unsure):
+            return Verdict("said", (unsure or named)[0])
+        return Verdict("exact")
+
+    def _left(self) -> list[str]:
+        if not self._program.settings.storage:
+            return self._lab.left_behind(limit=10.0)
+        return self._lab.left_behind(limit=20.0)
+
+
+_OURS = re.compile(r"^ERROR memckpt|please report|Traceback \(most recent call last\)")
+
+
+def _train(directory: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.setpgid(0, 0)
+    sys.path.insert(0, str(directory))
+    importlib.import_module("program").train()
+
+
+def _last_line(log: str) -> str:
+    lines = [line for line in log.splitlines() if line and not line.startswith((" ", "INFO", "DEBUG", "WARNING"))]
+    return lines[-1] if lines else ""
+
+
+def _warnings(logs: list[str]) -> list[str]:
+    lines = [line for log in logs for line in log.splitlines() if line.startswith(("WARNING memckpt", "ERROR memckpt"))]
+    return [line for line in dict.fromkeys(lines) if "MEMCKPT_DISABLE" not in line]
+
+
+def _differences(expected: Any, found: Any, path: str) -> list[str]:
+    if isinstance(expected, dict) and isinstance(found, dict):
+        keys = {**expected, **found}
+        return [line for key in keys for line in _differences(expected.get(key), found.get(key), f"{path}/{key}")]
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found) < 100:
+        pairs = enumerate(zip(expected, found, strict=True))
+        return [line for index, (a, b) in pairs for line in _differences(a, b, f"{path}/{index}")]
+    return [] if expected == found else [f"{path}: {str(expected)[:80]} became {str(found)[:80]}"]

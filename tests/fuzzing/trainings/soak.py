@@ -1,0 +1,70 @@
+"""``python -m tests.fuzzing.trainings.soak``: thousands of generated trainings, and a summary by class.
+
+Exit status 0: not a single one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from tests.fuzzing.trainings.programs import KNOWN, LOOPS, drawn
+from tests.fuzzing.trainings.running import Verdict, import_everything, minimal, run
+from tests.fuzzing.trainings.text import text
+
+#: What the loops of :data:`LOOPS` import.
+_FRAMEWORKS = ("lightning.pytorch", "lightning_memckpt", "accelerate_plugin", "transformers", "transformers_memckpt")
+
+
+def main() -> int:
+    """Run programs side by side; print each wrong one as it is found, and the numbers at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=1000, help="number of programs")
+    parser.add_argument("--seed", type=int, default=None, help="the first one's; those that follow take the next ones")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--scripts", type=Path, default=Path("build/programs"), help="where wrong ones are written to")
+    parser.add_argument("--all", action="store_true", help="with what is known to be wrong, too")
+    args = parser.parse_args()
+    first = random.randrange(10**6, 10**9) if args.seed is None else args.seed
+    print(f"{args.programs} programs from seed {first} on", flush=True)
+    args.scripts.mkdir(parents=True, exist_ok=True)
+    known = () if args.all else tuple(KNOWN)
+    counted: Counter[str] = Counter()
+    ways: Counter[str] = Counter()
+    started = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, context, import_everything, _FRAMEWORKS) as pool:
+        outcomes = pool.map(_outcome, range(first, first + args.programs), [known] * args.programs)
+        for number, (seed, script, verdict) in enumerate(outcomes, start=1):
+            counted[verdict.kind] += 1
+            if verdict.kind in ("wrong", "invalid"):
+                ways[f"{verdict.kind}: {verdict.way}"] += 1
+                path = args.scripts / f"{verdict.kind}-{seed}.py"
+                path.write_text(script)
+                print("\n".join([f"seed {seed}: {verdict.kind}: {verdict.why}", *verdict.details, f"in {path}"]))
+            if number % 100 == 0:
+                print(f"{number} in {time.monotonic() - started:.0f} s: {dict(counted)}", flush=True)
+    print("\nclass      programs")
+    for kind in ("exact", "said", "refused", "invalid", "wrong"):
+        print(f"{kind:10} {counted[kind]:8}")
+    for way, times in ways.most_common():
+        print(f"{times:6}  {way}")
+    return 1 if counted["wrong"] else 0
+
+
+def _outcome(seed: int, known: tuple[str, ...]) -> tuple[int, str, Verdict]:
+    program = drawn(seed, known, LOOPS)
+    verdict = run(program)
+    if verdict.wrong:
+        program, verdict = minimal(program, verdict)
+    return seed, text(program), verdict
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,653 @@
+"""How a batch becomes a step, where batches come from, and whose loop it is."""
+
+from __future__ import annotations
+
+from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, Data, Frame, Style, code
+
+# Steps
+
+_PLAIN = """
+for opt in opts:
+    opt.zero_grad()
+loss = {loss}
+loss.backward()
+at("backward", step)
+{between}
+at("between", step)
+{step}
+"""
+
+STYLES: dict[str, Style] = {
+    "plain": Style(code(_PLAIN), anywhere=True),
+    "zeroed behind": Style(
+        code("""
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+            for opt in opts:
+                opt.zero_grad()
+        """),
+        anywhere=True,
+    ),
+    "zeroed in place": Style(code(_PLAIN.replace("zero_grad()", "zero_grad(set_to_none=False)")), anywhere=True),
+    "by the model": Style(code(_PLAIN.replace("for opt in opts:\n    opt.zero_grad()", "model.zero_grad()"))),
+    "never zeroed": Style(
+        code("""
+            loss = 0.1 * ({loss})
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+        """)
+    ),
+    "kept in part": Style(
+        code("""
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            loss = 0.5 * ({loss})
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+        """)
+    ),
+    "closure": Style(
+        code("""
+            def closure():
+                for opt in opts:
+                    opt.zero_grad()
+                loss = {loss}
+                loss.backward()
+                at("backward", step)
+                {between}
+                at("between", step)
+                return loss
+            loss = opts[0].step(closure)
+            {middle}
+            for opt in opts[1:]:
+                opt.step()
+        """),
+        clash=frozenset({"closure"}),
+    ),
+    "accumulated": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            for half in range(2):
+                loss = ({loss}) / 2
+                loss.backward()
+                at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+        """),
+        anywhere=True,
+    ),
+    "gradients wait": Style(
+        code("""
+            loss = ({loss}) / 3
+            loss.backward()
+            at("backward", step)
+            if step % 3 == 0:
+                {between}
+                {step}
+                for opt in opts:
+                    opt.zero_grad()
+        """),
+        points=("backward",),
+    ),
+    "second one rarely": Style(
+        code("""
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            opts[0].step()
+            opts[0].zero_grad()
+            {middle}
+            if step % 3 == 0:
+                for opt in opts[1:]:
+                    opt.step()
+                    opt.zero_grad()
+        """),
+        anywhere=True,
+    ),
+    "in turns": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            {middle}
+            opts[step % len(opts)].step()
+        """),
+        anywhere=True,
+    ),
+    "twice a commit": Style(
+        code("""
+            for half in range(2):
+                for opt in opts:
+                    opt.zero_grad()
+                loss = ({loss}) / (1 + half)
+                loss.backward()
+                at("backward", step)
+                {between}
+                at("between", step)
+                {step}
+        """),
+        anywhere=True,
+    ),
+    "scaled": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            scaler.scale(loss).backward()
+            at("backward", step)
+            for opt in opts:
+                scaler.unscale_(opt)
+            {between}
+            at("between", step)
+            for opt in opts:
+                scaler.step(opt)
+                {middle}
+            scaler.update()
+        """),
+        made='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)',
+        attached='session.register("scaler", scaler)',
+        wants=DENSE,
+        clash=frozenset({"scaler"}),
+    ),
+    "scaled and skipped": Style(
+        code("""
+            if step in (2, 3, 9, 15):
+                x = x * float("inf")
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            scaler.scale(loss).backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            for opt in opts:
+                scaler.step(opt)
+                {middle}
+            scaler.update()
+        """),
+        made='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)',
+        attached='session.register("scaler", scaler)',
+        wants=frozenset({"dense", "linear"}),
+        clash=frozenset({"scaler", "finite"}),
+    ),
+    "skipped by hand": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            if step % 4 != 1:
+                {step}
+        """),
+        anywhere=True,
+    ),
+    "sharpness aware": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+            with torch.no_grad():
+                bumps = [(p, 0.01 * p.grad.to_dense().sign()) for p in model.parameters() if p.grad is not None]
+                for p, bump in bumps:
+                    p.add_(bump)
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            loss.backward()
+            with torch.no_grad():
+                for p, bump in bumps:
+                    p.sub_(bump)
+            {between}
+            at("between", step)
+            {step}
+        """),
+        wants=DENSE,
+    ),
+    "penalty": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            wanted = [p for p in model.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+            loss = loss + 0.01 * sum(grad.square().sum() for grad in grads if grad is not None)
+            loss.backward()
+            at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+        """),
+        wants=frozenset({"dense", "linear", "twice"}),
+    ),
+    "by hand": Style(
+        code("""
+            loss = {loss}
+            wanted = [p for p in model.parameters() if p.requires_grad]
+            for p, grad in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True)):
+                p.grad = grad
+            at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+        """)
+    ),
+    "without backward": Style(
+        code("""
+            with torch.no_grad():
+                mezo = torch.Generator().manual_seed(step)
+                bumps = [torch.randn(p.shape, generator=mezo) * 0.01 for p in model.parameters()]
+                for p, bump in zip(model.parameters(), bumps):
+                    p.add_(bump)
+                loss = {loss}
+                for p, bump in zip(model.parameters(), bumps):
+                    p.sub_(2 * bump)
+                slope = float(loss - {loss}) / 0.02
+                for p, bump in zip(model.parameters(), bumps):
+                    p.add_(bump)
+                    p.grad = (slope * bump * 100).to(p.dtype)
+            at("backward", step)
+            {between}
+            at("between", step)
+            {step}
+        """),
+        wants=frozenset({"dense", "linear"}),
+    ),
+    "tried again": Style(
+        code("""
+            if step % 5 == 2:
+                try:
+                    stop = model.head.weight.register_hook(lambda grad: 1 / 0)
+                    ({loss}).backward()
+                except ZeroDivisionError:
+                    stop.remove()
+        """)
+        + "\n"
+        + code(_PLAIN),
+        wants=LINEAR,
+    ),
+    "step raises": Style(
+        code("""
+            for opt in opts:
+                opt.zero_grad()
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+            {between}
+            if step % 5 == 2:
+                try:
+                    stop = opts[0].register_step_pre_hook(lambda *_: 1 / 0)
+                    opts[0].step()
+                except ZeroDivisionError:
+                    stop.remove()
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.mul_(0.99)
+            at("between", step)
+            {step}
+        """)
+    ),
+    "in backward": Style(
+        code("""
+            loss = {loss}
+            loss.backward()
+            at("backward", step)
+        """),
+        made=code("""
+            def step_at_once(p, opt):
+                opt.step()
+                opt.zero_grad()
+            opts = [type(opts[0])([p], **{k: v for k, v in opts[0].defaults.items() if k in ("lr", "momentum", "eps")})
+                    for p in model.parameters() if p.requires_grad]
+            for opt in opts:
+                p = opt.param_groups[0]["params"][0]
+                p.register_post_accumulate_grad_hook(lambda p, opt=opt: step_at_once(p, opt))
+        """),
+        points=("backward",),
+        wants=DENSE,
+        clash=frozenset({"groups", "hooks", "first"}),
+    ),
+}
+
+# Data
+
+_DATASET = code("""
+    class Samples(torch.utils.data.Dataset):
+        def __init__(self, transform=None):
+            numbers = torch.Generator().manual_seed(5)
+            self.x, self.y = torch.randn(56, 12, generator=numbers), torch.randint(0, 5, (56,), generator=numbers)
+            self.transform = transform
+        def __len__(self):
+            return len(self.x)
+        def __getitem__(self, index):
+            return self.x[index] if self.transform is None else self.transform(self.x[index]), self.y[index]
+""")
+_LOADER = "loader = torch.utils.data.DataLoader(Samples(), batch_size=8, {})"
+_FOLLOWED = "session.loader(loader)"
+_OVER = "for x, y in loader:"
+
+DATA: dict[str, Data] = {
+    "drawn": Data("x, y = torch.randn(8, 12), torch.randint(0, 5, (8,))"),
+    "by number": Data(
+        "numbers = torch.Generator().manual_seed(step)\n"
+        "x, y = torch.randn(8, 12, generator=numbers), torch.randint(0, 5, (8,), generator=numbers)"
+    ),
+    "numpy and random": Data(
+        "x = torch.tensor(np.random.randn(8, 12), dtype=torch.float32) * random.random()\n"
+        "y = torch.tensor([random.randrange(5) for _ in range(8)])"
+    ),
+    "drawn singly": Data(
+        "x = torch.tensor([random.gauss(0, 1) + float(np.random.normal()) for _ in range(96)]).view(8, 12)\n"
+        "x, y = x + torch.randn(()), torch.randint(0, 5, (8,))"
+    ),
+    "shuffled": Data(top=_DATASET, made=_LOADER.format("shuffle=True"), attached=_FOLLOWED, loop=_OVER),
+    "own generator": Data(
+        top=_DATASET,
+        made=_LOADER.format("shuffle=True, generator=torch.Generator().manual_seed(7)"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "weighted": Data(
+        top=_DATASET,
+        made="sampler = torch.utils.data.WeightedRandomSampler([1.0 + i % 3 for i in range(56)], 48)\n"
+        + _LOADER.format("sampler=sampler"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+        batches=6,
+    ),
+    "endless": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            def cycle(loader):
+                while True:
+                    yield from loader
+        """),
+        made=_LOADER.format("shuffle=True"),
+        attached=_FOLLOWED,
+        before="batches = cycle(loader)",
+        step="x, y = next(batches)",
+    ),
+    "iterator made again": Data(
+        top=_DATASET,
+        made=_LOADER.format("shuffle=True, drop_last=True"),
+        attached=_FOLLOWED,
+        before="batches = iter(loader)",
+        step=code("""
+            try:
+                x, y = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                x, y = next(batches)
+        """),
+    ),
+    "subset": Data(
+        top=_DATASET,
+        made="numbers = torch.Generator().manual_seed(3)\n"
+        "parts = torch.utils.data.random_split(Samples(), [50, 6], generator=numbers)\n"
+        + _LOADER.format("shuffle=True").replace("Samples()", "torch.utils.data.ConcatDataset(parts)"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "stateful": Data(
+        top="import torchdata.stateful_dataloader\n\n\n" + _DATASET,
+        made=_LOADER.format("shuffle=True").replace(
+            "torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader"
+        ),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "prefetched": Data(
+        top=_DATASET.replace("56", "400"),
+        made=_LOADER.format("shuffle=True"),
+        attached=_FOLLOWED,
+        before="batches = iter(loader)\nahead = next(batches)",
+        step="(x, y), ahead = ahead, next(batches)",
+        said="ahead|fetch|position|read",
+    ),
+    "zipped with itself": Data(
+        top=_DATASET,
+        made=_LOADER.format("shuffle=True"),
+        attached=_FOLLOWED,
+        loop="for (x, y), (x2, _) in zip(loader, loader):\n    x = 0.7 * x + 0.3 * x2",
+        said="loader|pass|iterat",
+        refused="loader|pass|iterat",
+    ),
+    "two loaders": Data(
+        top=_DATASET,
+        made=_LOADER.format("shuffle=True")
+        + "\n"
+        + _LOADER.format("shuffle=True, generator=torch.Generator().manual_seed(8)").replace("loader =", "second ="),
+        attached=_FOLLOWED + "\nsession.loader(second)",
+        loop="for (x, y), (x2, _) in zip(loader, second):\n    x = 0.7 * x + 0.3 * x2",
+    ),
+    "transform with a generator": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            class Jitter:
+                def __init__(self):
+                    self.rng = np.random.default_rng(3)
+                def __call__(self, x):
+                    return x + float(self.rng.normal())
+        """),
+        made=_LOADER.format("shuffle=True").replace("Samples()", "Samples(Jitter())"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "pipeline of transforms": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            class Scale:
+                def __init__(self, seed):
+                    self.own = {"numbers": torch.Generator().manual_seed(seed), "chance": random.Random(seed)}
+                def __call__(self, x):
+                    x = x * (1 + 0.1 * torch.randn((), generator=self.own["numbers"]))
+                    return x + 0.1 * self.own["chance"].random()
+
+            class Chain:
+                def __init__(self, *steps):
+                    self.steps = list(steps)
+                def __call__(self, x):
+                    for step in self.steps:
+                        x = step(x)
+                    return x
+        """),
+        made=_LOADER.format("shuffle=True").replace("Samples()", "Samples(Chain(Scale(1), Scale(2)))"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "collating with a generator": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            class Mix:
+                def __init__(self):
+                    self.rng = random.Random(4)
+                def __call__(self, samples):
+                    x, y = torch.utils.data.default_collate(samples)
+                    return x * self.rng.random(), y
+        """),
+        made=_LOADER.format("shuffle=True, collate_fn=Mix()"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "sampler with a list": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            class Reshuffled:
+                def __init__(self):
+                    self.order = list(range(56))
+                def __len__(self):
+                    return 56
+                def __iter__(self):
+                    random.shuffle(self.order)
+                    return iter(list(self.order))
+        """),
+        made=_LOADER.format("sampler=Reshuffled()"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+        said="sampler",
+        refused="sampler",
+    ),
+    "sampler without a length": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            class Endless:
+                def __iter__(self):
+                    while True:
+                        yield int(torch.randint(0, 56, ()))
+        """),
+        made=_LOADER.format("sampler=Endless()"),
+        attached=_FOLLOWED,
+        before="batches = iter(loader)",
+        step="x, y = next(batches)",
+        said="sampler",
+        refused="sampler",
+    ),
+    "batch sampler": Data(
+        top=_DATASET
+        + "\n\n"
+        + code("""
+            class Lengths:
+                def __init__(self):
+                    self.numbers = torch.Generator().manual_seed(11)
+                def __len__(self):
+                    return 6
+                def __iter__(self):
+                    order = torch.randperm(56, generator=self.numbers).tolist()
+                    return iter([order[i : i + 4 + i % 5] for i in range(0, 48, 8)])
+        """),
+        made=_LOADER.replace("batch_size=8, ", "").format("batch_sampler=Lengths()"),
+        attached=_FOLLOWED,
+        loop=_OVER,
+        batches=6,
+    ),
+    "stream": Data(
+        top=code("""
+            class Stream(torch.utils.data.IterableDataset):
+                def __iter__(self):
+                    for i in range(7):
+                        numbers = torch.Generator().manual_seed(i)
+                        yield torch.randn(8, 12, generator=numbers) + torch.rand(()), torch.randint(0, 5, (8,))
+        """),
+        made="loader = torch.utils.data.DataLoader(Stream(), batch_size=None)",
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+    "workers": Data(
+        top=_DATASET,
+        made=_LOADER.format("shuffle=True, num_workers=1").replace(
+            "Samples()", "Samples(lambda x: x + 0.1 * torch.rand(()))"
+        ),
+        attached=_FOLLOWED,
+        loop=_OVER,
+    ),
+}
+
+# Frameworks
+
+FRAMES: dict[str, dict[str, Frame]] = {
+    "lightning": {
+        "plainly": Frame(),
+        "clip norm": Frame("gradient_clip_val=0.5"),
+        "clip value": Frame("gradient_clip_val=0.02, gradient_clip_algorithm='value'"),
+        "accumulates": Frame("accumulate_grad_batches=2", accumulates=True),
+        "part of an epoch": Frame("limit_train_batches=5", batches=5),
+        "low precision": Frame("precision='bf16-mixed'"),
+        "validates": Frame(
+            "val_check_interval=3",
+            methods=code("""
+                def validation_step(self, batch, index):
+                    self.log("validated", F.cross_entropy(self.net(batch[0]), batch[1]))
+                def val_dataloader(self):
+                    return torch.utils.data.DataLoader(Samples(), batch_size=16)
+            """),
+        ),
+        "schedule": Frame(
+            made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)\n"
+            "schedules = [{'scheduler': schedule, 'interval': 'step'}]",
+            clash=frozenset({"lr"}),
+        ),
+        "own clipping": Frame(
+            methods=code("""
+                def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+                    for p in self.parameters():
+                        if p.grad is not None:
+                            p.grad.div_(p.grad.norm() + 1e-3)
+            """),
+        ),
+        "own accumulation": Frame(
+            methods=code("""
+                def optimizer_step(self, epoch, index, optimizer, closure=None):
+                    if index % 3 == 2:
+                        optimizer.step(closure=closure)
+                    else:
+                        closure()
+                def optimizer_zero_grad(self, epoch, index, optimizer):
+                    if index % 3 == 0:
+                        optimizer.zero_grad()
+            """),
+            accumulates=True,
+        ),
+        "frozen per epoch": Frame(
+            methods=code("""
+                def on_train_epoch_start(self):
+                    self.net.body.eval()
+                    self.net.body.requires_grad_(self.current_epoch != 1)
+            """),
+            clash=frozenset({"modes", "flags"}),
+        ),
+        "average of weights": Frame(
+            lines="callbacks.append(pl.callbacks.WeightAveraging(avg_fn=lambda mean, new, n: 0.9 * mean + 0.1 * new))",
+            clash=frozenset({"copy"}),
+        ),
+        "accumulates by schedule": Frame(
+            lines="callbacks.append(pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3}))",
+            accumulates=True,
+        ),
+    },
+    "manual": {
+        "plainly": Frame(),
+        "part of an epoch": Frame("limit_train_batches=5", batches=5),
+    },
+    "accelerate": {
+        "plainly": Frame(),
+        "accumulates": Frame("gradient_accumulation_steps=3"),
+        "stateful": Frame("dataloader_config=accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)"),
+        "seedable": Frame("dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True)"),
+    },
+    "trainer": {
+        "plainly": Frame(),
+        "accumulates": Frame("gradient_accumulation_steps=2", accumulates=True),
+        "no clipping": Frame("max_grad_norm=0.0"),
+        "evaluates": Frame("eval_strategy='steps', eval_steps=4"),
+        "cosine": Frame("lr_scheduler_type='cosine', warmup_steps=4", clash=frozenset({"lr"})),
+    },
+}
