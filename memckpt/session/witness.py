@@ -105,12 +105,14 @@ class Witness:
             self.decline(f"setting gradients aside failed: {type(error).__name__}: {error}")
 
     def note_left(self, reduces: bool) -> None:
-        """Note the restored gradients, which are zeros whatever the dead attempt had there.
+        """Note the restored gradients, which are zeros whatever the dead attempt had there. Taps are installed.
 
         Args:
             reduces: whether gradients come in buckets, so that several are accumulated before the first is seen.
         """
         self._reduces = reduces
+        # No tap sees the gradient of a parameter that is frozen now, and unfrozen before the next backward.
+        self._kept = {key: kept for key, kept in self._kept.items() if kept.param.requires_grad}
         for kept in self._kept.values():
             gradient = kept.param.grad
             kept.left = None if gradient is None else (gradient, version(gradient))

@@ -231,6 +231,20 @@ def test_parameters_that_were_unfrozen_before_the_death_are_compared(lab: Lab) -
     assert "step 9's first 6 gradients" in ended.verdict[1]
 
 
+class FrozenInTurns(Training):
+    """The last layer's weight is frozen in every other step."""
+
+    def batch(self, step: int) -> float:
+        self.model[-1].weight.requires_grad_(step % 2 == 0)
+        return super().batch(step)
+
+
+def test_a_parameter_that_is_unfrozen_right_behind_the_resume_is_no_alarm(lab: Lab) -> None:
+    ended = kill_and_resume(lab, Case("frozen-in-turns", FrozenInTurns), "lazy", ("before step", 6))
+    assert ended.verdict[0] == "equal"
+    assert ended.verdict[1].startswith("step 6's first 5 gradients (")
+
+
 @pytest.mark.parametrize("limit", [100, 2048])
 def test_no_more_is_set_aside_than_allowed(lab: Lab, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(witness, "WITNESS_BYTES", limit)
