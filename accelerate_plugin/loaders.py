@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader
 from accelerate_plugin.support import other_objects
 from memckpt import dataloader
 from memckpt.dataloader.followers import FollowedLoaders
+from memckpt.dataloader.iteration import drop_iterator
 from memckpt.dataloader.places import Place
+from memckpt.dataloader.prefetch import Prefetch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"
@@ -63,10 +65,10 @@ class Follower:
         self._training = training
         self._opened: int | None = None
         self._held: dict[str, Any] | None = None
-        self._consumed = 0
-        #: Whether the user is iterating over it.
-        self.active = False
+        self._consumed = self._taken = 0
+        self._iterates = False
         self._left = False
+        self._prefetch = Prefetch()
         self._per_batch, self._lookahead = 1, 1
         self._padding: _Padding | None = None
         if isinstance(loader, DataLoaderDispatcher):
@@ -89,8 +91,13 @@ class Follower:
 
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""
-        reason = dataloader.unreplayable(self._base)
-        return None if reason is None else f"{self.name}: {reason}"
+        reason = dataloader.unreplayable(self._base) or self._prefetch.doubt
+        return f"{self.name}: {reason}" if reason else None
+
+    def remark(self) -> str | None:
+        """One line on what a resume rests on or costs; None if there is nothing to say."""
+        line = dataloader.remark(self._base)
+        return None if line is None else f"{self.name}: {line}"
 
     # Capture
 
@@ -100,14 +107,19 @@ class Follower:
         return self._loader.iteration, self._consumed
 
     @property
+    def active(self) -> bool:
+        """Whether the user is iterating over it, or has yet to train a batch that the last iteration gave."""
+        return self._iterates or self._prefetch.ahead > 0 or self._prefetch.at_end
+
+    @property
     def batches(self) -> int:
-        """Number of batches of the current iteration given to the user."""
-        return self._consumed
+        """Number of batches of the current iteration given to the user, and trained."""
+        return self._consumed - self._prefetch.ahead
 
     @property
     def over(self) -> bool:
         """Whether the user's current iteration has no further batch."""
-        return self.active and (self._left or bool(self._loader.end_of_dataloader))
+        return self.active and not self._prefetch.ahead and (self._left or bool(self._loader.end_of_dataloader))
 
     def place(self) -> Place:
         """The user's position in it."""
@@ -120,13 +132,16 @@ class Follower:
         exhausted = self.over
         ahead = 0
         if self.active and self._per_batch and not exhausted:
-            ahead = max(dataloader.handed_out(self._base) - self._consumed * self._per_batch, 0)
+            ahead = max(dataloader.handed_out(self._base) - self.batches * self._per_batch, 0)
         return {
             "active": self.active,
             "exhausted": exhausted,
             "left": self._left,
-            "batches": self._consumed,
-            "iteration": self._loader.iteration,
+            "batches": self.batches,
+            # An iteration is counted when it ends.
+            "iteration": self._loader.iteration - int(self.active and not self._iterates and not self._left),
+            "prefetch": self._prefetch.state(),
+            "used": iterator_used(self._base),
             "padding": None if self._padding is None or not self.active else self._padding.first,
             "position": dataloader.position(self._base, exhausted=exhausted, ahead=ahead),
         }
@@ -134,6 +149,16 @@ class Follower:
     def leave(self) -> None:
         """Note that the user takes no further batch from this iteration."""
         self._left = True
+
+    def committing(self) -> None:
+        """Note that the user has called commit()."""
+        taken, self._taken = self._taken, 0
+        self._prefetch.committed(taken if self.active else 0, ended=not self._iterates)
+        if self._prefetch.depth:
+            dataloader.look_ahead(self._base, self._lookahead + self._prefetch.depth * self._per_batch)
+
+    def committed(self) -> None:
+        """Note that a commit was one, and has ended."""
 
     # Resume
 
@@ -147,6 +172,11 @@ class Follower:
         """
         self._loader.iteration = state["iteration"]
         self._opened = None
+        self._prefetch.load(state["prefetch"])
+        if self._prefetch.depth:
+            dataloader.look_ahead(self._base, self._lookahead + self._prefetch.depth * self._per_batch)
+        if state["used"]:
+            drop_unused_iterator(self._base)
         if state["active"]:
             self._held = state
             dataloader.resume(self._base, state["position"])
@@ -184,7 +214,10 @@ class Follower:
             dataloader.resume(self._base, held["position"], on_live=self._training.on_live)
         if self._padding is not None:
             self._padding.begin(None if held is None else held["padding"])
-        self.active = True
+        self._iterates = True
+        self._prefetch.began()
+        if not self._prefetch.ahead:
+            self._taken = 0
         try:
             for batch in self._class.__iter__(self._loader):
                 if self._left:
@@ -196,10 +229,12 @@ class Follower:
                     dataloader.go_live(self._base)
                     held = None
                 self._consumed += 1
+                self._taken += 1
+                self._prefetch.took(batch)
                 yield batch
             self._training.ended += 1
         finally:
-            self.active = False
+            self._iterates = False
 
     def _pass_over(self, held: dict[str, Any]) -> None:
         """Leave the loader as the killed process had: its last batch of this iteration was taken."""
@@ -258,6 +293,20 @@ class Followers(FollowedLoaders[Follower]):
         if len(states) != len(self):
             raise other_objects(f"{len(states)} prepared loader(s) and not {len(self)}")
         super().hold(states)
+
+
+def iterator_used(base: DataLoader[Any]) -> bool:
+    """Whether a loader has been iterated, or draws in its first iteration as in later ones.
+
+    torchdata makes the first iterator, and draws, where Accelerate asks for the loader's state: in `prepare`.
+    """
+    return not getattr(base, "_initial_iter_for_state_dict", False)
+
+
+def drop_unused_iterator(base: DataLoader[Any]) -> None:
+    """Have a loader's first iteration draw as later ones do."""
+    if not iterator_used(base):
+        drop_iterator(base)
 
 
 def _iterate(loader: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 
 import memckpt
 from accelerate_plugin.check_parts import check_parts
-from accelerate_plugin.loaders import Followers, grafting_stateful_loaders
+from accelerate_plugin.loaders import Followers, drop_unused_iterator, grafting_stateful_loaders, iterator_used
 from accelerate_plugin.loop import LoopWatch
 from accelerate_plugin.object_states import ObjectStates
 from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
@@ -35,8 +35,6 @@ from memckpt.user_messages import Messages
 
 STATE = "accelerate"
 _log = logging.getLogger("accelerate_plugin")
-#: Commits between two searches for reasons that prevent an exact resume; some show only while training runs.
-_LOOK_EVERY_COMMITS = 64
 
 
 class MemCheckpointPlugin:
@@ -150,6 +148,8 @@ class MemCheckpointPlugin:
         self._followers.follow(prepared.loaders)
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
+        for line in self._followers.remarks():
+            self._messages.inform(line)
 
     def _check_held(self, held: memckpt.HeldState) -> None:
         if STATE not in held.rank_state:
@@ -251,6 +251,7 @@ class MemCheckpointPlugin:
         session = self._attached_session("commit()")
         place = tuple(each.at for each in self._followers) if self._followers.active else None
         self._watch.check_commit(place, bool(self._followers))
+        self._followers.committing()
         if epoch_over:
             self._followers.leave()
         stepped = self._watch.stepped
@@ -261,6 +262,7 @@ class MemCheckpointPlugin:
             return False
         before = self._step, self._batch
         self._step += int(stepped)
+        self._look_at_loaders()
         batches = self._followers.batches
         self._batch = self._batch + 1 if batches is None else batches
         if self._followers.ended != self._ended_at_commit:
@@ -272,8 +274,6 @@ class MemCheckpointPlugin:
         self._ended_at_commit = self._followers.ended
         self._warn_inexact(self._watch.committed(self._followers.places(), self._in_epochs))
         self._commits += 1
-        if self._commits % _LOOK_EVERY_COMMITS == 1:
-            self._look_at_loaders()
         self._log_metrics(session)
         return True
 
@@ -293,8 +293,8 @@ class MemCheckpointPlugin:
         self.accelerator.log(self.metrics(), step=self._step)
 
     def _warn_inexact(self, line: str | None) -> None:
-        if line is not None:
-            self._messages.warn(f"not exact after a restart: {line}")
+        if line is not None and self._session is not None:
+            self._session.inexact(line)
 
     # State
 
@@ -308,7 +308,14 @@ class MemCheckpointPlugin:
             "micro_step": self.accelerator.step,
             **self._objects.capture(),
             "loaders": self._followers.states(),
+            "prepared_elsewhere": [iterator_used(each) for each in self._loaders_prepared_elsewhere()],
         }
+
+    def _loaders_prepared_elsewhere(self) -> list[Any]:
+        """The torch loaders inside those that went to `accelerator.prepare`: for evaluation, say."""
+        assert self._objects.prepared is not None
+        followed = {id(each) for each in self._objects.prepared.loaders}
+        return [each.base_dataloader for each in self.accelerator._dataloaders if id(each) not in followed]
 
     def _begin_loop(self) -> None:
         """Restore at the first iteration of a prepared loader, unless the loop only looks at the data so far."""
@@ -328,6 +335,10 @@ class MemCheckpointPlugin:
         self._objects.restore(state)
         self.accelerator.step = state["micro_step"]
         self._followers.hold(state["loaders"])
+        # Those that are prepared later, in the loop, draw in `prepare` as they did in the killed process.
+        for loader, used in zip(self._loaders_prepared_elsewhere(), state["prepared_elsewhere"], strict=False):
+            if used:
+                drop_unused_iterator(loader)
         self._rng_pending = True
         session.restore_rng()
         if report is not None:

@@ -12,7 +12,13 @@ from memckpt import dataloader
 from memckpt.dataloader.followers import FollowedLoaders
 from memckpt.dataloader.iteration import LoaderRecord, record_of
 from memckpt.dataloader.places import Place
+from memckpt.dataloader.prefetch import Prefetch
 from memckpt.errors import ForeignStateError, UsageError
+
+_MIXED = (
+    "batches of several iterations wait for their steps at a time, and a restart goes back in the newest one only; "
+    "commit before the next batches are fetched"
+)
 
 
 class CountsIterations(Protocol):
@@ -31,6 +37,9 @@ class Iteration(Iterator[Any]):
         batches: number of its batches that the user was given, in earlier processes as well.
         ended: whether its end has been reached.
         left: whether the user takes no further batch from it.
+        taken: number of batches that the user has taken since the last record.
+        counted: how many of them were taken before the last call of commit().
+        steps: number of commits before which the user has taken a batch.
     """
 
     def __init__(self, follower: Follower, inner: Iterator[Any], held: dict[str, Any] | None, number: int) -> None:
@@ -41,6 +50,8 @@ class Iteration(Iterator[Any]):
         self.batches = 0 if held is None else int(held["batches"])
         self.ended = False
         self.left = False
+        self.taken = self.counted = 0
+        self.steps = 0
 
     def __next__(self) -> Any:
         return self._follower.take(self)
@@ -65,7 +76,7 @@ class Follower:
     def __init__(
         self, loader: DataLoader[Any], counter: CountsIterations | None, name: str, training: Followers
     ) -> None:
-        dataloader.graft(loader)
+        dataloader.graft(loader, lookahead=1)  # until it is known whether the loop fetches ahead
         if self._record_of(loader).around is not None:
             raise UsageError(
                 f"{name}: expected a loader that is not followed yet, found one that another session follows"
@@ -74,11 +85,16 @@ class Follower:
         self.loader = loader
         self._counter = counter
         self._training = training
-        self._held: dict[str, Any] | None = None
+        #: States after which iterations continue that have not given a batch yet, in the order of their first ones.
+        self._held: list[dict[str, Any]] = []
+        self._to_open: list[dict[str, Any]] = []
         self._opened: int | None = None
         self._iterations = 0
         # Weak: an iteration that the user has left is gone.
+        self._known: list[weakref.ref[Iteration]] = []
         self._newest: weakref.ref[Iteration] | None = None
+        self._prefetch = Prefetch()
+        self._taken_to_the_end = 0
         self._at = (0, 0)
         self._ended = False
         self._record_of(loader).around = self._open
@@ -95,7 +111,20 @@ class Follower:
     def _iteration(self) -> Iteration | None:
         """The iteration that the user is in; None between two of them."""
         newest = None if self._newest is None else self._newest()
-        return None if newest is None or newest.ended else newest
+        waiting = self._prefetch.ahead or self._prefetch.at_end
+        return None if newest is None or (newest.ended and not waiting) else newest
+
+    @property
+    def _alive(self) -> list[Iteration]:
+        return [each for each in (reference() for reference in self._known) if each is not None]
+
+    @property
+    def _running(self) -> list[Iteration]:
+        """The iterations that the user is in, in the order in which they have begun: several under `zip`, say."""
+        newest = self._iteration
+        if newest is None:
+            return []
+        return [each for each in self._alive if each is newest or (not each.ended and (each.taken or each.steps > 1))]
 
     @property
     def active(self) -> bool:
@@ -104,13 +133,13 @@ class Follower:
 
     @property
     def batches(self) -> int:
-        """Number of batches of the current iteration that the user was given."""
-        return self._at[1]
+        """Number of batches of the current iteration that the user was given, and has trained."""
+        return max(self._at[1] - self._prefetch.ahead, 0)
 
     @property
     def waits(self) -> bool:
         """Whether no batch has been taken since :meth:`hold` told it to continue in an iteration."""
-        return self._held is not None
+        return bool(self._held)
 
     def place(self) -> Place:
         """The user's position in it."""
@@ -127,18 +156,42 @@ class Follower:
 
     def state(self) -> dict[str, Any]:
         """The user's position in it, as plain values."""
-        if self._held is not None:
-            return self._held
-        iteration = self._iteration
-        left = iteration is not None and iteration.left
-        inner = None if iteration is None else iteration.inner
+        iterations = [*(self._state_of(each) for each in self._running), *self._held]
         return {
-            "active": iteration is not None,
-            "left": left,
-            "batches": 0 if iteration is None else iteration.batches,
+            "iterations": iterations,
             "counted": None if self._counter is None else self._counter._num_iter_calls,
-            "position": dataloader.position(self.loader, exhausted=left, iterator=inner),
+            "position": None if iterations else dataloader.position(self.loader),
+            "prefetch": self._prefetch.state(),
         }
+
+    def _state_of(self, iteration: Iteration) -> dict[str, Any]:
+        ahead = 0 if iteration.left else self._prefetch.ahead
+        return {
+            "left": iteration.left,
+            "batches": iteration.batches - ahead,
+            "position": dataloader.position(
+                self.loader, exhausted=iteration.left, iterator=iteration.inner, ahead=min(ahead, iteration.batches)
+            ),
+        }
+
+    def committing(self) -> None:
+        """Note that the user has called commit()."""
+        depth = self._prefetch.depth
+        running = self._running
+        since = max((each.taken - each.counted for each in running), default=0)
+        for each in running:
+            each.counted = each.taken
+        ended = bool(running) and running[-1].ended
+        self._prefetch.committed(since + self._taken_to_the_end if running else 0, ended=ended)
+        self._taken_to_the_end = 0
+        if self._prefetch.depth != depth and self._prefetch.depth is not None:
+            dataloader.look_ahead(self.loader, self._prefetch.depth)
+
+    def committed(self) -> None:
+        """Note that a commit was one, and has ended."""
+        for each in self._alive:
+            each.steps += each.taken > 0
+            each.taken = each.counted = 0
 
     def leave(self) -> None:
         """Note that the user takes no further batch from the current iteration."""
@@ -148,51 +201,69 @@ class Follower:
 
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""
-        reason = dataloader.unreplayable(self.loader)
-        return None if reason is None else f"{self.name}: {reason}"
+        reason = dataloader.unreplayable(self.loader) or self._prefetch.doubt
+        if not reason and self._prefetch.ahead and (len(self._running) > 1 or self._at[1] < self._prefetch.ahead):
+            reason = _MIXED
+        return f"{self.name}: {reason}" if reason else None
+
+    def remark(self) -> str | None:
+        """One line on what a resume rests on or costs; None if there is nothing to say."""
+        line = dataloader.remark(self.loader)
+        return None if line is None else f"{self.name}: {line}"
 
     # Resume
 
     def hold(self, state: dict[str, Any]) -> None:
-        """Continue after `state` with the next iteration if it was captured in one, else begin the iteration due then.
+        """Continue after `state` with the next iterations if it was captured in some, else begin the one due then.
 
         Leaves the global generators as they are.
 
         Raises:
             DataPositionError: the loader differs from the one that `state` was read from.
         """
-        position = state["position"]
+        self._held, self._to_open = list(state["iterations"]), list(state["iterations"])
+        self._opened = None
+        self._known.clear()
+        self._newest = None
+        self._prefetch.load(state["prefetch"])
+        if self._prefetch.depth is not None:
+            dataloader.look_ahead(self.loader, max(self._prefetch.depth, _ahead(state)))
         if self._counter is not None and state["counted"] is not None:
-            # The iteration that continues is counted once more.
-            self._counter._num_iter_calls = state["counted"] - int(state["active"])
-        if state["active"]:
-            self._held, self._opened = state, None
-            dataloader.resume(self.loader, position)
+            # The iterations that continue are counted once more.
+            self._counter._num_iter_calls = state["counted"] - len(self._held)
+        if self._held:
+            self._resume(self._held[-1])
         else:
-            dataloader.recreate_persistent_iterator(self.loader, position)
-            dataloader.restore_generators(self.loader, position)
+            dataloader.recreate_persistent_iterator(self.loader, state["position"])
+            dataloader.restore_generators(self.loader, state["position"])
+
+    def _resume(self, held: dict[str, Any]) -> None:
+        dataloader.resume(self.loader, held["position"], on_live=self._training.on_live)
 
     def _open(self, make: Callable[[], Iterator[Any]]) -> Iteration:
         """The result of `iter()` over the loader; `make` is its own."""
-        held = self._held
-        if held is not None and self._opened is not None and self._opened != self._training.ended:
-            self._leave_held(held, make)
-            held = None
-        elif held is not None:
+        held: dict[str, Any] | None = None
+        if self._held and self._opened is not None and self._opened != self._training.ended:
+            self._leave_held(make)
+        elif self._held:
             self._opened = self._training.ended
+            # One that is begun again before it has given a batch continues there as well.
+            held = self._to_open.pop(0) if self._to_open else self._held[-1]
             # Code that ran since `hold` may have moved the loader's own generators.
-            dataloader.resume(self.loader, held["position"])
+            self._resume(held)
         iteration = Iteration(self, make(), held, self._iterations)
         self._iterations += 1
+        self._known = [reference for reference in self._known if reference() is not None]
+        self._known.append(weakref.ref(iteration))
         return iteration
 
-    def _leave_held(self, held: dict[str, Any], make: Callable[[], Iterator[Any]]) -> None:
-        """Give up the iteration that would have continued after `held`: another one begins, and it was never advanced.
+    def _leave_held(self, make: Callable[[], Iterator[Any]]) -> None:
+        """Give up iterations that would have continued: another one begins, and they were never advanced.
 
-        The killed process had left it, too: `zip` ends with its shortest iterator, and asks no other.
+        The killed process had left them, too: `zip` ends with its shortest iterator, and asks no other.
         """
-        self._held = None
-        dataloader.resume(self.loader, {**held["position"], "exhausted": True})
+        left, self._held, self._to_open = self._held, [], []
+        dataloader.resume(self.loader, {**left[-1]["position"], "exhausted": True})
         for _ in make():
             raise ForeignStateError(
                 f"{self.name}: expected no batch after its last one, found one; build the loader over the same data "
@@ -212,17 +283,24 @@ class Follower:
                 f"{self.name} was asked for another batch after commit(epoch_over=True); leave the loop over it "
                 "there, or commit without"
             )
-        if iteration.held is not None and iteration.held is self._held:
-            self._held = None
-            self._training.on_live()
+        if any(iteration.held is each for each in self._held):
+            self._held = [each for each in self._held if each is not iteration.held]
+            if not _fetched(iteration.held):
+                self._training.on_live()
         try:
             batch = next(iteration.inner)
         except StopIteration:
             if not iteration.ended:
                 iteration.ended = self._ended = True
+                self._taken_to_the_end += iteration.taken - iteration.counted
+                iteration.taken = iteration.counted = 0
                 self._training.ended += 1
             raise
+        if not iteration.taken and not iteration.steps:
+            self._prefetch.began()
+        self._prefetch.took(batch)
         iteration.batches += 1
+        iteration.taken += 1
         self._newest, self._ended = weakref.ref(iteration), False
         self._at = iteration.number, iteration.batches
         return batch
@@ -244,13 +322,24 @@ class Followers(FollowedLoaders[Follower]):
             self._all.append(Follower(loader, counter, f"loader {len(self._all)}", self))
 
 
+def _ahead(state: dict[str, Any]) -> int:
+    return max((_fetched(each) for each in state["iterations"]), default=0)
+
+
+def _fetched(held: dict[str, Any] | None) -> int:
+    """Number of batches that the killed process had fetched ahead and that are loaded again under its generators."""
+    return 0 if held is None else sum(count for count, _ in held["position"]["pass"]["fetches"])
+
+
 def check_parts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The parts of the states that decide which batches follow, under the user's names for them."""
     return {
         f"loader {number}": {
-            "position": dataloader.comparable(state["position"], between_passes=not state["active"]),
-            "active": state["active"],
-            "batches": state["batches"],
+            "iterations": [
+                {"position": dataloader.comparable(each["position"]), "batches": each["batches"]}
+                for each in state["iterations"]
+            ],
+            "position": state["position"] and dataloader.comparable(state["position"], between_passes=True),
             "counted": state["counted"],
         }
         for number, state in enumerate(states)

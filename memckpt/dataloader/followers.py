@@ -28,11 +28,20 @@ class Followed(Protocol):
     def leave(self) -> None:
         """Note that the user takes no further batch from the current iteration."""
 
+    def committing(self) -> None:
+        """Note that the user has called commit()."""
+
+    def committed(self) -> None:
+        """Note that a commit was one, and has ended."""
+
     def hold(self, state: dict[str, Any]) -> None:
         """Continue after `state`. Raises DataPositionError if the loader differs from the one of `state`."""
 
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""
+
+    def remark(self) -> str | None:
+        """One line on what a resume rests on or costs; None if there is nothing to say."""
 
     def release(self) -> None:
         """Restore the loader as it was before it was followed."""
@@ -82,6 +91,16 @@ class FollowedLoaders(Generic[FollowedT]):
         for each in self._all:
             each.leave()
 
+    def committing(self) -> None:
+        """Note that the user has called commit(), whether that ends a record or not."""
+        for each in self._all:
+            each.committing()
+
+    def committed(self) -> None:
+        """Note that a commit was one, and has ended."""
+        for each in self._all:
+            each.committed()
+
     def states(self) -> list[dict[str, Any]]:
         """The user's positions, as plain values."""
         return [each.state() for each in self._all]
@@ -94,6 +113,10 @@ class FollowedLoaders(Generic[FollowedT]):
     def unreplayable(self) -> Iterator[str]:
         """One line for each reason why an exact resume cannot be promised."""
         yield from filter(None, (each.unreplayable() for each in self._all))
+
+    def remarks(self) -> Iterator[str]:
+        """One line for each loader of which a resume rests on something, or costs something."""
+        yield from filter(None, (each.remark() for each in self._all))
 
     def release(self) -> None:
         """Restore all of them."""

@@ -50,6 +50,13 @@ def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
     loader.__dict__[RECORD] = LoaderRecord(loader, lookahead)
 
 
+def look_ahead(loader: DataLoader[Any], batches: int) -> None:
+    """Change the `lookahead` of a grafted loader, from the current pass on."""
+    record = _require(loader)
+    record.lookahead = batches
+    record.current.look_ahead(batches)
+
+
 def is_grafted(loader: object) -> bool:
     """Whether `graft` was called on this object, and `release` was not."""
     return record_of(loader) is not None
@@ -160,7 +167,7 @@ def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dic
     Args:
         between_passes: the next batch begins a new pass, so the place in this one does not matter.
     """
-    left_out = {"progress", "iterable", *(("pass", "exhausted") if between_passes else ())}
+    left_out = {"progress", "iterable", "inexact", *(("pass", "exhausted") if between_passes else ())}
     part = {name: value for name, value in position.items() if name not in left_out}
     if position.get("iterable") and part.get("pass") is not None:
         # Which worker's end of data arrives first is chance, and each arrival dispatches another batch.
@@ -184,6 +191,8 @@ def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
         "dispatched_digest": None,
         "worker_states": {},
         "sampler_ended": False,
+        "draws": {},
+        "draws_lost": False,
         "fetches": [],
     }
     return {**position, "pass": moved}
@@ -227,23 +236,31 @@ def unreplayable(loader: DataLoader[Any]) -> str | None:
     May be called for any loader at any time. Some reasons show only during iteration, so call it again after the first
     batches. Others are found by checksums at `resume`.
     """
-    name = type(loader.dataset).__name__
     kind = getattr(type(loader), "_memckpt_base", type(loader))
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         return "in_order=False: the number of batches does not tell which ones were handed out"
-    if isinstance(loader.dataset, IterableDataset):
-        return f"{name} is an IterableDataset: on resume its earlier samples are read again and discarded"
     if not kind.__iter__.__module__.startswith(("torch.", "torchdata.")):
         return f"{kind.__name__} overrides __iter__: only batches from its base class are counted"
     record = record_of(loader)
     own = LoaderRecord(loader, 0).own if record is None else record.own
     if own.stateless:
         return f"loader.{own.stateless} is a SystemRandom: the operating system's numbers cannot be repeated"
-    if record is not None and record.lazy_sampler is not None:
-        return f"the sampler {record.lazy_sampler} draws from a global generator while training draws from it too"
+    if record is not None and record.inexact:
+        return next(iter(record.inexact))
     if record is not None and record.iterated_before:
         return "the loader was iterated before it was grafted: its running iterator is not followed"
     return None
+
+
+def remark(loader: DataLoader[Any]) -> str | None:
+    """One line on what a resume of this loader rests on or costs; None if there is nothing to say."""
+    if not isinstance(loader.dataset, IterableDataset):
+        return None
+    return (
+        f"{type(loader.dataset).__name__} is an IterableDataset: a resume reads it again from its beginning, and skips "
+        "what was trained by counting; it has to give the same samples in the same order at each start, so seed "
+        "whatever shuffles it"
+    )
 
 
 def _validate(loader: DataLoader[Any], position: dict[str, Any]) -> None:

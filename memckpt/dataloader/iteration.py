@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +15,32 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from memckpt.dataloader import own_state
 from memckpt.dataloader.own_state import OwnObjects
 from memckpt.dataloader.passes import Pass, Phase
-from memckpt.dataloader.sampler_tap import tap
+from memckpt.dataloader.sampler_tap import content_digest, tap
 from memckpt.dataloader.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
+from memckpt.state.rng import RngState
 
-FORMAT = 2
+_log = logging.getLogger("memckpt")
+FORMAT = 3
 RECORD = "_memckpt_record"
 _END = object()
+_DRAWS_LOST = (
+    "the sampler {} draws from a global generator again and again in a pass, and not all of its draws are carried; let "
+    "it draw from a torch.Generator of its own"
+)
+_OTHER_STREAM = (
+    "the stream {} gave other samples than before when its first {} batches were read again, so that some samples are "
+    "trained twice and others never; give what shuffles it a seed that is the same at each start"
+)
+_SHARED_STREAM = (
+    "the stream {} draws from a global generator while training draws from it too, so that it may be another one when "
+    "it is read again; give it a generator of its own, or a worker"
+)
+_KEPT = (
+    "loader.{} changes with each pass, and is too large to be carried with each record; derive the order from a "
+    "torch.Generator, or from the number of the epoch"
+)
 
 
 class LoaderRecord:
@@ -46,8 +65,11 @@ class LoaderRecord:
         self.on_live: Callable[[], None] | None = None
         self.around: Callable[[Callable[[], Any]], Any] | None = None
         """Makes the result of an iter(); its argument makes what the loader itself would return."""
-        self.watch_sampler = True
-        self.lazy_sampler: str | None = None
+        self.watch_sampler = False
+        self._kept_by_samplers: dict[str, int] = {}
+        self._after_fetch: RngState | None = None
+        self.inexact: dict[str, None] = {}
+        """Why resumes of this loader are not exact, as far as that has shown; one reason each."""
         self.iterated_before = getattr(loader, "_iterator", None) is not None
         self.own = OwnObjects(self._roots)
         self._baseline = self.own.capture()
@@ -81,8 +103,11 @@ class LoaderRecord:
 
     def position(self, loader: DataLoader[Any], exhausted: bool, ahead: int, iterator: object) -> dict[str, Any]:
         current = self._pass_of(iterator)
-        if self.resuming is not None:
+        # Of several iterators, another one may be at its place already.
+        if self.resuming is not None and getattr(iterator, "_memckpt_resumes", self.resuming) is self.resuming:
             return {**self.resuming, "exhausted": exhausted or self.resuming["exhausted"]}
+        if current.draws_lost:
+            self.inexact[_DRAWS_LOST.format(", ".join(self.own.unknown_samplers()))] = None
         current.exhausted = current.exhausted or exhausted
         own = self.own.capture()
         for path, names in own_state.changed(self._baseline, own).items():
@@ -97,6 +122,7 @@ class LoaderRecord:
             "progress": {path: list(names) for path, names in self._progress.items()},
             "has_iterator": getattr(loader, "_iterator", None) is not None,
             "exhausted": current.exhausted,
+            "inexact": list(self.inexact),
         }
 
     def _pass_of(self, iterator: object) -> Pass:
@@ -108,6 +134,8 @@ class LoaderRecord:
 
     def restore_own(self, position: dict[str, Any]) -> None:
         self.own.restore(position["own"], position["progress"])
+        if self.own.lost:
+            self.inexact[self.own.lost] = None
 
     def go_live(self) -> None:
         """Begin new data: set the generators to the position's, and make a further iter() the next pass."""
@@ -148,6 +176,7 @@ class LoaderRecord:
             known = self._progress.setdefault(path, [])
             known.extend(name for name in names if name not in known)
         self.restore_own(position)
+        self.inexact.update(dict.fromkeys(position["inexact"]))
         if position["pass"] is not None:
             self.resuming = position
             drop_iterator(loader)
@@ -157,7 +186,7 @@ class LoaderRecord:
     def make_iterator(self, loader: DataLoader[Any], base: type[DataLoader[Any]]) -> Any:
         if self.resuming is not None:
             return self._resumed_iterator(loader, base, self.resuming)
-        self.watch_sampler = not self.begun
+        self._look_at_samplers()
         self.current = Pass(construction=self.phase(), lookahead=self.lookahead)
         self.begun = True
         return self._construct(loader, base, self.current)
@@ -166,7 +195,7 @@ class LoaderRecord:
         record, exhausted = position["pass"], position["exhausted"]
         persistent = bool(loader.persistent_workers and loader.num_workers)
         iterable = isinstance(loader.dataset, IterableDataset)
-        self.watch_sampler = False
+        self._look_at_samplers()
         self.current = current = Pass.resumed(record, self.lookahead)
         self.begun = True
         current.exhausted = exhausted
@@ -248,6 +277,17 @@ class LoaderRecord:
                     )
         finally:
             self.rereading = False
+        found = iterator._memckpt_pass.digest
+        if record["digest"] not in (None, found) and not self.inexact:
+            self.inexact[_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"])] = None
+            _log.warning("memckpt: training does not go on exactly: %s", next(iter(self.inexact)))
+
+    def stream_drew(self, name: str, before: RngState, after: RngState) -> None:
+        """Note what a fetch from a stream in this process has done to the global generators."""
+        between = self._after_fetch is not None and self._after_fetch != before
+        if between and before != after:
+            self.inexact[_SHARED_STREAM.format(name)] = None
+        self._after_fetch = after
 
     def begin_next_pass(self, iterator: Any) -> None:
         """Prepare for a persistent iterator's next pass."""
@@ -259,7 +299,28 @@ class LoaderRecord:
             sent[worker_id] -= len(range(ended.skipped)[worker_id::workers])
         iterator._memckpt_pass = self.current = Pass(construction=ended.construction, lookahead=self.lookahead)
         iterator._memckpt_over = False
-        self.watch_sampler = False
+        self._look_at_samplers()
+
+    def _look_at_samplers(self) -> None:
+        """Look, before a pass, at everything below the loader, and at what its samplers have kept from the last one."""
+        self.own.look()
+        # The samplers of the libraries draw when they begin, if at all.
+        self.watch_sampler = bool(self.own.unknown_samplers())
+        kept = self.own.uncarried()
+        for path, checksum in kept.items():
+            if self._kept_by_samplers.get(path, checksum) != checksum:
+                self.inexact[_KEPT.format(path)] = None
+        self._kept_by_samplers = kept
+
+    def differs(self, problem: str) -> None:
+        """Act on a sampler that is not at its place.
+
+        Raises:
+            DataPositionError: with the problem, where the samplers are a library's, so that the data must be others.
+        """
+        if not self.own.unknown_samplers():
+            raise DataPositionError(problem)
+        self.inexact[problem] = None
 
 
 # -- classes
@@ -317,6 +378,7 @@ class GraftedIterator:
     _memckpt_over: bool
     _memckpt_resumes: dict[str, Any] | None
     _num_workers: int
+    _dataset: Any
 
     def _next_data(self) -> Any:
         if self._memckpt_over:
@@ -331,7 +393,10 @@ class GraftedIterator:
             return self._fetch()
 
     def _fetch(self) -> Any:
-        current = self._memckpt_pass
+        current, record = self._memckpt_pass, self._memckpt_record
+        stream = isinstance(self._dataset, IterableDataset)
+        watched = stream and not self._num_workers and not record.rereading and not record.inexact
+        before = rng.capture() if watched else None
         try:
             data = self._memckpt_base._next_data(self)
         except StopIteration:
@@ -343,11 +408,16 @@ class GraftedIterator:
                 self._settle()
             raise
         self._settle()
-        if isinstance(data, WorkerBatch):
-            current.hand_out(data.worker_id, data.state)
-            return data.batch
-        current.hand_out()
-        return data
+        if before is not None:
+            record.stream_drew(type(self._dataset).__name__, before, rng.capture())
+        shipped = data if isinstance(data, WorkerBatch) else None
+        batch = data if shipped is None else shipped.batch
+        digest = content_digest(batch, current.digest) if stream else None
+        if shipped is None:
+            current.hand_out(digest=digest)
+        else:
+            current.hand_out(shipped.worker_id, shipped.state, digest)
+        return batch
 
     def _settle(self) -> None:
         """Note that the resumed pass is in progress: a further iter() is the next pass."""

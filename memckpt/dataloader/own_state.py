@@ -59,6 +59,7 @@ _CONTAINERS = (list, tuple, deque)
 #: Packages whose objects are not looked into, and whose functions and classes name no generator of the user.
 _NOT_SEARCHED = frozenset({"memckpt", "logging", "threading", "multiprocessing", "asyncio"})
 _NO_USER_CODE = _NOT_SEARCHED | {"builtins", "torch", "torchdata", "numpy", "collections", "functools", "random"}
+_SAMPLER_PACKAGES = frozenset({"torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning"})
 _LARGEST_INT = 2**63
 #: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
 #: HF's samplers, which may have drawn another value in this process.
@@ -240,6 +241,12 @@ class OwnObjects:
         if value.dtype.hasobject or value.size > _MOST_ELEMENTS:
             return None
         return {"array": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def unknown_samplers(self) -> list[str]:
+        """Classes of the samplers that are no library's."""
+        self._current()
+        kinds = [type(sampler) for sampler in self._samplers.values()]
+        return [kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _SAMPLER_PACKAGES]
 
     def uncarried(self) -> dict[str, int]:
         """Checksums of what the samplers keep and no capture carries, by path: large lists and arrays."""

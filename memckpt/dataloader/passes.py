@@ -11,6 +11,9 @@ from memckpt.errors import DataPositionError
 _UNDO_DEPTH = 8
 """Number of batches that a position can go back, at least; a loader that is read further ahead remembers more."""
 
+_MOST_DRAWS = 8
+"""Number of a pass's draws that moved the global generators and are kept: each takes a few KiB of every record."""
+
 Phase = dict[str, Any]
 """States of the generators at one moment: ``{"global": RngState, "own": OwnState}``."""
 
@@ -42,6 +45,12 @@ class Pass:
     """The pass is over although its sampler may have more: dispatch nothing."""
     exhausted: bool = False
     """The caller takes no further batch from this pass."""
+    draws: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Global generators before a draw from the sampler that moved them, by the draw's number, without the first one.
+
+    Only those that it moved."""
+    draws_lost: bool = False
+    """There were more of them than are kept."""
     skipped: int = 0
     """Batches handed out by earlier processes; this process's workers have not seen them."""
     replay: dict[str, Any] | None = None
@@ -57,16 +66,35 @@ class Pass:
     _undo: deque[tuple[int, int | None, Phase | None]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._fetches = deque(maxlen=self.lookahead)
-        self._undo = deque(maxlen=max(_UNDO_DEPTH, self.lookahead))
+        self._fetches, self._undo = deque(), deque()
+        self.look_ahead(self.lookahead)
+
+    def look_ahead(self, batches: int) -> None:
+        """Remember what is needed to go back by this number of batches."""
+        self.lookahead = batches
+        self._fetches = deque(self._fetches, maxlen=batches)
+        self._undo = deque(self._undo, maxlen=max(_UNDO_DEPTH, batches))
 
     def dispatch(self, digest: int) -> None:
         self.dispatched += 1
         self.dispatched_digest = digest
         self._in_flight.append(digest)
 
-    def hand_out(self, worker_id: int | None = None, state: Phase | None = None) -> None:
-        """Count a batch for the caller; if a worker made it, note that worker's generators."""
+    def note_draw(self, moved: dict[str, Any]) -> None:
+        """Note that the draw that comes next has moved the global generators, which were in these states before."""
+        self.draws[self.dispatched] = moved
+        kept = [number for number in self.draws if number < self.batches]
+        if len(kept) > _MOST_DRAWS:
+            self.draws_lost = True
+            del self.draws[kept[0]]
+
+    def hand_out(self, worker_id: int | None = None, state: Phase | None = None, digest: int | None = None) -> None:
+        """Count a batch for the caller; if a worker made it, note that worker's generators.
+
+        Args:
+            worker_id, state: of the worker.
+            digest: running checksum of the batches' content, where there are no indices.
+        """
         self._undo.append(
             (self.digest, worker_id, self.worker_states.get(worker_id) if worker_id is not None else None)
         )
@@ -76,6 +104,8 @@ class Pass:
             self.fetching = None
         if self._in_flight:
             self.digest = self._in_flight.popleft()
+        if digest is not None:
+            self.digest = digest
         if worker_id is not None and state is not None:
             self.worker_states[worker_id] = state
 
@@ -109,6 +139,8 @@ class Pass:
             "dispatched": self.dispatched,
             "dispatched_digest": self.dispatched_digest,
             "sampler_ended": self.sampler_ended,
+            "draws": dict(self.draws),
+            "draws_lost": self.draws_lost,
             "fetches": _counted(fetches[len(fetches) - ahead :]) if len(fetches) >= ahead else [],
         }
 
@@ -126,6 +158,8 @@ class Pass:
             dispatched=record["batches"],
             dispatched_digest=record["digest"] or 0,
             skipped=record["batches"],
+            draws=dict(record["draws"]),
+            draws_lost=record["draws_lost"],
             replay=record,
             lookahead=lookahead,
             refetch=deque(_repeated(record["fetches"])),
@@ -136,6 +170,7 @@ class Pass:
         self.replay = None
         self.worker_states = dict(self.worker_start)
         self.batches = self.digest = self.dispatched = self.dispatched_digest = self.skipped = 0
+        self.draws, self.draws_lost = {}, False
 
 
 def _counted(fetches: list[Phase]) -> list[tuple[int, Phase]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,9 +16,8 @@ from memckpt.dataloader.passes import Pass, Phase
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
 
-# Draws of a loader's first pass that are watched for use of the global generators. Not the first one: that is where
-# samplers shuffle.
-_WATCHED_DRAWS = range(1, 4)
+#: Parts of a batch, and elements of one, that a checksum of its content looks at.
+_SAMPLED = 64
 
 
 class PassKeeper(Protocol):
@@ -28,12 +27,12 @@ class PassKeeper(Protocol):
     holding: bool
     """While true, samplers appear empty: nothing may be dispatched yet."""
     watch_sampler: bool
-    lazy_sampler: str | None
 
     def phase(self) -> Phase: ...
     def enter(self, phase: Phase) -> None: ...
     def preserved(self) -> AbstractContextManager[None]: ...
     def drawn(self, current: Pass) -> None: ...
+    def differs(self, problem: str) -> None: ...
 
 
 class SamplerTap:
@@ -113,15 +112,19 @@ class _TapIterator(Iterator[Any]):
             self._pass.sampler_start = (self._before, self._keeper.phase())
 
     def _draw(self) -> Any:
-        watched = self._keeper.watch_sampler and self._pass.dispatched in _WATCHED_DRAWS
+        # The first draw is where samplers shuffle, and is noted for every pass.
+        watched = self._keeper.watch_sampler and self._pass.dispatched > 0
         before = rng.capture() if watched else None
         try:
             index = next(self._indices)
         except StopIteration:
             self._pass.sampler_ended = True
             raise
-        if watched and rng.capture() != before:
-            self._keeper.lazy_sampler = type(self._sampler).__name__
+        if before is not None:
+            after = rng.capture()
+            moved = {name: state for name, state in before.items() if state != after[name]}
+            if moved:
+                self._pass.note_draw(moved)
         return index
 
     def _replay(self, recorded: dict[str, Any]) -> None:
@@ -138,8 +141,10 @@ class _TapIterator(Iterator[Any]):
             self._indices = iter(self._sampler)
             self._keeper.enter(at_first_draw)
             for drawn in range(dispatched):
-                if drawn == batches:
+                if drawn == batches and not recorded["draws_lost"]:
                     self._check(digest, recorded["digest"], batches)
+                if drawn in recorded["draws"]:
+                    rng.restore({**rng.capture(), **recorded["draws"][drawn]})
                 try:
                     index = next(self._indices)
                 except StopIteration:
@@ -150,7 +155,8 @@ class _TapIterator(Iterator[Any]):
                 digest = index_digest(index, digest)
                 if drawn >= batches:
                     self._ahead.append((index, self._indices_state()))
-            self._check(digest, recorded["dispatched_digest"], dispatched)
+            if not recorded["draws_lost"]:
+                self._check(digest, recorded["dispatched_digest"], dispatched)
             if recorded["digest"] is None:  # a derived position: later ones build on these draws
                 self._pass.digest = self._pass.dispatched_digest = digest
             if recorded["sampler_ended"]:
@@ -160,7 +166,7 @@ class _TapIterator(Iterator[Any]):
                 except StopIteration:
                     self._pass.sampler_ended = True
                 else:
-                    raise DataPositionError(
+                    self._keeper.differs(
                         f"{self._describe()} goes on after {dispatched} batches, expected its end there as in the "
                         "run that is continued; build the loader over the same data in both runs"
                     )
@@ -170,11 +176,11 @@ class _TapIterator(Iterator[Any]):
 
     def _check(self, found: int, expected: int | None, batches: int) -> None:
         if expected is not None and found != expected:
-            raise DataPositionError(
+            self._keeper.differs(
                 f"{self._describe()} does not repeat the indices of its first {batches} batches: expected checksum "
                 f"{expected:#010x} as in the run that is continued, found {found:#010x}. Either the data or the "
-                "loader's arguments changed, or the sampler draws from a global generator while training draws "
-                "from it too; let it draw from a torch.Generator of its own, or shuffle once when it is iterated"
+                "loader's arguments changed, or the sampler keeps state that is no random generator; let it draw from "
+                "a torch.Generator of its own, or shuffle by the number of the epoch"
             )
 
     def _describe(self) -> str:
@@ -219,3 +225,20 @@ def index_digest(index: Any, digest: int) -> int:
     if isinstance(index, dict):
         return index_digest([part for item in index.items() for part in item], digest)
     return zlib.crc32(type(index).__qualname__.encode(), digest)
+
+
+def content_digest(batch: Any, digest: int) -> int:
+    """Continue a 32-bit running checksum with a sample of a batch's content: a few elements of each part."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for part in batch[:_SAMPLED]:
+            digest = content_digest(part, digest)
+        return zlib.crc32(b"(", digest ^ len(batch))
+    if isinstance(batch, torch.Tensor):
+        if batch.device.type != "cpu" or not batch.is_contiguous():
+            return index_digest(list(batch.shape), digest)
+        batch = batch.detach().reshape(-1)[:: max(batch.numel() // _SAMPLED, 1)].contiguous().view(torch.uint8).numpy()
+    elif isinstance(batch, np.ndarray) and not batch.dtype.hasobject:
+        batch = batch.reshape(-1)[:: max(batch.size // _SAMPLED, 1)].copy()
+    return index_digest(batch, digest)

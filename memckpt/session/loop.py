@@ -19,8 +19,6 @@ from memckpt.session.report import HeldState
 
 #: Name of its state in the rank state.
 STATE = f"{OWN}loop"
-#: Commits between two searches for reasons that prevent an exact resume; some show only while training runs.
-_LOOK_EVERY_COMMITS = 64
 _log = logging.getLogger("memckpt")
 _NOT_FOLLOWED = (
     "epochs() counts the epochs, and no loader was given to session.loader(): an epoch that was interrupted takes all "
@@ -41,6 +39,7 @@ class Loop:
         epoch: the current or next epoch of `epochs`.
         batch: number of batches of this epoch before the last commit.
         counts_batches: whether the user's loop counts them, too.
+        found: why the place that is held is not taken up exactly, as far as :meth:`hold` has found.
     """
 
     def __init__(self, rank_state: RankState, ranks: Ranks, restore_rng: Callable[[], None]) -> None:
@@ -56,10 +55,10 @@ class Loop:
         self._in_epochs = False
         self._counts_epochs = False
         self._ended_at_commit = 0
-        self._commits = 0
         self.epoch = 0
         self.batch = 0
         self.counts_batches = False
+        self.found: tuple[str, ...] = ()
 
     def follow(self, loader: LoaderT) -> LoaderT:
         """Follow a loader. Arguments, result and errors are those of :meth:`memckpt.Session.loader`."""
@@ -77,6 +76,10 @@ class Loop:
         self._followers.follow(found, counter)
         self._provide()
         self._look()
+        for line in self._followers.remarks():
+            if line not in self._said and self._ranks.rank == 0:
+                self._said.add(line)
+                _log.info("memckpt: %s", line)
         return loader
 
     def _provide(self) -> None:
@@ -85,12 +88,11 @@ class Loop:
 
     def _look(self) -> None:
         for line in self._followers.unreplayable():
-            self._warn(line)
+            self._rank_state.inexact(line)
 
     def _warn(self, line: str | None) -> None:
-        if line is not None and line not in self._said and self._ranks.rank == 0:
-            self._said.add(line)
-            _log.warning("memckpt: not exact after a restart: %s", line)
+        if line is not None:
+            self._rank_state.inexact(line)
 
     # Resume
 
@@ -122,6 +124,8 @@ class Loop:
         self.epoch, self.batch = state["epoch"] or 0, state["batch"]
         self._followers.hold(state["loaders"])
         self._rng_pending = any(each.waits for each in self._followers)
+        self.found = tuple(self._followers.unreplayable())
+        self._rank_state.take_over({"inexact": self.found})
 
     def _go_live(self) -> None:
         """Restore the global generators: what the loop drew above its batches, the killed process had drawn before."""
@@ -139,7 +143,11 @@ class Loop:
                 "epochs(): expected a held state that was committed in a loop over epochs(), found one that was not; "
                 'count epochs as in the run that is continued, or start over with resume="never"'
             )
-        if self._held is not None and not self._rng_pending and any(each["active"] for each in self._held["loaders"]):
+        if (
+            self._held is not None
+            and not self._rng_pending
+            and any(each["iterations"] for each in self._held["loaders"])
+        ):
             raise UsageError(
                 "epochs(): expected loaders that nobody has iterated since restore(), found one that gave a batch, "
                 "which the loop would miss; look at the data before restore()"
@@ -162,6 +170,10 @@ class Loop:
 
     # Each commit
 
+    def count_commit(self) -> None:
+        """Note that the user has called commit(), whether that ends a record or not."""
+        self._followers.committing()
+
     def begin_commit(self, epoch_over: bool) -> None:
         """Check the place of a commit, before the rank state is captured.
 
@@ -177,6 +189,7 @@ class Loop:
             )
         if epoch_over:
             self._followers.leave()
+        self._look()
         if self._followers.ended != self._ended_at_commit:
             reason = "an epoch, or another iteration over a loader, ended before it"
             self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
@@ -189,10 +202,8 @@ class Loop:
             if self._in_epochs and self.batch > 1 and not self.counts_batches:
                 self._warn(_NOT_FOLLOWED)
             return
+        self._followers.committed()
         self._warn(self._watch.committed(self._followers.places(), self._in_epochs))
-        self._commits += 1
-        if self._commits % _LOOK_EVERY_COMMITS == 1:
-            self._look()
 
     def _batch_now(self) -> int:
         batches = self._followers.batches

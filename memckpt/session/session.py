@@ -245,7 +245,7 @@ class Session(Information):
             self._refuse_inexact(report)
         if report is not None or held is None:
             self.restore_rng()
-        return report
+        return None if report is None else report.because(*self._loop.found)
 
     def restore_tensors(self) -> RestoreReport | None:
         """Restore parameters, buffers, optimizer state and groups, in place; the first half of :meth:`restore`."""
@@ -364,6 +364,7 @@ class Session(Information):
         self._refuse_unrestored("commit()")
         started = time.perf_counter()
         inner = self._clock.total - self._clock.commit
+        self._loop.count_commit()
         try:
             refuse_uneven(self._data_parallel)
             self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)

@@ -39,6 +39,7 @@ from tests.support.trainings.loader_cases import (
     Augmented,
     Doubling,
     LazyGlobal,
+    Reshuffled,
     Workers,
     loaded,
     make,
@@ -70,6 +71,8 @@ CHAINS = [
             "init-fn",
             "lazy-generators",
             "pipeline",
+            "reshuffled",
+            "chunks",
         )
     ),
     *(pytest.param(name, PERSISTENT, marks=() if name == "shuffle" else pytest.mark.slow) for name in NAMES),
@@ -282,10 +285,16 @@ def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
 # -- errors
 
 
-def test_a_sampler_that_draws_between_the_steps_is_found_out(tmp_path: Path) -> None:
-    job = Job(lambda: DataLoader(Augmented(), BATCH, sampler=LazyGlobal()), tmp_path)
-    with pytest.raises(data.DataPositionError, match=r"LazyGlobal does not repeat .* torch\.Generator of its own"):
-        job.chain([3])
+def test_a_sampler_that_draws_too_often_between_the_steps_is_said(tmp_path: Path) -> None:
+    job = Job(lambda: DataLoader(Augmented(), 1, sampler=LazyGlobal()), tmp_path, epochs=1)
+    assert len(job.chain([12]).steps) == SAMPLES
+    loader = DataLoader(Augmented(), 1, sampler=LazyGlobal())
+    data.graft(loader)
+    iterator = iter(loader)
+    for drawn in range(SAMPLES):
+        next(iterator)
+        data.position(loader)
+        assert ("LazyGlobal draws from a global generator" in (data.unreplayable(loader) or "")) is (drawn > 9)
 
 
 @each_kind_of_workers
@@ -344,7 +353,8 @@ def test_a_missing_generator_is_refused() -> None:
 
 def test_reasons_against_a_loader() -> None:
     assert data.unreplayable(make("shuffle", TWO)) is None
-    assert "IterableDataset" in (data.unreplayable(make("iterable", NONE)) or "")
+    assert data.unreplayable(make("iterable", NONE)) is None
+    assert "IterableDataset" in (data.remark(make("iterable", NONE)) or "")
     assert "overrides __iter__" in (data.unreplayable(Doubling(Augmented())) or "")
     unordered = DataLoader(Augmented(), num_workers=2, in_order=False)
     assert "in_order=False" in (data.unreplayable(unordered) or "")
@@ -358,9 +368,12 @@ def test_reasons_against_a_loader() -> None:
     )
 
 
-def test_a_lazy_sampler_is_noticed_while_it_runs() -> None:
-    loader = DataLoader(Augmented(), BATCH, sampler=LazyGlobal())
+def test_a_large_order_that_is_shuffled_in_place_is_said() -> None:
+    loader = DataLoader(Augmented(), BATCH, sampler=Reshuffled(5000))
     data.graft(loader)
-    assert data.unreplayable(loader) is None
-    list(loader)
-    assert "BatchSampler" in (data.unreplayable(loader) or "")
+    for reason in ("", "loader.sampler.order changes with each pass"):
+        iterator = iter(loader)
+        next(iterator)
+        data.position(loader)
+        assert reason in (data.unreplayable(loader) or "")
+    assert "order" in (data.unreplayable(loader) or "")

@@ -63,6 +63,8 @@ CASES = [
     Case("accumulate", samples=42, accumulate=3),
     Case("persistent_workers", loader=PERSISTENT),
     Case("stateful", loading=STATEFUL),
+    Case("stateful_evaluation", loading=STATEFUL, evaluation_loader={}),
+    Case("stateful_evaluation_elsewhere", loading=STATEFUL, evaluation_loader={"elsewhere": True}),
     Case("scaler", scaler=True),
     Case("evaluated_inside", evaluate_every=4),
     Case("evaluation_loader", evaluate_every=4, evaluation_loader={}),

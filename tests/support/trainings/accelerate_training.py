@@ -51,7 +51,8 @@ class Case:
         stream: an IterableDataset.
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
-        evaluation_loader: evaluate on a prepared loader.
+        evaluation_loader: evaluate on a prepared loader, with these arguments; ``elsewhere``: one that the plugin does
+            not prepare.
         cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
         saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
         compression: how gradients are averaged.
@@ -242,8 +243,10 @@ class Training:
         if self.run.case.two:
             objects.append(self._loader())
         if self.run.case.evaluation_loader is not None:
-            arguments = self.run.case.evaluation_loader
-            objects.append(DataLoader(Samples(12), 4, shuffle=True, **arguments))
+            arguments = dict(self.run.case.evaluation_loader)
+            elsewhere = arguments.pop("elsewhere", False)
+            evaluated = DataLoader(Samples(12), 4, shuffle=True, **arguments)
+            objects.append(self.accelerator.prepare(evaluated) if elsewhere else evaluated)
         if not self.run.protected:
             if self.run.case.cut:  # otherwise Accelerate would wrap it into DDP
                 objects[0] = self.accelerator.prepare_model(self.model, evaluation_mode=True)

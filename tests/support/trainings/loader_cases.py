@@ -183,6 +183,37 @@ class EpochCounter(Sampler[int]):
         return iter(order)
 
 
+class Reshuffled(Sampler[int]):
+    """Shuffles in place: each order comes from the one before."""
+
+    def __init__(self, samples: int) -> None:
+        self.order = list(range(samples))
+        self.buckets = [[0, 1], [2, 3]]
+        self.weights = np.ones(2)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        random.shuffle(self.buckets)
+        self.weights *= 2
+        return iter([*self.order, self.buckets[0][0], int(self.weights[0]) % SAMPLES])
+
+
+class Chunks(Sampler[int]):
+    """Shuffles chunk by chunk, with the generator that training draws from."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, SAMPLES, 7):
+            chunk = list(range(first, min(first + 7, SAMPLES)))
+            random.shuffle(chunk)
+            yield from (chunk[each] for each in torch.randperm(len(chunk)).tolist())
+
+
 class LazyGlobal(Sampler[int]):
     """Draws each index from the generator that the model's dropout uses: cannot be replayed."""
 
@@ -258,6 +289,8 @@ MAKERS: dict[str, Callable[[dict[str, Any]], DataLoader[Any]]] = {
         **kw,
     ),
     "epoch-counter": lambda kw: DataLoader(Augmented(), BATCH, sampler=EpochCounter(), **kw),
+    "reshuffled": lambda kw: DataLoader(Augmented(), BATCH, sampler=Reshuffled(SAMPLES), **kw),
+    "chunks": lambda kw: DataLoader(Augmented(), BATCH, sampler=Chunks(), **kw),
     "unbatched": lambda kw: DataLoader(Augmented(7), batch_size=None, shuffle=True, **kw),
     "stateful": lambda kw: StatefulDataLoader(Augmented(), BATCH, shuffle=True, **kw),
     "dataset-generators": lambda kw: DataLoader(OwnGenerator(), BATCH, shuffle=True, **kw),

@@ -1,0 +1,117 @@
+"""How many batches a loop takes from a loader before it trains on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_DEEPEST = 8
+_UNCLEAR = (
+    "the loop took {} batches before its first commit and {} before each later one, so a restart takes the last {} "
+    "again, as a loop needs it that fetches ahead of its steps; if yours left some out, it trains them twice"
+)
+_IRREGULAR = (
+    "the loop fetches batches ahead of its steps, and not always as many, so a restart may lose or repeat some; commit "
+    "before the next batch is fetched"
+)
+
+
+class Prefetch:
+    """Compares batches taken with commits, beginning with an iteration at which no batch was waiting.
+
+    A loop that fetches ahead takes more before its first commit than before any other. It takes as many again before
+    the first commit of a restart, so these have to be the ones that wait.
+
+    Attributes:
+        ahead: number of batches that were taken and not yet trained, at the newest commit.
+        depth: the largest number of them; None as long as that is not known.
+        doubt: why that may be wrong, in words; empty if it is not.
+        at_end: whether the newest commit belongs to a batch that waited when its iteration ended.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = 0
+        self.depth: int | None = None
+        self.doubt = ""
+        self.at_end = False
+        self._each = 0
+        self._first = self._taken = self._commits = 0
+        self._begins = self._seen_alive = False
+        # What is still referred to is taken to be in use: a loop that leaves batches out drops them.
+        self._batches: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_DEEPEST + 1)
+
+    def began(self) -> None:
+        """Note that another iteration begins."""
+        self._begins = True
+
+    def took(self, batch: Any) -> None:
+        """Note a batch."""
+        if self.depth is None:
+            tensor = _tensor_in(batch)
+            if tensor is not None:
+                self._batches.append(weakref.ref(tensor))
+
+    def committed(self, since: int, *, ended: bool) -> None:
+        """Note a commit, before its state is captured.
+
+        Args:
+            since: number of batches taken since the last one.
+            ended: whether the iteration over them has ended.
+        """
+        self.at_end = ended and self.ahead > 0
+        begins, self._begins = self._begins, False
+        if self.depth is None:
+            self._learn(since)
+        if not self.depth:
+            return
+        if begins and (self._waiting <= 0 or since == self.depth + self._each):
+            self._taken = self._commits = 0  # what still waited of the last iteration was left
+        self._taken += since
+        self._commits += 1
+        if self._waiting not in range(self.depth + 1):
+            self.doubt = self.doubt or _IRREGULAR
+        self.ahead = min(max(self._waiting, 0), self.depth)
+
+    @property
+    def _waiting(self) -> int:
+        return self._taken - self._commits * self._each
+
+    def _learn(self, since: int) -> None:
+        alive = sum(each() is not None for each in self._batches)
+        if not self._first:
+            self._first = since
+            self._seen_alive = alive >= 2
+            if since == 1:
+                self.depth = 0
+            self.ahead = int(since == 2 and self._seen_alive)  # rather fetched ahead than accumulated
+        elif since:
+            self._each = since
+            self._taken, self._commits = self._first, 1
+            self.ahead = 0
+            self.depth = min(max(self._first - since, 0), _DEEPEST)
+            if self.depth and not (self._seen_alive and alive > self.depth):
+                self.doubt = _UNCLEAR.format(self._first, since, self.depth)
+            self._batches.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What is known, as plain values."""
+        return {"depth": self.depth, "each": self._each}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what the killed process knew."""
+        if state["depth"] is not None:
+            self.depth, self._each = state["depth"], state["each"]
+
+
+def _tensor_in(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return next((found for found in map(_tensor_in, batch) if found is not None), None)
+    return None
