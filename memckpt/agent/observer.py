@@ -267,8 +267,8 @@ class Observer:
         self._memory.see(message.reason)
 
     def _drifted(self, ranks: RankGroup, message: said.Drift) -> None:
-        if message.max_ulp >= 2 * self._drift_ulp:
-            self._drift_ulp = message.max_ulp
+        if message.sure or message.max_ulp >= 2 * self._drift_ulp:
+            self._drift_ulp = max(self._drift_ulp, message.max_ulp)
             self.note(Drifted(message.record, message.max_ulp, message.tensor))
 
     # Trainers that go

@@ -21,7 +21,7 @@ from memckpt.cli.status_table import render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.status import PeerLinkStatus, StorageStatus
+from memckpt.protocol.status import AuditStatus, PeerLinkStatus, StorageStatus
 from memckpt.storage.local_store import LocalStore
 from tests.support.monitoring.statuses import a_view, an_agent, an_alarm, some_peers
 from tests.support.storage.stored_parts import part_of, write
@@ -73,6 +73,18 @@ def test_how_often_state_is_captured_and_why() -> None:
     assert re.search(r"check +│ step 9 was repeated: 2 parameters are equal", text_of(a_view(proved)))
     captured = an_agent(mode="capture", every=10, mode_reason="LBFGS [evaluates]", applied=None)
     assert "capture of every 10th step (LBFGS [evaluates])" in text_of(a_view(captured))
+
+
+@pytest.mark.parametrize(
+    ("audit", "said"),
+    [
+        (AuditStatus(16, 9, 0, 0.5), "16 pieces redone, the last one up to record 9, no finding, 0.5 CPU s"),
+        (AuditStatus(1, 9, 1, 0.5), "1 finding"),
+        (AuditStatus(0, None, 0, 3.0, problem="no class"), "0 pieces redone, no finding, 3.0 CPU s; not now: no class"),
+    ],
+)
+def test_what_the_audit_has_done(audit: AuditStatus, said: str) -> None:
+    assert said in " ".join(text_of(a_view(an_agent(audit=audit))).split())
 
 
 def test_what_is_not_known_is_left_out() -> None:

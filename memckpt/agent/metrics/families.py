@@ -106,6 +106,10 @@ def _of(snapshot: Snapshot, make: _Maker) -> Iterator[Metric]:
         yield make.gauge("drift_ulp", "Largest difference found by the audit, in last places", status.max_drift_ulp)
         redo = status.redo_seconds_per_record
         yield make.gauge("redo_seconds", "What applying a record to the replica takes, on average", redo)
+    if status.audit is not None:
+        yield make.counter("audited_pieces", "Pieces that were redone and compared", status.audit.pieces)
+        yield make.counter("audit_findings", "Pieces that differed", status.audit.findings)
+        yield make.counter("audit_cpu_seconds", "CPU time of the auditor's process", status.audit.cpu_seconds)
     if status.storage is not None:
         yield from _of_storage(status.storage, snapshot, make)
     if status.peers is not None:

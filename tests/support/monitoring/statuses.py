@@ -6,7 +6,7 @@ from typing import Any
 
 from memckpt.cli.run_view import Stored, View
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.status import PeerLinkStatus, PeersStatus, Status, StorageStatus
+from memckpt.protocol.status import AuditStatus, PeerLinkStatus, PeersStatus, Status, StorageStatus
 
 
 def an_agent(**fields: Any) -> Status:
@@ -27,6 +27,7 @@ def an_agent(**fields: Any) -> Status:
         "records_held": 3,
         "seconds_since_commit": 0.25,
         "uptime_seconds": 7200.0,
+        "audit": AuditStatus(16, 9, 1, 0.5),
     }
     return Status(**{**settings, **fields})
 
