@@ -72,6 +72,8 @@ class FitState:
         self.beside = modules_beside(trainer, pl_module)
         self._user = UserState(trainer, pl_module, self.beside, skip=callback)
         self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))
+        modules = (pl_module, *self.beside.values())
+        self._attributes.staged = {each for module in modules for each in module.modules()}
         #: What hangs on datamodule and callbacks; the engine looks at the module.
         self._objects = FoundObjects(
             lambda: {name: each for name, each in attribute_roots(trainer, pl_module).items() if name != "module"},

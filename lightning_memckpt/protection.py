@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +36,7 @@ from lightning_memckpt.fit_state import FitState
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders, derived_positions
 from lightning_memckpt.loops import batches_behind, with_batches_behind
-from lightning_memckpt.notes import files_by_wall_clock, inexact
+from lightning_memckpt.notes import files_by_wall_clock, inexact, list_callbacks
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
 from memckpt.config import ResumeChoice
@@ -272,6 +273,9 @@ class Protection:
         self._orphans = OverwriteOrphans(self._trainer, state["captured_at"])
         self._silence()
         session.restore_rng()
+        for bar in list_callbacks(self._trainer):
+            if type(bar) in (TQDMProgressBar, RichProgressBar):
+                bar.on_train_epoch_start(self._trainer)  # a resumed epoch does not start: no total, no epoch
         if report is not None:
             self._messages.resumed(report)
 

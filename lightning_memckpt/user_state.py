@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import memckpt
 from lightning_memckpt.internals import callback_fields, set_callback_fields
 from lightning_memckpt.notes import list_callbacks
+from memckpt.capture import attributes
 from memckpt.capture.attributes import same
 
 try:
@@ -41,35 +42,9 @@ _SEPARATOR = "\0"
 
 
 def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
-    """Modules that training changes and the LightningModule does not contain, by a name that is stable over restarts.
-
-    They are attributes of callbacks (an average of the weights), or members of a plain list, tuple or dict on the
-    LightningModule or a callback, where nn.Module does not look.
-    """
-    inside = {id(module) for module in pl_module.modules()}
-    found: dict[str, nn.Module] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            if id(value) not in inside:
-                inside.update(id(module) for module in value.modules())
-                found[name] = value
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                if isinstance(item, nn.Module):
-                    add(f"{name}.{key}", item)
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                if isinstance(item, nn.Module):
-                    add(f"{name}.{index}", item)
-
-    for key, callback in callbacks_by_key(trainer):
-        for attribute, value in vars(callback).items():
-            add(f"callbacks.{key}.{attribute}", value)
-    for attribute, value in vars(pl_module).items():
-        if attribute not in ("_modules", "_parameters", "_buffers"):
-            add(f"model.{attribute}", value)
-    return found
+    """Modules that training changes and the LightningModule does not contain (an average of the weights), by name."""
+    callbacks = {f"callbacks.{key}": callback for key, callback in callbacks_by_key(trainer)}
+    return attributes.modules_beside(pl_module, {**callbacks, "model": pl_module})
 
 
 def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:

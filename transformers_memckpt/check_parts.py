@@ -29,7 +29,7 @@ def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]
     }
     for name, callback in states["callbacks"].items():
         parts["registered", f"callback {name}"] = callback
-    for name, value in state.get("attributes", {}).items():
+    for name, value in {**state.get("attributes", {}), **state.get("objects", {})}.items():
         parts["registered", f"attribute {name}"] = value
     return parts
 

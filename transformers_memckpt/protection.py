@@ -28,7 +28,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
-from memckpt.capture.attributes import Attributes
+from memckpt.capture.attributes import Attributes, FoundObjects
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.user_file import UserFile, connect
@@ -36,7 +36,7 @@ from memckpt.user_messages import Messages
 from transformers_memckpt import notes
 from transformers_memckpt.check_parts import check_parts
 from transformers_memckpt.loader import Follower
-from transformers_memckpt.trainer_state import TrainerStates, attribute_roots
+from transformers_memckpt.trainer_state import TrainerStates, attribute_roots, beside
 
 STATE = "transformers"
 _log = logging.getLogger("transformers_memckpt")
@@ -78,6 +78,17 @@ class Protection:
         self._messages = Messages(_log, trainer.is_world_process_zero())
         self._states = TrainerStates(trainer, callback)
         self._attributes = Attributes(attributes, lambda: attribute_roots(trainer))
+        self._beside = beside(trainer)
+        self._attributes.staged = {
+            each for module in (trainer.model, *self._beside.values()) for each in module.modules()
+        }
+        #: What hangs on the Trainer and its callbacks; the engine looks at modules.
+        self._objects = FoundObjects(
+            lambda: {name: each for name, each in attribute_roots(trainer).items() if name != "model"},
+            self._carried,
+            self._inexact,
+            "name {!r} in `attributes`",
+        )
         self._session: memckpt.Session | None = None
         self._loader: Follower | None = None
         self._pending: dict[str, Any] | None = None
@@ -92,6 +103,15 @@ class Protection:
         self._epoch_ended = False
         self._for_file: dict[str, Any] = {}
         self._file: tuple[str, int, int] | None = None
+
+    def _carried(self) -> list[object]:
+        """Objects whose state is carried here."""
+        callbacks = self._trainer.callback_handler.callbacks
+        return [*callbacks, self._trainer.lr_scheduler, *self._attributes.objects()]
+
+    def _inexact(self, reason: str) -> None:
+        assert self._session is not None, "begin() is called before anything is restored or captured"
+        self._session.inexact(reason)
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own loop; removes everything of ours from it, however it ends."""
@@ -148,11 +168,12 @@ class Protection:
         self._session = connect(self._connect, resume, file, run_dir, self._messages)
         self._attributes.check()
         held = self._session.held
+        self._session.carried(self._carried)
         self._session.provide(STATE, lambda: self._captured, check_parts, self._put_back)
         state = self._trainer.accelerator.gradient_state
         self._session.announce_accumulation(lambda: not state.sync_gradients)
         for line in notes.inexact(trainer):
-            self._messages.warn(line)
+            self._inexact(line)
         self._look_again()
         self._messages.inform(self._session.describe().removeprefix("memckpt: "))
         if held is None:
@@ -172,6 +193,7 @@ class Protection:
             resume=resume,
             config=self._arguments.config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
+            extra_modules=self._beside,
             replicated=self._replicated,
         )
 
@@ -214,6 +236,7 @@ class Protection:
         self._epoch_ended = state["loader"]["between"]
         self._states.restore_counters(state["states"])
         self._attributes.restore(state.get("attributes", {}))  # before the loader's workers copy them
+        self._objects.load_state_dict(state.get("objects", {}))
         self._first_epoch = state["epoch"]
         self._loader.resume(state["loader"])
         ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
@@ -242,6 +265,7 @@ class Protection:
         report = session.restore_tensors()
         self._states.restore(state["states"])
         self._attributes.restore(state.get("attributes", {}))
+        self._objects.load_state_dict(state.get("objects", {}))
         self._committed_step = self._trainer.state.global_step
         loader.go_live()
         session.restore_rng()
@@ -252,6 +276,7 @@ class Protection:
         """Restore the state beside tensors after a repeated step that differed from the held one."""
         self._states.restore(state["states"])
         self._attributes.restore(state.get("attributes", {}))
+        self._objects.load_state_dict(state.get("objects", {}))
 
     def unrepeatable(self, reason: str) -> None:
         """Exclude the step from a repetition: further effects would happen twice."""
@@ -301,10 +326,11 @@ class Protection:
             "loader": loader.position(batches),
             "states": self._states.capture(),
             "attributes": self._attributes.capture(),
+            "objects": self._objects.state_dict(),
             "file": self._for_file,
         }
         for line in self._attributes.left_out:
-            self._messages.warn(f"not carried over a restart: {line}")
+            self._inexact(f"not carried over a restart: {line}")
         step = self._trainer.state.global_step
         if self._epoch_ended or batches is None:
             session.unrepeatable(f"an epoch {'ended before' if self._epoch_ended else 'ends with'} it")
@@ -330,7 +356,9 @@ class Protection:
             self._messages.warn(f"a data loader: {reason}")
         self._states.leave_out()
         for name, paths in self._states.left_out.items():
-            self._messages.warn(f"not carried over a restart: the state of callback {name}: {paths}")
+            self._inexact(f"not carried over a restart: the state of callback {name}: {paths}")
+        for name in beside(self._trainer).keys() - self._beside.keys():
+            self._inexact(f"the module {name} was made after train() began and is not carried; make it before")
 
     def metrics(self) -> dict[str, float]:
         """The session's metrics, by loggers' names; empty before it begins, and where they are not to be logged."""

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from transformers import TrainerControl
 from transformers.trainer_callback import ExportableState
 
 import memckpt
+from memckpt.capture.attributes import modules_beside
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import UnsupportedStateError
 
@@ -76,6 +78,16 @@ def attribute_roots(trainer: Any) -> dict[str, object]:
         f"callbacks.{name}": each for name, each in zip(classes, callbacks, strict=True) if classes.count(name) == 1
     }
     return {"model": trainer.model, "trainer": trainer, **alone}
+
+
+def beside(trainer: Any) -> dict[str, nn.Module]:
+    """Modules of the Trainer and its callbacks beside the model (a reference model, an average of weights), by name."""
+    owners = {name: each for name, each in attribute_roots(trainer).items() if name != "model"}
+    found = modules_beside(trainer.model, owners)
+    found.pop("trainer.model_wrapped", None)
+    if getattr(trainer.args, "sync_ref_model", None) is False:
+        found.pop("trainer.ref_model", None)  # TRL's, which training then leaves as it is
+    return found
 
 
 class TrainerStates:

@@ -54,6 +54,8 @@ class Attributes:
         self._roots = roots
         #: Values that a commit could not carry, as text, in the order of discovery.
         self.left_out: dict[str, None] = {}
+        #: Modules whose tensors the session has; a name of one of them asks for nothing more.
+        self.staged: set[nn.Module] = set()
 
     def check(self) -> None:
         """Check, as training starts, that every attribute can be carried.
@@ -70,6 +72,8 @@ class Attributes:
                     f"names begin with one of {sorted(self._roots())}. Set it in __init__() or setup(), or take it out "
                     "of `attributes`"
                 )
+            if self._is_staged(value):
+                continue
             if (found := _unstorable(_captured(value), "")) is not None:
                 raise UnsupportedStateError(f"attribute {name}{found[0]}", found[1])
 
@@ -80,7 +84,9 @@ class Attributes:
         """
         values = {}
         for name in self.names:
-            value = _captured(self._value(name))
+            if self._is_staged(value := self._value(name)):
+                continue
+            value = _captured(value)
             found = ("", "nothing") if value is _MISSING else _unstorable(value, "")
             if found is None:
                 values[name] = value
@@ -94,7 +100,8 @@ class Attributes:
 
     def present(self) -> dict[str, Any]:
         """Copies of the values that exist already, before training starts."""
-        values = ((name, _captured(self._value(name))) for name in self.names)
+        live = ((name, self._value(name)) for name in self.names)
+        values = [(name, _captured(value)) for name, value in live if not self._is_staged(value)]
         return {
             name: copy.deepcopy(value)
             for name, value in values
@@ -136,6 +143,9 @@ class Attributes:
         else:
             return False
         return True
+
+    def _is_staged(self, value: Any) -> bool:
+        return isinstance(value, nn.Module) and value in self.staged
 
     def _value(self, name: str) -> Any:
         holder, last = self._find(name)
@@ -283,6 +293,30 @@ def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+def modules_beside(model: nn.Module, owners: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Modules that the model does not contain, by a name that is stable over restarts.
+
+    They are attributes of the owners, or members of a plain list, tuple or dict there, where nn.Module does not look.
+    """
+    inside = set(model.modules())
+    found: dict[str, nn.Module] = {}
+
+    for owner, held in owners.items():
+        for attribute, value in getattr(held, "__dict__", {}).items():
+            if attribute in ("_modules", "_parameters", "_buffers"):
+                continue
+            name, members = f"{owner}.{attribute}", [(f"{owner}.{attribute}", value)]
+            if isinstance(value, dict):
+                members = [(f"{name}.{key}", item) for key, item in value.items()]
+            elif isinstance(value, (list, tuple)):
+                members = [(f"{name}.{index}", item) for index, item in enumerate(value)]
+            for member, item in members:
+                if isinstance(item, nn.Module) and item not in inside:
+                    inside.update(item.modules())
+                    found[member] = item
+    return found
+
+
 def with_live_types(live: Any, saved: Any) -> Any:
     """Convert stored plain dictionaries to the type of the live state's containers.
 
@@ -351,7 +385,9 @@ def _objects_below(roots: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
                     inner = [(start, value)]
                 for found, one in inner:
                     generator = isinstance(one, rng.GENERATOR_TYPES)
-                    if generator or (_is_stateful(one) and not isinstance(one, _OTHERS)):
+                    # What can be iterated has a position, which loaders carry.
+                    other = isinstance(one, _OTHERS) or hasattr(type(one), "__iter__")
+                    if generator or (_is_stateful(one) and not other):
                         yield found, one
 
 

@@ -127,6 +127,10 @@ def test_killed_in_a_step_in_an_evaluation_and_between_two_epochs(trainings: Tra
     trainings.survives(Case("plain"), settings(), kills)
 
 
+def test_a_module_beside_the_model_and_a_generator_go_on(trainings: Trainings) -> None:
+    trainings.survives(Case("second", second=True), settings(), [("pre_optimizer", 6), ("step_begin", 3)])
+
+
 @pytest.mark.slow
 def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
     trainings.survives(ACCUMULATED, settings(), [("micro", 9), ("prediction", 2), ("substep_end", 4)])

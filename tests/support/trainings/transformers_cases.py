@@ -6,6 +6,7 @@ weights. Children are forked from the pytest process, which has imported transfo
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import os
@@ -71,6 +72,7 @@ class Case:
         stream: whether the training data are an IterableDataset.
         sharded: whether from_pretrained() shards the model over the ranks.
         compression: how gradients are averaged.
+        second: whether the Trainer has an average of the weights, and a generator, which its losses depend on.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Case:
     stream: bool = False
     sharded: bool = False
     compression: CompressionConfig | None = None
+    second: bool = False
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -196,6 +199,17 @@ class JournalingTrainer(Trainer):
 
     journal: Journal
     probe: Probe
+    average: Any = None
+    noise: random.Random
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.average is None or not self.model.training:
+            return loss
+        with torch.no_grad():
+            for mean, param in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(param, 0.2)
+        return loss * (1 + self.noise.random() + next(self.average.parameters()).mean())
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.probe.reach("micro")
@@ -263,6 +277,8 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
         callbacks=callbacks,
     )
     trainer.journal, trainer.probe = journal, probe
+    if case.second:
+        trainer.average, trainer.noise = copy.deepcopy(model), random.Random(5)
     if attempt.config is not None:
         config = replace(attempt.config, compression=case.compression)
         protect(trainer, attempt.directory / "run", resume=attempt.resume, config=config, attributes=NAMES)
@@ -329,6 +345,7 @@ def train(attempt: Attempt) -> None:
         "best": freeze([state.best_metric, state.best_global_step]),
         "history": freeze([_without_times(entry) for entry in state.log_history]),
         "training loss": freeze(result.training_loss),
+        "average": freeze(dict(trainer.average.state_dict()) if trainer.average is not None else {}),
         "tally": freeze(trainer.probe.tally),
         "plain": freeze(trainer.probe.plain),
         "patience": freeze([each.early_stopping_patience_counter for each in early]),
