@@ -22,7 +22,7 @@ AckPolicy = Literal["wait", "proceed"]
 CadencePolicy = Literal["auto", "every_step"]
 Security = Literal["curve", "plain"]
 TuningChoice = Literal["auto", "off"]
-ResumeCheckChoice = Literal["witness", "replay", "require", "off"]
+ResumeCheckChoice = Literal["auto", "witness", "replay", "require", "off"]
 DomainLevel = Literal["auto", "node", "rack", "zone"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
@@ -272,9 +272,11 @@ class MemckptConfig:
         agent: settings of the agent.
         peers: records in other nodes' memory, an ErasureConfig or a MirrorConfig; None: none.
         storage: checkpoints beyond this node's memory; None: none are written or read.
-        resume_check: how a resume proves that it is exact. ``"witness"`` compares the first gradients with those that
-            the dead attempt left of the same step, at no cost; ``"replay"`` repeats the last step and compares the
-            whole state bit for bit; ``"require"`` also ends training if they differ; ``"off"`` checks nothing.
+        resume_check: how a resume proves itself, beyond the sample of the state that each restore compares.
+            ``"witness"`` compares the first gradients with those that the dead attempt left of the same step, at no
+            cost; ``"replay"`` repeats the last step and compares the whole state bit for bit; ``"auto"`` repeats it
+            until that was equal once with this script, these versions and settings; ``"require"`` always, and ends
+            training if they differ; ``"off"`` compares the sample only.
         compression: how DistributedDataParallel averages gradients: in compressed form by TopK, RandomK, Quantized8,
             PowerSGD or HalfPrecision, whose results are the records; None: as they are.
         tuning: ``"auto"`` follows what the running job measures: `redo`, T, D and the interval of checkpoints, as far
@@ -296,7 +298,7 @@ class MemckptConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     peers: ErasureConfig | MirrorConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
-    resume_check: ResumeCheckChoice = "witness"
+    resume_check: ResumeCheckChoice = "auto"
     compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
     tuning: TuningChoice = "auto"
     overhead_budget: float = 0.03
@@ -331,8 +333,8 @@ class MemckptConfig:
         _require(0 < budget <= 1, "overhead_budget", "more than 0, at most 1", budget)
         _require(0 <= self.audit_budget <= 1, "audit_budget", "0 to 1", self.audit_budget)
         _require(mtbf is None or 1 <= mtbf <= 3.2e9, "mtbf_seconds", "None, or 1 to 3.2e9", mtbf)
-        checks = ("witness", "replay", "require", "off")
-        expected = "'witness', 'replay', 'require' or 'off'"
+        checks = ("auto", "witness", "replay", "require", "off")
+        expected = "'auto', 'witness', 'replay', 'require' or 'off'"
         _require(self.resume_check in checks, "resume_check", expected, self.resume_check)
 
     @property

@@ -86,8 +86,12 @@ class RankState:
     def take_over(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over from a held rank state why the run is not exact; returns the reasons."""
         found = (*state.get("inexact", ()), *state.get("left_out", ()))
-        self._inexact.update(dict.fromkeys(found))
+        self.carry(found)
         return found
+
+    def carry(self, reasons: Iterable[str]) -> None:
+        """Have later records carry why the run is not exact, which has been logged."""
+        self._inexact.update(dict.fromkeys(reasons))
 
     def provide(
         self,
@@ -207,7 +211,8 @@ class RankState:
         for key in _HYPERPARAMETERS:
             comparison.value("hyperparameters", key, found[key], held[key])
         for key in _ABSENCES:
-            comparison.value("absences", key, found.get(key), held.get(key))
+            comparison.value("absences", key, _without_values(found[key]), _without_values(held[key]))
+        comparison.value("state", "gradients", found["gradients"].get("values"), held["gradients"].get("values"))
         differing = []
         for name, value in held["provided"].items():
             now = found["provided"].get(name)
@@ -226,7 +231,8 @@ class RankState:
         for key in _HYPERPARAMETERS:
             yield "hyperparameters", key, state[key]
         for key in _ABSENCES:
-            yield "absences", key, state.get(key)
+            yield "absences", key, _without_values(state[key])
+        yield "state", "gradients", state["gradients"].get("values")
         for name, value in state["provided"].items():
             for (kind, label), part in self._named(name, value).items():
                 yield kind, label, part
@@ -267,3 +273,8 @@ class RankState:
         for name in names:
             if name in self._loaders and name in provided:
                 self._loaders[name](provided[name])
+
+
+def _without_values(gradients: Any) -> Any:
+    """What there is of gradients; their values follow from what was computed, and are no cause of a difference."""
+    return {key: one for key, one in gradients.items() if key != "values"} if isinstance(gradients, dict) else gradients

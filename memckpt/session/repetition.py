@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import restore_groups, restore_state_order
 from memckpt.recovery.comparison import Comparison, Findings
@@ -179,11 +180,32 @@ class Repetition:
         return comparison.findings(self._live.tensors())
 
 
-def compare_following(rank_state: bytes, held: bytes, states: RankState, ranks: Ranks) -> list[Findings]:
-    """Compare the rank state of a step behind a captured state with the held one; collective. Nothing is put back."""
-    comparison = Comparison()
-    states.compare(codec.decode(rank_state), codec.decode(held), comparison)
+def compare_following(
+    rank_state: bytes, held: bytes, evidence: Evidence, states: RankState, ranks: Ranks
+) -> list[Findings]:
+    """Compare a step behind a captured state with what is held of it; collective. Nothing is put back.
+
+    Args:
+        rank_state: encoded rank state after the step.
+        held: encoded rank state that the dead attempt had after it, with a sample of its tensors.
+        evidence: samples the live tensors.
+        states: compares rank states part by part.
+        ranks: ranks of the job.
+    """
+    comparison, before = Comparison(), codec.decode(held)
+    states.compare(codec.decode(rank_state), before, comparison)
+    compare_sample(evidence, before["evidence"], comparison)
     return ranks.gather(comparison.findings())
+
+
+def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
+    """Compare the live state with a sample that a record carries."""
+    with torch.no_grad():
+        pairs = evidence.pairs(held)
+    if pairs is None:
+        comparison.absence("the state", "other tensors", "those of the record")
+    for pair in pairs or ():
+        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
 
 
 def any_accelerator(live: LiveState, ranks: Ranks) -> bool:

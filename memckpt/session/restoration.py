@@ -22,7 +22,7 @@ from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.held_record import InMemory, InStorage, restorer_of
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
-from memckpt.session.repetition import Repetition, any_accelerator
+from memckpt.session.repetition import Repetition, any_accelerator, compare_sample
 from memckpt.session.report import RestoreReport
 from memckpt.session.resume_check import Proof, prove
 from memckpt.session.resume_proof import ResumeProof
@@ -201,12 +201,7 @@ class Restoration:
     def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof:
         """Compare the live state with the sample that its record carries; collective."""
         comparison = Comparison()
-        with torch.no_grad():
-            pairs = evidence.pairs(chosen.state["evidence"])
-        if pairs is None:
-            comparison.absence("the state", "other tensors", "those of the record")
-        for pair in pairs or ():
-            comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
+        compare_sample(evidence, chosen.state["evidence"], comparison)
         for name, value in describe_groups(self._live).items():
             comparison.value("hyperparameters", name, value, chosen.state.get(name, value))
         everybody = self._ranks.gather(comparison.findings(self._live.tensors()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
+from memckpt.capture.evidence import Evidence
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
@@ -32,24 +34,28 @@ class ResumeProof:
 
     - *repetition*: the resumed step is repeated, and the whole state after it is compared.
     - *witness*: the first gradients of the next step are compared with those that had been staged in its slot.
-    - *following*: the rank state of the step after a captured state is compared.
+    - *following*: the step after a captured state is compared by its rank state and its sample.
 
     Args:
         training: training that is resumed.
         link: connection to the agent, which reports the verdict.
         rank_state: compares rank states part by part.
+        note_proven: called where a repeated step was equal.
 
     Attributes:
         check: the verdict, and the differences that led to it.
         repetition: the step that is being repeated; None while none is.
     """
 
-    def __init__(self, training: LocalTraining, link: AgentLink, rank_state: RankState) -> None:
+    def __init__(
+        self, training: LocalTraining, link: AgentLink, rank_state: RankState, note_proven: Callable[[], None]
+    ) -> None:
         self._training = training
         self._ranks = training.ranks
         self._recorder = training.recorder
         self._link = link
         self._rank_state = rank_state
+        self._note_proven = note_proven
         choice = training.config.resume_check
         self.check = ResumeCheck(choice, "off" if choice == "off" else "pending")
         self.repetition: Repetition | None = None
@@ -57,6 +63,7 @@ class ResumeProof:
         #: Whether gradients come in buckets, reduced over all ranks.
         self._reduces = False
         self._following: dict[int, bytes] = {}
+        self._evidence: Evidence | None = None
 
     @property
     def repeated(self) -> int | None:
@@ -68,6 +75,7 @@ class ResumeProof:
 
     def set_gradients_aside(self, chosen: ChosenInMemory, writer: SlotWriter, tap: Tap) -> None:
         """Copy the gradients that the dead attempt had staged of the next record, before its slot is reused."""
+        self._evidence = writer.evidence
         if self.check.kind == "off" or chosen.following:
             return
         self._witness = witness = Witness(self._training.copier)
@@ -120,6 +128,8 @@ class ResumeProof:
             self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
             return None, "the agent has gone"
         judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
+        if self.check.verdict in ("equal", "rounding"):
+            self._note_proven()
         return repetition.held.take_writer(), ""
 
     def end_record(self, point: RestorePoint) -> None:
@@ -136,8 +146,10 @@ class ResumeProof:
         held = self._following.pop(point.record, None)
         if held is None:
             return
-        everybody = compare_following(point.rank_state, held, self._rank_state, self._ranks)
-        judge(self.check, everybody, False, f"step {point.step} was taken again, and its rank state was compared")
+        assert self._evidence is not None
+        everybody = compare_following(point.rank_state, held, self._evidence, self._rank_state, self._ranks)
+        what = f"step {point.step} was taken again, and compared by a sample"
+        judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
         self.tell()
 
     def _hear_witness(self, point: RestorePoint) -> None:
@@ -158,6 +170,9 @@ class ResumeProof:
             ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
         """
         check, config = self.check, self._training.config
+        if check.verdict == "different":
+            # Later resumes go on from a state that has this difference in it, and would call themselves exact.
+            self._rank_state.carry([f"an earlier resume was not exact: {check.line.partition(';')[0]}"])
         if self._ranks.rank == 0:
             level = logging.WARNING if check.verdict == "different" else logging.INFO
             show_by_default(_check_log)

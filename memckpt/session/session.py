@@ -35,6 +35,7 @@ from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.protection import Protection
+from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.reconnection import Reconnection
@@ -76,9 +77,11 @@ class Session(Information):
         extra_modules: Mapping[str, nn.Module],
         replicated: Sequence[str] = (),
     ) -> None:
-        run_dir, config = Path(arguments.run_dir), arguments.config
+        run_dir = Path(arguments.run_dir)
         self._data_parallel = data_parallel
         self._ranks = ranks = Ranks()
+        proven = ProvenEnvironments(arguments.config, run_dir, ranks)
+        config = proven.config
         refuse_unordered(model, optimizers, data_parallel)
         self._compression = compression = CompressedAverages(config, model, data_parallel)
         config = compression.with_period(config)
@@ -97,7 +100,7 @@ class Session(Information):
         self._rank_state = RankState(live, self._copier, device)
         self._loop = Loop(self._rank_state, ranks, self._restore_rng)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
-        self._proof = ResumeProof(training, link, self._rank_state)
+        self._proof = ResumeProof(training, link, self._rank_state, proven.note)
         self._restoration = Restoration(training, link, staging, self._proof)
         self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
         self._closed = self._has_told = False

@@ -219,10 +219,11 @@ class Staging:
     def _versions_now(self) -> list[int]:
         return [version(param) for param in self.writer.params] if self.writer is not None else []
 
-    def _completed(self, point: RestorePoint, writer: SlotWriter) -> codec.Packed:
-        """The rank state, with evidence, and with the parts of a captured state that are not in its slot."""
-        added: dict[str, Any] = {"evidence": writer.evidence.take(point.record)}
-        if writer.captures:
+    def _completed(self, point: RestorePoint, writer: SlotWriter, captured: bool) -> codec.Packed:
+        """The rank state, with evidence; where state is captured with this record, its parts that are in no slot."""
+        with torch.no_grad():
+            added: dict[str, Any] = {"evidence": writer.evidence.take(point.record)}
+        if captured:
             added |= {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
             added["left_out"] = list(self._live.left_out)
         return point.packed.joined(codec.Packed(added, self._copier.fetch, self._copier.token))
@@ -230,7 +231,7 @@ class Staging:
     def _seal_captured(self, writer: SlotWriter, point: RestorePoint, stall_ms: float) -> Callable[[], Commit]:
         copied, meta = self._copier.token(), self._captured
         self._versions = self._versions_now()
-        rank_state = point.packed if meta is None else self._completed(point, writer)
+        rank_state = self._completed(point, writer, meta is not None)
 
         def finish() -> Commit:
             copied()
@@ -250,8 +251,7 @@ class Staging:
         if writer.captures:
             return self._seal_captured(writer, point, stalled * 1e3)
         missing, plain = self._anchored
-        with torch.no_grad():
-            rank_state = self._completed(point, writer)
+        rank_state = self._completed(point, writer, False)
         copied = self._copier.token()
         sub_steps, digests = self._recorder.take_sub_steps(), writer.take_digests()
 
@@ -282,7 +282,7 @@ class Staging:
             raise
         if not writer.leads:
             metas, missing, plain = (), (), b""
-        rank_state = self._completed(point, writer).encode()
+        rank_state = self._completed(point, writer, writer.captures).encode()
         commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
@@ -302,7 +302,7 @@ class Staging:
                 pass  # replied as `missed`: the agent asks again, and the next record shows the change
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
-                beside = self._completed(point, writer).encode() if writer.captures else b""
+                beside = self._completed(point, writer, True).encode() if writer.captures else b""
                 seconds = time.perf_counter() - started
                 taken = SnapshotTaken(record, order.number, seconds, False, *parts, rank_state=beside)
             finally:

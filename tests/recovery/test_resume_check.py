@@ -255,7 +255,7 @@ def test_a_captured_state_is_proved_by_the_rank_state_of_the_next_step(lab: Lab)
     settings = config("capture", capture_every_steps=4)
     ended = _resumed(lab, 11, settings)
     assert ended.verdict[0] == "equal"
-    assert "was taken again, and its rank state was compared" in ended.verdict[1]
+    assert "was taken again, and compared by a sample" in ended.verdict[1]
 
 
 def test_without_what_comes_behind_it_a_captured_state_is_proved_by_its_sample(lab: Lab) -> None:
