@@ -193,7 +193,7 @@ def test_a_training_that_fails_goes_on_at_its_step_and_ends_as_if_nothing_had_be
     plain = job(lab, "none", "12")
     failing = job(lab, "failing", "12", "kill@5", "raise@9")
     assert (plain.wait(90), failing.wait(90)) == (0, 0), failing.log.read_text()
-    assert resumed(failing) == [("0", "None"), ("1", "RestoreReport(step=5"), ("2", "RestoreReport(step=8")]
+    assert resumed(failing) == [("0", "None"), ("1", "RestoreReport(step=4"), ("2", "RestoreReport(step=8")]
     assert "SIGKILL at step 5; restart 1, " in failing.log.read_text()
     assert "exit status 1 at step 8; restart 2" in failing.log.read_text()
     assert weights(failing) == weights(plain)

@@ -263,7 +263,7 @@ def test_a_training_that_is_forked_warm_ends_as_if_nothing_had_been(lab: Lab, mo
     (lab.directory / "go").write_text("go")
     assert (plain.wait(90), child.wait(90)) == (0, 0), child.log.read_text()
     log = child.log.read_text()
-    assert resumed(child) == [("0", "None"), ("1", "RestoreReport(step=5"), ("2", "RestoreReport(step=8")], log
+    assert resumed(child) == [("0", "None"), ("1", "RestoreReport(step=4"), ("2", "RestoreReport(step=8")], log
     assert re.findall(r"^forked (\w+)", log, re.MULTILINE) == ["False", "True", "True"], log
     assert weights(child) == weights(plain)
 
