@@ -95,8 +95,7 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
     ]
     watch = session._recorder.watch
     assert watch is not None
-    pieces.append(("look for changes outside the optimizer: counters", watch.counted_change, ""))
-    pieces.append(("the same: a sample of the values", watch.sampled_change, ""))
+    pieces.append(("look for changes outside the optimizer", watch.changed, ""))
     tensors = sum(1 for _ in trainee.model.parameters())
     report.notes.append(f"{millions(trainee.model.numel)} parameters in {tensors} tensors.")
     for name, action, size in pieces:

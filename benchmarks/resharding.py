@@ -68,7 +68,7 @@ def spec_of(held: dict[str, tuple[Tensor, Shard | None]], rank: int, world_size:
         state = tuple(StateTensorSpec(key, shape, "float32", True, False) for key in _KEYS)
         owner = OwnerSpec(0, 0, (StateTensorSpec("step", (), "float32", False, False), *state), ("step", *_KEYS))
         params.append(ParamSpec(TensorSpec(name, shape, "float32", shard), (owner,), False, 0))
-    optimizers = (OptimizerSpec("torch.optim.adamw", "AdamW", b"", (len(params),), 1, False),)
+    optimizers = (OptimizerSpec("torch.optim.adamw", "AdamW", b"", (len(params),), 1),)
     return StateSpec(tuple(params), optimizers, (), (), "lazy", 4, 3, (rank,), world_size, replicas=(rank,))
 
 

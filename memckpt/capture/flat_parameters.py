@@ -9,7 +9,6 @@ step and the next forward the shards are in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,17 +69,10 @@ def _flat_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield one._handle.flat_param
 
 
-def _outermost(model: nn.Module) -> list[nn.Module]:
-    found = fsdp1_wrappers(model)
-    inner = {id(module) for one in found for module in one.modules() if module is not one}
-    return [one for one in found if id(one) not in inner]
-
-
 class FlatParameterTap(StepTap):
-    """Stages gradients after the optimizer's step, from the reduced flat gradients; stages nothing during backward.
+    """Stages gradients at the optimizer's step, from the reduced flat gradients; stages nothing during backward.
 
-    Flat parameters signal a backward right before their gradients are reduced. Changes of parameters by hand are
-    looked for before forward, while each rank's own shards are in place.
+    Flat parameters signal a backward right before their gradients are reduced.
 
     Args:
         model: the model, with the wrappers in it.
@@ -92,18 +84,8 @@ class FlatParameterTap(StepTap):
 
     def __init__(self, model: nn.Module, recorder: Recorder, before_reduction: Callable[[], None]) -> None:
         super().__init__(list(_flat_parameters(model)), recorder)
-        self._outermost = _outermost(model)
         self._before_reduction = before_reduction
-
-    def install(self) -> None:
-        super().install()
-        self._handles += [one.register_forward_pre_hook(self._before_forward) for one in self._outermost]
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not self._recorder.backward_ran:
-            with self._recorder.clock.in_hook():
-                self._recorder.look_before_backward()
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         self._before_reduction()
-        self._recorder.gradient_seen(None, look=False)
+        self._recorder.gradient_seen(None)

@@ -19,7 +19,7 @@ from memckpt.capture.sub_steps import NotedOp, NotedSubStep, on_the_host
 from memckpt.memory.landings import FIRING_BITS
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.records import SparseGradient
-from memckpt.state.tensors import is_dtensor, local, version
+from memckpt.state.tensors import local, version
 
 
 class GradientStaging:
@@ -166,7 +166,7 @@ class GradientStaging:
     def _is_put_off(self, accumulates: Callable[[], bool]) -> bool:
         """Whether gradients of the running backward need not be copied; asks once per backward.
 
-        A wrong answer costs only a copy: gradients that a step uses and that are not staged are taken after the step.
+        A wrong answer costs only a copy: gradients that a step uses and that are not staged are taken at the step.
         """
         running: int = torch._C._current_graph_task_id()
         if running == -1 or running != self._asked_in:
@@ -200,13 +200,12 @@ class GradientStaging:
 
     # At an optimizer's step
 
-    def settle(self, writer: SlotWriter, step: NotedSubStep, whole: bool) -> list[int]:
-        """Make sure that all gradients of a step are in the slot, and note what was done to them since.
+    def settle(self, writer: SlotWriter, step: NotedSubStep) -> list[int]:
+        """Make sure that all gradients of a coming step are in the slot, and note what was done to them since.
 
         Args:
             writer: writer of the slot.
             step: the step; what is absent or sparse, and changes of gradients, are added to it.
-            whole: whether the gradients are those that the step uses.
 
         Returns:
             Parameters whose streamed gradients underwent known changes only.
@@ -214,7 +213,6 @@ class GradientStaging:
         number = step.optimizer
         streamed: list[int] = []
         params, staged_after, held, counts = writer.params, self._staged_after, self._held, self._counts
-        moves = self._live.version_moves[number] if step.stepped else 0
         for index in writer.members[number]:
             # The common case, without a call: staged, and the same gradient ever since.
             gradient = held[index]
@@ -222,11 +220,11 @@ class GradientStaging:
                 staged_after[index]
                 and type(gradient) is torch.Tensor
                 and params[index].grad is gradient
-                and (not whole or gradient._version == counts[index] + moves)
+                and gradient._version == counts[index]
             ):
                 streamed.append(index)
             else:
-                self._settle(writer, step, index, streamed, whole)
+                self._settle(writer, step, index, streamed)
         step.ops = self._ops_since(streamed)
         for index in writer.members[number]:
             staged_after[index] = 0
@@ -236,14 +234,12 @@ class GradientStaging:
         self._steps[number] = step.index + 1
         return streamed
 
-    def _settle(self, writer: SlotWriter, step: NotedSubStep, index: int, streamed: list[int], whole: bool) -> None:
+    def _settle(self, writer: SlotWriter, step: NotedSubStep, index: int, streamed: list[int]) -> None:
         """Make sure that the gradient of one parameter is in the slot, or that its absence is noted."""
         gradient = writer.params[index].grad
         staged = self._staged_after[index]
         if gradient is None:
             step.absent.append(index)
-        elif not staged and not whole:
-            self._failed("a gradient that was not streamed has been changed by the step itself")
         elif gradient.dtype is not writer.grad_dtypes[index]:
             name = writer.spec.params[index].tensor.name
             self._live.growth.grad_dtypes[name] = dtype_name(gradient.dtype)
@@ -255,7 +251,7 @@ class GradientStaging:
                 self._failed("a sparse gradient needs more room")
             else:
                 step.sparse.append(sparse)
-        elif staged and (not whole or self._as_staged(step, index, gradient)):
+        elif staged and self._as_staged(index, gradient):
             streamed.append(index)
             return
         elif writer.spec.encoding(index) is not None:
@@ -295,14 +291,12 @@ class GradientStaging:
                 self._copier.copy(place, source)
         return SparseGradient(param, gradient.sparse_dim(), indices.shape[1], gradient.is_coalesced())
 
-    def _as_staged(self, step: NotedSubStep, index: int, gradient: torch.Tensor) -> bool:
+    def _as_staged(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether a staged gradient underwent known changes only, as far as version counters tell."""
         held = self._held[index]
         if held is None:
             return True  # unknown; the check of values remains
-        # Version counters miss what a fused step does to DTensors.
-        moves = self._live.version_moves[step.optimizer] if step.stepped and not is_dtensor(gradient) else 0
-        return held is gradient and version(gradient) == self._counts[index] + moves
+        return held is gradient and version(gradient) == self._counts[index]
 
     def _ops_since(self, streamed: list[int]) -> list[NotedOp]:
         """The changes made to streamed gradients after they were staged."""

@@ -29,14 +29,13 @@ from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import (
     DryRuns,
-    GradientHabits,
     cannot_be_redone,
     describe_state,
     dtype_name,
     dtype_of,
-    gradient_habits,
     is_elementwise,
     is_importable,
+    refuse_unsteppable,
     refuse_unsupported,
 )
 from memckpt.state.spec import (
@@ -74,7 +73,7 @@ class LiveState:
         self.strangers = Strangers(self)
         #: Number of times that the set of tensors has been found to have changed.
         self.changes = 0
-        self._group_names: tuple[list[list[int]], list[list[list[str]]]] | None = None
+        self._group_names: tuple[list[list[list[int]]], list[list[list[str]]]] | None = None
         self._named_params: list[tuple[str, torch.Tensor]] = []
         self._by_name: dict[str, torch.Tensor] = {}
         self._told: set[str] = set()
@@ -96,24 +95,13 @@ class LiveState:
         self.left_out: dict[str, None] = {}
         #: Optimizers whose steps cannot be redone, with the reason.
         self.not_redoable: dict[int, str] = {}
-        habits = [self._habits_of(index) for index in range(len(self.optimizers))]
-        #: Optimizers whose step changes gradients in place: they cannot be read after it.
-        self.changing_optimizers = {index for index, habit in enumerate(habits) if habit.changes}
-        #: Increments of a gradient's version counter in a step that leaves its values alone, by optimizer.
-        self.version_moves = [habit.version_moves for habit in habits]
+        for index, optimizer in enumerate(self.optimizers):
+            reason = _why_not_redone(optimizer)
+            if reason:
+                self.not_redoable[index] = reason
         classes = [type(each) for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
         #: Names of optimizer classes that no other process can import: only a trainer can redo their steps.
         self.redone_only_here = sorted({each.__qualname__ for each in classes if not is_importable(each)})
-
-    def _habits_of(self, index: int) -> GradientHabits:
-        reason = cannot_be_redone(self.optimizers[index])
-        if not reason:
-            try:
-                return gradient_habits(self.optimizers[index])
-            except UnsupportedError as error:
-                reason = str(error)
-        self.not_redoable[index] = reason
-        return GradientHabits(False, 0)
 
     def put_shards_in_place(self) -> None:
         """Put shards, not whole parameters, in the modules; to be called on every rank at the same time."""
@@ -227,9 +215,7 @@ class LiveState:
 
     def names_of_groups(self) -> list[list[list[str]]]:
         """Names of parameters, by optimizer and group."""
-        members = [
-            [id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in self.optimizers
-        ]
+        members = [[[*map(id, group["params"])] for group in each.param_groups] for each in self.optimizers]
         if self._group_names is None or self._group_names[0] != members:
             names = self.names()
             found = [
@@ -503,7 +489,6 @@ class LiveState:
             attributes=codec.encode(kept),
             group_sizes=tuple(len(group["params"]) for group in optimizer.param_groups),
             sub_steps=self.growth.sub_steps.get(index, 1),
-            changes_gradients=index in self.changing_optimizers,
         )
 
     # State captured beside the tensors in slots
@@ -522,6 +507,17 @@ class LiveState:
 
     def _optimizer_capture(self) -> OptimizerCapture:
         return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])
+
+
+def _why_not_redone(optimizer: Optimizer) -> str:
+    """Reason why an optimizer's steps cannot be redone; empty if none is known."""
+    reason = cannot_be_redone(optimizer)
+    if not reason:
+        try:
+            refuse_unsteppable(optimizer)
+        except UnsupportedError as error:
+            reason = str(error)
+    return reason
 
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:

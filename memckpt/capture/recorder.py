@@ -1,8 +1,9 @@
 """Collection of one record: staged gradients, the steps that optimizers really took, and the factors between them.
 
-Taps call :meth:`Recorder.stage`; optimizer post-hooks call :meth:`Recorder.optimizer_stepped`; the session closes the
-record. Nothing here raises into the user's training: an error is kept in `problem`, and the session responds with a new
-generation.
+Taps call :meth:`Recorder.stage`; hooks of optimizers call :meth:`Recorder.optimizer_stepping` and
+:meth:`Recorder.optimizer_stepped`; the session closes the record. A step is noted before it is taken, as it may change
+what it uses. Nothing here raises into the user's training: an error is kept in `problem`, and the session responds with
+a new generation.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck, unknown_change
 from memckpt.capture.stall_clock import StallClock
-from memckpt.capture.sub_steps import NotedSubStep, is_skipped, on_the_host
+from memckpt.capture.sub_steps import NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.watch import ParameterWatch
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
+from memckpt.state.ambient import ambient_of
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import SubStep
 
@@ -50,8 +52,6 @@ class Recorder:
         self.pending = PendingGradients(live.optimizers, self.fail)
         self.pending.first = live.left.look
         self.gradients = GradientStaging(live, copier, self.fail)
-        #: Whether a backward has run since the last step of any optimizer, or the last commit.
-        self.backward_ran = False
         #: Class name of an optimizer whose step is compiled; empty if there is none, None before the first step.
         self.compiled: str | None = None
         self.problem: str | None = None
@@ -61,15 +61,17 @@ class Recorder:
         self.tap_mismatch: str | None = None
         self.check = StagingCheck()
         self.watch: ParameterWatch | None = None
-        self.on_backward: Callable[[], None] | None = None
+        #: Called before each step, to look for changes of the optimizer's parameters by anything else.
+        self.on_step: Callable[[int], None] | None = None
         self.marks: PhaseMarks | None = None
-        #: Called at each optimizer step while the last step of a dead attempt is repeated.
+        #: Called before each optimizer step while the last step of a dead attempt is repeated.
         self.repeated: Callable[[int, Optimizer], None] | None = None
         #: Called with each gradient as backward has made it, while those of a dead attempt are there for comparison.
         self.witness: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         #: Name of the tap that calls :meth:`stage`.
         self.tap = ""
-        self._noted_before: set[int] = set()
+        #: Steps that have begun, by optimizer; None: nothing of it is recorded.
+        self._begun: dict[int, NotedSubStep | None] = {}
         self._sub_steps: list[NotedSubStep] = []
         self._steps_taken: dict[int, int] = {}
 
@@ -81,6 +83,7 @@ class Recorder:
         self.broken = ""
         self._sub_steps = []
         self._steps_taken = {}
+        self._begun = {}
         self.gradients.begin(writer, record)
 
     def fail(self, reason: str) -> None:
@@ -117,29 +120,13 @@ class Recorder:
             self.marks.gradient_seen()
         return True
 
-    def gradient_seen(self, param: torch.Tensor | None, look: bool = True) -> None:
+    def gradient_seen(self, param: torch.Tensor | None) -> None:
         """Note a new gradient: from now on the record cannot end before the parameter's optimizer has stepped.
 
         Args:
             param: the parameter; None for a flat one, whose shards the optimizers step.
-            look: whether parameters are in place, so that changes by hand can be looked for.
         """
         self.pending.seen(param)
-        if not self.backward_ran:
-            self._backward_begins(look)
-
-    def _backward_begins(self, look: bool = True) -> None:
-        self.backward_ran = True
-        if look:
-            self.look_before_backward()
-
-    def look_before_backward(self) -> None:
-        """Look for changes of parameters since their optimizer's step; called when a backward begins or is about to."""
-        try:
-            if self.on_backward is not None:
-                self.on_backward()
-        except Exception as error:  # see `broke`, here and below
-            self.broke("looking for changes of parameters", error)
 
     def stage(self, param: torch.Tensor, gradient: torch.Tensor, parts: Sequence[torch.Tensor] | None = None) -> None:
         """Stage the gradient that backward has made for `param`; the last call before a step counts.
@@ -152,8 +139,6 @@ class Recorder:
         try:
             # Runs for each tensor of each step: calls are kept to a minimum.
             self.pending.seen(param)
-            if not self.backward_ran:
-                self._backward_begins()
             if self.witness is not None:
                 self.witness(param, gradient)
             if self.writer is not None and self.streams and self.problem is None:
@@ -188,10 +173,8 @@ class Recorder:
 
     # From optimizers
 
-    def optimizer_stepping(self, number: int, optimizer: Optimizer, with_closure: bool) -> None:
-        """Note, before its step, an optimizer that changes its gradients, while they are intact.
-
-        With a closure they do not exist yet (Lightning computes them inside it): then only streaming captures them.
+    def optimizer_stepping(self, number: int, optimizer: Optimizer) -> None:
+        """Note a step that is about to be taken or skipped, and what it uses: with a closure, when this has returned.
 
         Raises:
             UnsupportedError: the step is being recorded into a graph, and records consist of steps.
@@ -202,87 +185,95 @@ class Recorder:
             self.graphs.step = True
             return
         try:
-            if number in self._live.changing_optimizers and not with_closure:
-                self._guarded_note(number, optimizer, whole=True, stepped=False)
-                self._noted_before.add(number)
-            # The step changes parameters and state, whose anchors are being copied, and maybe gradients.
+            if number in self._begun:
+                self._fail_step(optimizer, "has begun twice: it raised an exception, or evaluates its closure again")
+            if self.on_step is not None:
+                self.on_step(number)
+            if self.writer is not None:
+                self.gradients.mark_landed()
+            self._begun[number] = self._guarded_note(number, optimizer)
+            if self.repeated is not None and not is_skipped(optimizer, wait=True):
+                self.repeated(number, optimizer)
+            # The step changes parameters and state, whose anchors are being copied, and maybe gradients; zero_grad() or
+            # the next backward change the gradients behind it.
             self._copier.wait_before_changes()
-        except Exception as error:
+        except Exception as error:  # see `broke`, here and below
             self.broke("preparing for a step", error)
 
     def optimizer_stepped(self, number: int, optimizer: Optimizer) -> None:
-        """Note what an optimizer used in the step that it has just taken or skipped."""
+        """Note that an optimizer has taken or skipped its step."""
         if self._copier.recording_graph():
             return
         self.graphs.stepped = True
-        self.backward_ran = False
         self.compiled = self.compiled or ""
         try:
-            if self.writer is not None:
-                self.gradients.mark_landed()
             self.pending.stepped(number)
-            if number in self._noted_before:
-                self._noted_before.discard(number)
-            else:
-                self._guarded_note(number, optimizer, number not in self._live.changing_optimizers, stepped=True)
-                # Gradients copied just now may be zeroed in place, or accumulated into by the next backward.
-                self._copier.wait_before_changes()
-            if self.watch is not None:
-                self.watch.note(number)
-            if self.repeated is not None and not is_skipped(optimizer, wait=True):
-                self.repeated(number, optimizer)
+            if number not in self._begun:
+                self._fail_step(optimizer, "has not evaluated its closure")
+            elif (step := self._begun.pop(number)) is not None:
+                self._sub_steps.append(step)
+            if self.watch is not None and not self.watch.note(number):
+                self.fail(f"the state of {type(optimizer).__qualname__} has got tensors that the layout lacks")
         except Exception as error:
             self.broke("noting a step", error)
 
     def compiled_step(self, number: int, optimizer: Optimizer) -> None:
         """As :meth:`optimizer_stepped`, for a compiled step: its kernels round differently from the class."""
         self.compiled = type(optimizer).__qualname__
-        if self.writer is not None:
-            self.fail(f"the step of {self.compiled} is compiled")
+        self._fail_step(optimizer, "is compiled")
         self.optimizer_stepped(number, optimizer)
 
-    def _guarded_note(self, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
-        """Note a step, before or after it is taken; `whole`: the gradients are those that it uses."""
+    def end_steps(self) -> None:
+        """End the record's steps: one that has begun and not ended may have changed anything."""
+        for number in self._begun:
+            self._fail_step(self._live.optimizers[number], "has not ended")
+
+    def _fail_step(self, optimizer: Optimizer, what: str) -> None:
+        if self.writer is not None:
+            self.fail(f"the step of {type(optimizer).__qualname__} {what}")
+
+    def _guarded_note(self, number: int, optimizer: Optimizer) -> NotedSubStep | None:
         try:
             if self.writer is not None and self.problem is None and not is_skipped(optimizer):
-                self._note_step(self.writer, number, optimizer, whole, stepped)
+                return self._note_step(self.writer, number, optimizer)
         except Exception as error:
             self.broke("recording a step", error)
+        return None
 
-    def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
+    def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer) -> NotedSubStep | None:
         taken = self._steps_taken.get(number, 0)
         self._steps_taken[number] = taken + 1
         growth = self._live.growth.sub_steps
         if taken >= writer.layout.sub_step_room[number]:
             growth[number] = max(growth.get(number, 1), taken + 1)
             self.fail(f"optimizer {number} took more steps in one record than there was room for")
-            return
-        spec = writer.spec.optimizers[number]
-        if spec.group_sizes != tuple(len(group["params"]) for group in optimizer.param_groups):
+            return None
+        frozen = writer.params_outside(number, optimizer)
+        if frozen is None:
             self.fail(f"the parameter groups of optimizer {number} have changed")
-            return
-        # Packed at this point: schedulers change tensors in place after the step.
+            return None
+        # Packed at this point: the step, and schedulers behind it, change groups, also tensors in place.
         groups = codec.Packed(hyperparameters(optimizer), self._copier.fetch, self._copier.token)
-        step = NotedSubStep(number, taken, groups, stepped)
+        step = NotedSubStep(number, taken, groups, ambient_of(writer.device).encode())
         found = getattr(optimizer, "found_inf", None)
         if isinstance(found, torch.Tensor):
             step.found_inf = on_the_host(found, self._copier)
-        scale = getattr(optimizer, "grad_scale", None)
-        if isinstance(scale, torch.Tensor):
-            # Fused kernels unscale by themselves, inside the step.
-            self.gradients.note_change("div", scale, tuple(writer.members[number]))
-        streamed = self.gradients.settle(writer, step, whole)
-        if streamed and whole:
+        streamed = self.gradients.settle(writer, step)
+        if streamed:
             mismatch = self.check.compare(writer, self.record, step, streamed)
             if mismatch is not None:
                 self.tap_mismatch = mismatch
                 self.fail(mismatch)
-        if any(param.grad is not None for param in writer.not_stepped(number, optimizer)):
+        scale = getattr(optimizer, "grad_scale", None)
+        if isinstance(scale, torch.Tensor):
+            # Fused kernels unscale by themselves, inside the step.
+            step.ops.append(NotedOp("div", on_the_host(scale, self._copier), tuple(writer.members[number])))
+        if any(param.grad is not None for param in frozen):
             self.fail("a parameter that was frozen has a gradient now")
-        self._sub_steps.append(step)
         if self.gradients.changed is not None and self.streams:
             # The gradient was staged again and is right; but streaming is useless here.
             self.tap_mismatch = unknown_change(self.gradients.changed)
+        return step
 
     # For the session
 

@@ -17,12 +17,13 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.capture.live_state import LiveState, state_of
-from memckpt.capture.step_hooks import has_closure, register_first
+from memckpt.capture.step_hooks import StepFollower
 from memckpt.errors import MemckptError
 from memckpt.state import codec, rng
 from memckpt.state.no_collectives import without_collectives
 from memckpt.state.optimizer_attributes import attributes, private_attributes
 from memckpt.state.optimizers import hyperparameters, rebuild, without_global_hooks
+from memckpt.state.redo import bring_home
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 
 _log = logging.getLogger("memckpt")
@@ -48,20 +49,18 @@ class SelfTest:
 
     def __init__(self, live: LiveState, tested: Sequence[int]) -> None:
         names = live.names()
-        self._runs = [_Run(live.optimizers[i], names, i in live.changing_optimizers) for i in tested]
-        self._handles: list[Any] = []
+        self._runs = [_Run(live.optimizers[i], names) for i in tested]
         self._records = 0
 
     def install(self) -> None:
         """Begin with the next step of each optimizer."""
         for run in self._runs:
-            self._handles += run.install()
+            run.follower.install()
 
     def remove(self) -> None:
         """Remove the hooks and free the copies."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for run in self._runs:
+            run.follower.remove()
         self._runs = []
 
     def after_record(self) -> str | None:
@@ -81,22 +80,22 @@ class SelfTest:
 class _Run:
     """The test of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, names: dict[int, str], changes_gradients: bool) -> None:
+    def __init__(self, optimizer: Optimizer, names: dict[int, str]) -> None:
         self.name = type(optimizer).__qualname__
         self.steps = 0
         self.failure = ""
         self._optimizer = optimizer
         self._names = names
-        self._changes_gradients = changes_gradients
+        #: Not called in compiled steps: the session finds out by itself, and drops this test.
+        self.follower = StepFollower(
+            optimizer, lambda _: self._guard(self._step_begins), lambda _: self._guard(self._step_ended)
+        )
         self._copies: dict[int, tuple[torch.Tensor, torch.nn.Parameter, dict[str, Any]]] = {}
         self._noted: tuple[list[dict[str, Any]], dict[int, torch.Tensor]] | None = None
         self._attributes: bytes | dict[str, Any] = b""
         #: Those that can be encoded, by name, after the first step: until then some are yet to be set.
         self._attributes_after_first: dict[str, bytes] = {}
         self._guard(self._keep_attributes)
-
-    def install(self) -> list[Any]:
-        return [self._optimizer.register_step_pre_hook(self._before), register_first(self._optimizer, self._after)]
 
     # Hooks: no error in them may end the user's training
 
@@ -114,16 +113,6 @@ class _Run:
         if self.failure or self.steps >= STEPS:
             self._copies, self._noted, self._attributes = {}, None, b""
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # the session finds out by itself, and drops this test
-        self._guard(self._step_begins, has_closure(args, kwargs))
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._guard(self._step_ended)
-
     # State kept of the live optimizer
 
     def _keep_attributes(self) -> None:
@@ -137,19 +126,12 @@ class _Run:
             return found
         return copy.deepcopy(self._attributes)
 
-    def _step_begins(self, with_closure: bool) -> None:
-        self._noted = None
+    def _step_begins(self) -> None:
         if not self._copies:
             for param in _chosen(self._optimizer):
                 piece = torch.nn.Parameter(local(param).clone(), requires_grad=param.requires_grad)
                 self._copies[id(param)] = param, piece, _private_state(state_of(self._optimizer, param))
-        if self._changes_gradients:
-            if with_closure:
-                raise _Difference(
-                    f"{self.name} changes gradients within its step and is given a closure, so its redo cannot be "
-                    "tested"
-                )
-            self._noted = self._note()
+        self._noted = self._note()
 
     def _note(self) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
         """The groups as in a record, and copies of the gradients."""
@@ -169,7 +151,10 @@ class _Run:
         found_inf = getattr(self._optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor) and bool(found_inf.item()):
             return  # a fused optimizer whose step had no effect
-        groups, gradients = self._noted or self._note()
+        if self._noted is None:
+            raise _Difference(f"{self.name} is given a closure and does not evaluate it, so its redo cannot be tested")
+        groups, gradients = self._noted
+        self._noted = None
         self.steps += 1
         with rng.other_streams(), without_global_hooks():
             for index, group in enumerate(self._optimizer.param_groups):
@@ -197,11 +182,13 @@ class _Run:
         if state:
             sibling.state[piece] = state
         give_gradient(piece, gradient)
+        home = piece.data
         try:
             with without_collectives():
                 sibling.step()
         finally:
             piece.grad = None
+        bring_home(piece, home)
         found = sibling.state.get(piece)
         if found is not None and found is not state:
             state.clear()

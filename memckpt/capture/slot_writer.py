@@ -70,6 +70,8 @@ class SlotWriter:
         self._bind(tensors)
         #: Digests of the tensors held once, as this rank staged them last.
         self._digests: Digests | None = None
+        #: Type of the parameters' device.
+        self.device = self.params[0].device.type if self.params else "cpu"
         self.mine = [stager == rank for stager in self.layout.stagers]
         self.leads = spec.local_ranks[0] == rank
         #: Whether state is captured: nothing is redone, and state without room in the layout is encoded.
@@ -80,7 +82,7 @@ class SlotWriter:
         self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
         self.members = [self.layout.optimizer_params(number) for number in range(len(spec.optimizers))]
         self.grad_dtypes = [dtype_of(param.grad_dtype) for param in spec.params]
-        self._in_groups: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        self._in_groups: dict[int, tuple[list[list[int]], list[torch.Tensor]]] = {}
         self._anchor_parts = [[self._parts_of(piece) for piece in group] for group in self.layout.anchor_groups]
         #: By step of the anchor period; made when its anchors are first due: optimizers have no state before a step.
         self._anchor_copies: dict[int, AnchorCopies] = {}
@@ -147,14 +149,33 @@ class SlotWriter:
             self._copier.release(region)
         self._regions.close()
 
-    def not_stepped(self, number: int, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Parameters in an optimizer's groups that the layout lacks: they were frozen when it was made."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        identities = list(map(id, params))
+    def params_outside(self, number: int, optimizer: Optimizer) -> list[torch.Tensor] | None:
+        """Parameters in an optimizer's groups that the layout lacks: they were frozen when it was made.
+
+        None if the layout has other groups, or has its parameters in others of them.
+        """
+        found = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
         known = self._in_groups.get(number)
-        if known is None or known[0] != identities:
-            self._in_groups[number] = known = identities, [param for param in params if id(param) not in self.index]
+        if known is None or known[0] != found:
+            if tuple(map(len, found)) != self.spec.optimizers[number].group_sizes:
+                return None
+            members = [(self.index[one], group) for group, its in enumerate(found) for one in its if one in self.index]
+            owners = [(index, owner) for index in self.members[number] for owner in self.spec.params[index].owners]
+            if sorted(members) != sorted((index, one.group) for index, one in owners if one.optimizer == number):
+                return None
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._in_groups[number] = known = found, [param for param in params if id(param) not in self.index]
         return known[1]
+
+    def has_room(self, number: int, optimizer: Optimizer) -> bool:
+        """Whether the layout has room for all tensors of an optimizer's state for its parameters."""
+        for index in self.members[number]:
+            owner = next(one for one in self.spec.params[index].owners if one.optimizer == number)
+            known = {one.key for one in owner.state}
+            state = state_of(optimizer, self.params[index])
+            if any(key not in known for key, value in state.items() if isinstance(value, torch.Tensor)):
+                return False
+        return True
 
     # Anchors
 

@@ -25,12 +25,12 @@ class NotedOp:
 
 @dataclass
 class NotedSubStep:
-    """A step that an optimizer takes (`stepped` is False) or has taken."""
+    """A step that an optimizer is about to take."""
 
     optimizer: int
     index: int
     groups: codec.Packed
-    stepped: bool
+    ambient: bytes = b""
     absent: list[int] = field(default_factory=list)
     #: Flag in host memory, once its copy has arrived: a fused step under a gradient scaler had no effect.
     found_inf: torch.Tensor | None = None
@@ -51,6 +51,7 @@ class NotedSubStep:
             absent=tuple(self.absent),
             sparse=tuple(self.sparse),
             ops=tuple(GradientOp(op.kind, codec.encode(op.operand), op.params) for op in self.ops),
+            ambient=self.ambient,
         )
 
 

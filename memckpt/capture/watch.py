@@ -1,4 +1,4 @@
-"""Detection of changes to parameters, frozen ones too, by anything but their optimizer.
+"""Detection of changes to parameters, frozen ones too, and to state of optimizers, by anything but a step.
 
 Such a change is in no gradient, so redo would not make it. Torch counts in-place changes of every tensor. Writes
 through ``.data`` escape that count and are detected by a sample of the values.
@@ -7,18 +7,21 @@ through ``.data`` escape that count and are detected by a sample of the values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
+from torch.optim import Optimizer
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.state.tensors import Fixed, bits_of, local, version
+from memckpt.state.tensors import UNCOUNTED, Fixed, bits_of, local, version
 
 #: A sample is WINDOW elements out of every SPACING. Neighbours share a cache line: a strided sample of as many elements
 #: takes several times as long.
 WINDOW = 64
 SPACING = 1 << 16
-#: Number of checks that compare every element.
-FULL_CHECKS = 2
+#: Number of checks that compare every element; there are two in each record.
+FULL_CHECKS = 5
 
 
 class _Sample:
@@ -86,38 +89,86 @@ class _Sample:
         return [index for (index, _), its in zip(self._windows[key], rows, strict=True) if bool(its.any())]
 
 
-class ParameterWatch:
-    """Expected state of the stepped parameters, as their optimizers left them."""
+class _Family:
+    """The parameters that the same optimizers step, as these left them."""
 
-    def __init__(self, writer: SlotWriter) -> None:
-        self._writer = writer
-        self._params = Fixed(writer.params)
+    def __init__(self, writer: SlotWriter, indices: Sequence[int]) -> None:
+        self._names = [writer.spec.params[index].tensor.name for index in indices]
+        params = [writer.params[index] for index in indices]
+        self._params = Fixed(params)
         self._versions = self._params.versions()
-        self._sample = _Sample(writer.params, FULL_CHECKS)
+        self._sample = _Sample(params, FULL_CHECKS)
 
-    def note(self, optimizer: int) -> None:
-        """Accept the changes that an optimizer has just made to its parameters."""
-        versions = self._params.versions()
-        stepped = self._writer.layout.optimizer_params(optimizer)
-        if len(stepped) == len(versions):
-            self._versions = versions
-        else:
-            for index in stepped:
-                self._versions[index] = versions[index]
+    def renew(self) -> None:
+        self._versions = self._params.versions()
         self._sample.renew()
 
-    def counted_change(self) -> str | None:
-        """Name of a parameter whose version counter moved since its optimizer's step; None if there is none."""
+    def changed(self) -> str | None:
+        """Name of a parameter that has changed; None if none has, as far as counters and the sample show."""
         versions = self._params.versions()
-        if versions == self._versions:
-            return None
-        moved = next(i for i, (now, noted) in enumerate(zip(versions, self._versions, strict=True)) if now != noted)
-        return self._writer.spec.params[moved].tensor.name
-
-    def sampled_change(self) -> str | None:
-        """As :meth:`counted_change`, by the sample of the values."""
+        if versions != self._versions:
+            pairs = zip(versions, self._versions, self._names, strict=True)
+            return next(name for now, noted, name in pairs if now != noted)
         changed = self._sample.changed()
-        return self._writer.spec.params[changed[0]].tensor.name if changed else None
+        return self._names[changed[0]] if changed else None
+
+
+class ParameterWatch:
+    """Expected state of the stepped parameters and of their optimizers, as steps have left them.
+
+    Args:
+        writer: writer of the current generation.
+        optimizers: the live optimizers.
+    """
+
+    def __init__(self, writer: SlotWriter, optimizers: Sequence[Optimizer]) -> None:
+        self._writer = writer
+        self._optimizers = optimizers
+        members: dict[tuple[int, ...], list[int]] = {}
+        for index, owners in enumerate(writer.owners):
+            members.setdefault(tuple(owners), []).append(index)
+        self._families = {owners: _Family(writer, indices) for owners, indices in members.items()}
+        self._of = [
+            [family for owners, family in self._families.items() if number in owners]
+            for number in range(len(optimizers))
+        ]
+        self._counted = [_count_changes(optimizer) for optimizer in optimizers]
+
+    def note(self, number: int) -> bool:
+        """Accept the changes that an optimizer has just made; returns False if its state has outgrown the layout."""
+        for family in self._of[number]:
+            family.renew()
+        optimizer, before = self._optimizers[number], self._counted[number]
+        self._counted[number] = now = _count_changes(optimizer)
+        return now[1] == before[1] or self._writer.has_room(number, optimizer)
+
+    def changed(self, number: int | None = None) -> str | None:
+        """What has changed since the optimizer's last step, in words; None if nothing has.
+
+        Args:
+            number: the optimizer; None: look at all of them.
+        """
+        for family in self._families.values() if number is None else self._of[number]:
+            found = family.changed()
+            if found is not None:
+                return found
+        for each in range(len(self._optimizers)) if number is None else (number,):
+            if self._counted[each] != _count_changes(self._optimizers[each]):
+                return f"the state of {type(self._optimizers[each]).__qualname__}"
+        return None
+
+
+def _count_changes(optimizer: Optimizer) -> tuple[int, int, int]:
+    """A value that differs once tensors of an optimizer's state have been changed in place, replaced, or removed."""
+    state = optimizer.state
+    try:
+        values = [one for one in chain.from_iterable(map(dict.values, state.values())) if isinstance(one, torch.Tensor)]
+        return id(state), len(values), sum(map(_version, values))
+    except (TypeError, RuntimeError):  # state that is no dict; tensors made in inference mode
+        return id(state), len(state), UNCOUNTED
+
+
+_version = attrgetter("_version")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

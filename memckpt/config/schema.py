@@ -265,7 +265,7 @@ class MemckptConfig:
             ``"capture"`` copies the whole state every `capture_every_steps` steps without redo, for optimizers whose
             steps cannot be redone; ``"auto"`` chooses and reports why.
         tap: ``"auto"`` copies gradients as backward produces them, compares them with those that the optimizer used,
-            and changes to ``"step"`` if they differ; ``"step"`` copies them after the optimizer's step.
+            and changes to ``"step"`` if they differ; ``"step"`` copies them at the optimizer's step.
         anchor_period_steps: T, in steps; None: the default of the redo mode.
         slots: D, records in flight: one being filled, one waiting, one being applied; None: 3, and what tuning finds.
         capture_every_steps: N, interval of captures in steps; a crash loses fewer than N steps.

@@ -301,7 +301,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
     `changing`: tensors that some rank has seen to change; all of them copy these with every record from then on.
     `apart`: tensors of which some rank knows that they differ from rank to rank; none of them is held once.
-    `later`: why all ranks take gradients after the optimizer's step from then on, as they are; empty: they need not.
+    `later`: why all ranks take gradients at the optimizer's step from then on, as they are; empty: they need not.
     Ranks that share slots must agree on it: one rank's record says which changes are redone on the gradients of all.
     """
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
 
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
@@ -11,6 +14,8 @@ from memckpt.capture.watch import ParameterWatch, StaticWatch
 _log = logging.getLogger("memckpt")
 #: Number of changes that are logged; later ones are not.
 _TELL = 3
+#: Number of records in a row with a change after which state is captured.
+_MANY = 5
 
 
 class Changes:
@@ -20,47 +25,51 @@ class Changes:
         problem: why the whole state has to be written again, in words; None if it need not be.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, optimizers: Sequence[Optimizer]) -> None:
         self._recorder = recorder
+        self._optimizers = optimizers
         self._static: StaticWatch | None = None
-        self._hidden = False
         self._told = 0
+        self._in_a_row = 0
+        self._found = ""
         self.problem: str | None = None
-        recorder.on_backward = self.look_before_backward
+        recorder.on_step = self.look_before_step
+
+    @property
+    def persistent(self) -> str:
+        """What changes at every step, in words; empty if nothing does."""
+        return f"{self._found} in {self._in_a_row} steps in a row" if self._in_a_row >= _MANY else ""
 
     def watch(self, writer: SlotWriter) -> None:
         """Take the current values of a generation's tensors as unchanged."""
-        self._recorder.watch = ParameterWatch(writer)
+        # State that is captured need not be watched: it is copied whatever has changed it.
+        self._recorder.watch = None if writer.captures else ParameterWatch(writer, self._optimizers)
         self._static = StaticWatch(writer)
 
     def forget(self) -> None:
         self._recorder.watch = self._static = None
 
-    def look_before_backward(self) -> None:
-        """Check, as a backward begins, whether parameters have changed since their optimizer's step."""
+    def look_before_step(self, number: int) -> None:
+        """Look for changes, which no optimizer has made, of what this one is about to step."""
+        self._look(number)
+
+    def _look(self, number: int | None) -> None:
         watch = self._recorder.watch
         if watch is not None and self.problem is None:
-            counted = watch.counted_change()
-            changed = counted or watch.sampled_change()
-            self._hidden = self._hidden or (changed is not None and counted is None)
-            self._note(changed)
+            self._note(watch.changed(number))
 
     def look_at_commit(self) -> None:
-        """Check the same at the end of a record."""
-        watch = self._recorder.watch
-        if watch is not None:
-            changed = watch.counted_change()
-            if changed is None and self._hidden:
-                # Values that changed once without a version counter may do so after every step.
-                changed = watch.sampled_change()
-            self._note(changed)
+        """Look at everything at the end of a record, behind which all of it has to be as redo makes it."""
+        self._recorder.end_steps()
+        self._look(None)
+        self._in_a_row = self._in_a_row + 1 if self.problem is not None else 0
 
     def static_changes(self) -> list[str]:
         """Names of static tensors that have changed."""
         return self._static.changed() if self._static is not None else []
 
     def _note(self, changed: str | None) -> None:
-        if changed is None or self.problem is not None:
+        if changed is None:
             return
         self._told += 1
         if self._told <= _TELL:
@@ -75,4 +84,4 @@ class Changes:
                 changed,
                 again if self._told == _TELL else "",
             )
-        self.problem = f"{changed} was changed outside the optimizer"
+        self.problem = self._found = f"{changed} was changed outside the optimizer"

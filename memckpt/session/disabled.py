@@ -133,11 +133,11 @@ class DisabledSession(Session):
     ) -> bool:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
+        self._step = self._step + 1 if step is None else step
         if gradients_pending or (gradients_pending is None and not self._stepped):
             return False
         self._stepped = False
         self._record += 1
-        self._step = self._step + 1 if step is None else step
         self._batch += 1
         if self._probe is not None:
             self._probe.taken(

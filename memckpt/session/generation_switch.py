@@ -140,8 +140,8 @@ class GenerationSwitch:
         self.after = self._turn(record + 1) if same else record + 1
 
     def end_self_test(self, record: int) -> None:
-        """Change the mode where the self-test is over, or the audit wants it, on all ranks at the same record."""
-        if self._mode.after_record(self._recorder.compiled, record):
+        """Change the mode where the self-test is over, or steps cannot be redone, on all ranks at the same record."""
+        if self._mode.after_record(self._recorder.compiled, self._changes.persistent, record):
             self.use_mode()
             self.after = record
 

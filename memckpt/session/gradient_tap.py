@@ -32,7 +32,7 @@ class GradientTap:
 
     Attributes:
         reason: why this tap, in words.
-        later: why gradients are taken after the optimizer's step since, in words; empty: they are not.
+        later: why gradients are taken at the optimizer's step since, in words; empty: they are not.
     """
 
     def __init__(
@@ -47,12 +47,11 @@ class GradientTap:
         self._clock = training.clock
         self.later = ""
         reducer = compression.reducer
-        self._tap, self.reason, caveats = choose_tap(
+        self._tap, self.reason = choose_tap(
             training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer
         )
         if isinstance(self._tap, BucketTap):
             self._tap.adopted = compression.adopt
-        training.caveats.extend(caveats)
         self._recorder.tap = self._tap.name
 
     @property
@@ -96,7 +95,7 @@ class GradientTap:
             self._tap.install()
 
     def take_later(self, reason: str) -> None:
-        """Stage gradients after the optimizer's step from now on, on all ranks once the next generation begins.
+        """Stage gradients at the optimizer's step from now on, on all ranks once the next generation begins.
 
         Args:
             reason: why the current tap does not fit, in words.
@@ -109,7 +108,7 @@ class GradientTap:
         self._live.growth.uncompressed = True
         self._recorder.tap = StepTap.name
         self.reason = reason
-        _log.warning("memckpt: gradients are now taken after the optimizer's step: %s", reason)
+        _log.warning("memckpt: gradients are now taken at the optimizer's step: %s", reason)
         if isinstance(self._tap, StreamingTap):
             self._tap.remove()
             params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]

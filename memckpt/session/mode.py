@@ -184,16 +184,21 @@ class ModeChoice:
                 when,
             )
 
-    def after_record(self, compiled: str | None, record: int) -> bool:
+    def after_record(self, compiled: str | None, changing: str, record: int) -> bool:
         """Evaluate the self-test, and what the audit has found, at the end of a record, the same one on all ranks.
 
         Returns True if the mode has changed.
 
         Args:
             compiled: class name of an optimizer whose step is compiled; empty if there is none, None before any step.
+            changing: what something else than its optimizer changes at every step, in words; empty: nothing is. The
+                state is captured then, where no other rank would have to do so, too: as exact, and less dear.
             record: number of the record.
         """
         if self._find_compiled(compiled) or self._find_distrusted(record):
+            return True
+        if changing and self.mode != "capture" and self._ranks.world_size == 1:
+            self._cannot_redo(changing)
             return True
         if self._test is None:
             return False

@@ -103,33 +103,27 @@ def choose_tap(
     data_parallel: DistributedDataParallel | None,
     before_reduction: Callable[[], None],
     reducer: Reducer | None,
-) -> tuple[Tap, str, list[str]]:
-    """Choose a streaming tap where that is possible. Returns the tap, the reason, and caveats, in words."""
+) -> tuple[Tap, str]:
+    """Choose a streaming tap where that is possible. Returns the tap, and the reason in words."""
     params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
-    caveats = [
-        f"{type(live.optimizers[index]).__qualname__} as configured changes gradients within its step; where it is "
-        "called with a closure, changes to gradients that torch's own functions did not make go unnoticed "
-        "(foreach=False avoids that)"
-        for index in live.changing_optimizers
-    ]
     if fsdp1_wrappers(live.model):
         recorder.streams = False
         reason = "FullyShardedDataParallel reduces gradients of flat parameters, not those that the optimizer steps"
-        return flat_parameters.FlatParameterTap(live.model, recorder, before_reduction), reason, caveats
+        return flat_parameters.FlatParameterTap(live.model, recorder, before_reduction), reason
     if config.tap == "step":
         recorder.streams = False
-        return StepTap(params, recorder), "as configured", caveats
+        return StepTap(params, recorder), "as configured"
     if live.sharded:
         reason = "gradients are taken as reduced shards"
-        return ShardTap(live.model, params, recorder, copier, before_reduction), reason, caveats
+        return ShardTap(live.model, params, recorder, copier, before_reduction), reason
     if data_parallel is None:
         reason = "gradients are taken as backward produces them"
-        return StreamingTap(params, recorder, copier), reason, caveats
+        return StreamingTap(params, recorder, copier), reason
     if BucketTap.available(data_parallel):
         reason = "gradients are taken from DDP's buckets once they are reduced"
         if reducer is not None:
             reason = "gradients are taken in compressed form, as DDP's buckets are reduced"
-        return BucketTap(data_parallel, recorder, copier, before_reduction, reducer), reason, caveats
+        return BucketTap(data_parallel, recorder, copier, before_reduction, reducer), reason
     recorder.streams = False
     reason = "a communication hook was registered before memckpt; attach first, then register it"
-    return StepTap(params, recorder), reason, caveats
+    return StepTap(params, recorder), reason

@@ -62,8 +62,8 @@ class RepeatedSteps:
         self.comparison = Comparison()
         self.problem = ""
 
-    def stepped(self, number: int, optimizer: Optimizer) -> None:
-        """Compare a step that an optimizer has just taken, before its gradients are zeroed. Never raises."""
+    def stepping(self, number: int, optimizer: Optimizer) -> None:
+        """Compare a step that an optimizer is about to take. Never raises."""
         try:
             self._compare(number, optimizer)
         except Exception as error:  # becomes the reason of the verdict
@@ -87,11 +87,13 @@ class RepeatedSteps:
         if (found is None) != (index in held.absent):
             presence = ("None", "a tensor")
             self.comparison.absence(f"gradient of {name}", presence[found is not None], presence[found is None])
-        elif found is not None and held.optimizer not in self._live.changing_optimizers:
+        elif found is not None:
             staged = self._gradients(self._meta, held, index)
             if staged is None or found.is_sparse or staged.is_sparse:
                 return
-            used = apply_ops(staged.to(local(found).device), held.ops, index)
+            # What a fused step divides by, it does within.
+            ops = [op for op in held.ops if op.kind != "div"]
+            used = apply_ops(staged.to(local(found).device), ops, index)
             self.comparison.tensor("gradient", name, local(found), used)
 
     def _label(self, number: int, index: int) -> str:

@@ -96,7 +96,7 @@ class ResumeProof:
         if self.repetition is not None:
             self._recorder.begin(None, self.repetition.record)
             steps = self.repetition.steps
-            self._recorder.repeated = steps.stepped if steps is not None else None
+            self._recorder.repeated = steps.stepping if steps is not None else None
         elif self.check.verdict not in ("pending", "off"):
             self.tell()
         if self._witness is not None:

@@ -93,7 +93,7 @@ class Session(Information):
         self._recorder = Recorder(live, self._copier, self._clock)
         training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)
         self._training = training
-        changes = Changes(self._recorder)
+        changes = Changes(self._recorder, live.optimizers)
         self._staging = staging = Staging(training, changes)
         address = AgentAddress.of(run_dir)
         self._link = link = AgentLink(address, ranks, config, device.type != "cpu")
@@ -105,6 +105,8 @@ class Session(Information):
         self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
         self._closed = self._has_told = False
         self._last: RestorePoint | None = None
+        #: The step number of the last commit, restore point or not; None before the first.
+        self._number: int | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
 
@@ -354,7 +356,8 @@ class Session(Information):
         """End a record here, if this is a restore point: after the optimizer's step, with no gradient pending.
 
         Args:
-            step: the framework's step number; None takes the one behind the last, which begins with 1.
+            step: the framework's step number; None takes the one behind the last call's, which begins with 1. Each
+                call counts, restore point or not: a batch of an accumulation, a step that a scaler skips.
             gradients_pending: whether a backward has run whose gradients no step has used yet; None lets the taps
                 decide. Pass False where a scaler skipped the step, or where unused gradients are dropped.
             epoch_over: the loop over a :meth:`loader` is left after this batch although it has more.
@@ -371,19 +374,19 @@ class Session(Information):
         try:
             refuse_uneven(self._data_parallel)
             self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)
+            self._number = self._next_step() if step is None else step
             if not self._is_restore_point(gradients_pending):
                 return False
             self._loop.begin_commit(epoch_over)
             # First, as user code runs in it: an exception leaves everything unchanged.
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
-            self._recorder.backward_ran = False
             self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
             self._switch.end_self_test(record)
             if self._last is None:
                 note_imports()
             self._tuning.end_record(record)
-            self._last = RestorePoint(record, self._next_step(record) if step is None else step, rank_state)
+            self._last = RestorePoint(record, self._number, rank_state)
             self._rank_state.unrepeatable = ""
             self._loop.end_commit()
             if self._proof.repetition is not None:
@@ -398,10 +401,11 @@ class Session(Information):
             inner = self._clock.total - self._clock.commit - inner
             self._clock.commit += time.perf_counter() - started - inner
 
-    def _next_step(self, record: int) -> int:
-        """The step number behind the last commit's, or behind the restored one; the record's where there is neither."""
-        last = self._last if self._last is not None else self._resumption.held
-        return record if last is None else last.step + 1
+    def _next_step(self) -> int:
+        """The step number behind the last call's, or behind the restored one; the record's where there is neither."""
+        if self._number is None:
+            return self._recorder.record if self._resumption.held is None else self._resumption.held.step + 1
+        return self._number + 1
 
     def _end_repetition(self, point: RestorePoint) -> None:
         """End the repeated step of the resumed record: compare, and go on from the held state."""

@@ -10,7 +10,6 @@ import copy
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +56,12 @@ def dtype_of(name: str) -> torch.dtype:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether its parameters may be cut into pieces. Exact class only: a subclass may do anything."""
     return type(optimizer) in ELEMENTWISE
+
+
+def may_change_gradients(optimizer: Optimizer) -> bool:
+    """Whether its step may change the gradients that it is given, as torch's SGD does with nesterov and foreach."""
+    nesterov = isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
+    return nesterov or not is_elementwise(optimizer)
 
 
 def is_trusted(optimizer: Optimizer) -> bool:
@@ -207,7 +212,7 @@ def describe_state(
     if key not in dry_runs:
         stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
         try:
-            clone, _ = _dry_steps(optimizer, stand_in, group, 1, grad_dtype)
+            clone = _dry_steps(optimizer, stand_in, group, 1, grad_dtype)
             dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in, captured)
         except UnsupportedError:
             if not captured:
@@ -261,43 +266,27 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
     return StateDescription(tensors, tuple(state))
 
 
-@dataclass(frozen=True)
-class GradientHabits:
-    """Effects of an optimizer's step on the gradients it is given.
+def refuse_unsteppable(optimizer: Optimizer) -> None:
+    """Try two steps on stand-ins of the smallest parameter of each group.
 
-    Attributes:
-        changes: whether their values change, so that they cannot be read after the step. Torch's SGD does that with
-            nesterov and foreach (the default on CUDA), and any class may.
-        version_moves: increments of their version counters per step (fused kernels declare them as outputs).
+    Raises:
+        UnsupportedError: the optimizer cannot take them.
     """
-
-    changes: bool
-    version_moves: int
-
-
-def gradient_habits(optimizer: Optimizer) -> GradientHabits:
-    """The gradient habits, found by a dry run of two steps on the smallest parameter of each group."""
-    changes, moves = False, 0
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if local(param).numel()]
         if params:
             smallest = min(params, key=lambda param: local(param).numel())
             stand_in = torch.nn.Parameter(torch.ones_like(local(smallest)))
-            grad_dtype = getattr(smallest, "grad_dtype", None) or smallest.dtype
-            _, habits = _dry_steps(optimizer, stand_in, group, 2, grad_dtype)
-            changes, moves = changes or habits.changes, max(moves, habits.version_moves)
-    return GradientHabits(changes, moves)
+            _dry_steps(optimizer, stand_in, group, 2, getattr(smallest, "grad_dtype", None) or smallest.dtype)
 
 
 def _dry_steps(
     optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int, grad_dtype: torch.dtype
-) -> tuple[Optimizer, GradientHabits]:
-    """Step a sibling of the optimizer on a stand-in; returns it, and what that did to the gradient."""
+) -> Optimizer:
+    """Step a sibling of the optimizer on a stand-in; returns it."""
     gradient = torch.full_like(stand_in, 0.5, requires_grad=False, dtype=grad_dtype)
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     give_gradient(stand_in, gradient.to_sparse() if sparse else gradient)
-    assert stand_in.grad is not None
-    before, version = gradient.clone(), stand_in.grad._version
     with rng.preserved(), without_global_hooks(), without_collectives():
         try:
             settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -309,7 +298,4 @@ def _dry_steps(
                 f"{type(optimizer).__qualname__} could not take a step on a stand-in of shape {list(stand_in.shape)} "
                 f"({type(error).__name__}: {error}); expected an optimizer that steps from gradients alone"
             ) from error
-    if stand_in.grad is None:
-        return clone, GradientHabits(True, 0)
-    changed = not torch.equal(stand_in.grad.to_dense(), before)
-    return clone, GradientHabits(changed, (stand_in.grad._version - version) // steps)
+    return clone

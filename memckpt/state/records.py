@@ -38,7 +38,7 @@ class GradientOp(msgspec.Struct, frozen=True, array_like=True):
     """An in-place change of gradients between backward and the optimizer's step.
 
     Attributes:
-        kind: ``"mul"``, ``"div"`` or ``"clamp"``.
+        kind: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by.
         value: codec encoding of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``.
         params: indices of the parameters it applies to.
     """
@@ -63,10 +63,11 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         optimizer: index of the optimizer.
         index: number of the step among this optimizer's steps in the record; selects the area in the gradient arena.
-        groups: codec encoding of the list of each group's hyperparameters, as the step used them.
+        groups: codec encoding of the list of each group's hyperparameters, as the step found them.
         absent: parameters whose gradient was None.
         sparse: parameters whose gradient was sparse.
         ops: changes to apply to the staged gradients, in order.
+        ambient: encoding of torch's settings around the step; empty: as by default.
     """
 
     optimizer: int
@@ -75,6 +76,7 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
     absent: tuple[int, ...] = ()
     sparse: tuple[SparseGradient, ...] = ()
     ops: tuple[GradientOp, ...] = ()
+    ambient: bytes = b""
 
 
 class RecordMeta(msgspec.Struct, frozen=True, array_like=True):

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from memckpt.state import codec, encodings
+from memckpt.state import ambient, codec, encodings
+from memckpt.state.ambient import as_recorded
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import dtype_of, without_global_hooks
+from memckpt.state.optimizers import dtype_of, is_elementwise, may_change_gradients, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
 from memckpt.state.spec import ITEM_BYTES
 from memckpt.state.tensors import give_gradient
@@ -113,14 +114,15 @@ def apply_ops(gradient: torch.Tensor, ops: Iterable[GradientOp], param: int) -> 
 
 
 def change_values(kind: str, operand: Any, values: torch.Tensor) -> torch.Tensor:
-    """`values` after one recorded change, as a new tensor."""
+    """`values` after one recorded change, as a new tensor, with the bits and the dtype of a change in place."""
+    room = torch.empty_like(values)  # without it a factor would promote values without dimensions
     if kind == "clamp":
-        return values.clamp(operand[0], operand[1])
+        return torch.clamp(values, operand[0], operand[1], out=room)
     factor: torch.Tensor = operand.to(values.device).reshape(())
     if kind == "mul":
-        return values * factor
+        return torch.mul(values, factor, out=room)
     if kind == "div":
-        return values / factor
+        return torch.div(values, factor, out=room)
     raise ValueError(f"gradient operation: expected 'mul', 'div' or 'clamp', found {kind!r}")
 
 
@@ -178,9 +180,10 @@ class RedoGroup:
             optimizer = self._optimizers[index] = self._factory(index, groups)
         else:
             for group_settings, values in zip(optimizer.param_groups, hyperparameters, strict=True):
-                for key, value in values.items():
-                    if key != "param_names":
-                        group_settings[key] = value
+                params = group_settings["params"]
+                group_settings.clear()
+                group_settings.update({**values, "params": params})
+                group_settings.pop("param_names", None)
         for redo_target in self._owned[index]:
             # The same dict: state that the optimizer adds appears in the target's. The first of it may come from an
             # anchor.
@@ -211,21 +214,33 @@ class RedoGroup:
         if not redo_targets:
             return
         optimizer = self._optimizer(sub_step.optimizer, codec.decode(sub_step.groups))
+        changes = may_change_gradients(optimizer)
         for redo_target, cut in self.stepped(sub_step):
             gradient = gradients(meta, sub_step, redo_target.param, cut)
             if gradient is None:
                 redo_target.parameter.grad = None
                 continue
             used = apply_ops(gradient.to(redo_target.parameter.device), sub_step.ops, redo_target.param)
-            if used is gradient and self._layout.spec.optimizers[sub_step.optimizer].changes_gradients:
+            if used is gradient and changes:
                 used = used.clone()  # the slot's bytes must not change
             give_gradient(redo_target.parameter, _laid_out_as(redo_target.parameter, used))
-        optimizer.step()
-        for redo_target in redo_targets:
+        homes = [redo_target.parameter.data for redo_target in redo_targets]
+        device = redo_targets[0].parameter.device.type
+        with as_recorded(ambient.decode(sub_step.ambient), device, own_thread=is_elementwise(optimizer)):
+            optimizer.step()
+        for redo_target, home in zip(redo_targets, homes, strict=True):
+            bring_home(redo_target.parameter, home)
             redo_target.parameter.grad = None
             state = optimizer.state.get(redo_target.parameter)
             if state is not None:
                 redo_target.states[sub_step.optimizer] = state
+
+
+def bring_home(parameter: torch.nn.Parameter, home: torch.Tensor) -> None:
+    """Move what a step has left of a parameter into its memory: some classes rebind ``data`` in place of writing it."""
+    if parameter.data_ptr() != home.data_ptr():
+        home.copy_(parameter.data)
+        parameter.data = home
 
 
 def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -135,8 +135,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
     """An optimizer class by name, with the data needed to build it elsewhere.
 
     `attributes` is a codec encoding of the instance attributes (including ``defaults``), `group_sizes` the number of
-    parameters in each group, `sub_steps` the number of its steps that one record has room for. `changes_gradients`: a
-    step changes the gradients it is given.
+    parameters in each group, `sub_steps` the number of its steps that one record has room for.
     """
 
     module: str
@@ -144,7 +143,6 @@ class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
     attributes: bytes
     group_sizes: tuple[int, ...]
     sub_steps: int
-    changes_gradients: bool
 
 
 class StateSpec(msgspec.Struct, frozen=True, array_like=True):

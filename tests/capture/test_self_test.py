@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memckpt.capture import self_test
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import MOST_RECORDS, STEPS, SelfTest
-from memckpt.state.optimizers import describe_state, gradient_habits, is_trusted, rebuild_like
+from memckpt.state.optimizers import describe_state, is_trusted, rebuild_like, refuse_unsteppable
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_hidden import Counting, GlobalNoise, Inner, Norm, OwnNoise, Plain
 from tests.support.trainings.engine_optimizers import Momentum
@@ -26,7 +26,7 @@ Make = Callable[[Iterable[Any]], Optimizer]
 
 
 class GroupCounter(Momentum):
-    """Counts in its group, and steps with the count from before: a record has the one from behind the step."""
+    """Counts in its group, and steps with the count from before."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -35,6 +35,15 @@ class GroupCounter(Momentum):
             for param in group["params"]:
                 param.sub_(param.grad, alpha=0.1 / group["count"])
             group["count"] += 1
+
+
+class Rebinding(Momentum):
+    """Gives its parameters other memory, in place of writing to theirs."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data - 0.1 * param.grad
 
 
 class Scribbling(Plain):
@@ -148,6 +157,8 @@ HONEST: dict[str, Make] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "tensor-rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
     "settled": Settled,
+    "group-counter": GroupCounter,
+    "rebinding": Rebinding,
 }
 
 
@@ -168,7 +179,6 @@ def test_an_honest_optimizer_passes(name: str) -> None:
         (Turns, 3, "differs after step 3"),
         (Inner, 2, "attribute 'taken' of Inner changes from step to step"),
         (Scribbling, 2, "attribute 'seen' of Scribbling changes from step to step"),
-        (GroupCounter, 1, "differs after step 1"),
         (Failing, 1, "a redo of Failing on copies fails (AssertionError"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -192,9 +202,10 @@ def test_nothing_of_the_users_is_touched(make: Make) -> None:
             test.install()
             for param in model.parameters():
                 describe_state(optimizer, param, optimizer.param_groups[0], {}, captured=True)
-            gradient_habits(optimizer)
+            refuse_unsteppable(optimizer)
         train(model, optimizer, STEPS + 1)
-        own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_") and name != "inner"}
+        hidden = ("inner", "register_step_pre_hook")  # the latter as long as hooks are installed
+        own = {name: value for name, value in vars(optimizer).items() if name[0] != "_" and name not in hidden}
         generator = own.pop("generator", None)
         drawn = None if generator is None else torch.rand(3, generator=generator)
         found = [optimizer.state_dict(), [*model.parameters()], {**own, "state": None, "param_groups": None}, drawn]
@@ -238,16 +249,15 @@ def test_a_list_of_parameters_in_an_attribute_never_leads_to_the_live_ones() -> 
     before = freeze([*model.parameters()])
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    gradient_habits(Listed(model.parameters()))
+    refuse_unsteppable(Listed(model.parameters()))
     assert freeze([*model.parameters()]) == before
     verdicts = verdicts_of(Listed)
     assert "differs after step 1" in str(verdicts[0])
 
 
-def test_a_step_that_hooks_see_twice_is_not_redone() -> None:
-    """A record would have both, and a redo would make four of them."""
+def test_a_step_that_hooks_see_twice_counts_once() -> None:
     Momentum(model_of().parameters())
-    assert "differs after step" in str(verdicts_of(Twice)[0])
+    assert verdicts_of(Twice) == [None] * (STEPS - 1) + [""]
 
 
 def test_steps_that_never_come_are_an_answer() -> None:

@@ -119,6 +119,7 @@ def test_what_was_changed_before_the_step_is_not_as_backward_made_it(bench: Benc
     gradient = bench.params[1].grad
     assert gradient is not None
     gradient.mul_(2)  # noted by its counter, and staged again at the step
+    bench.recorder.optimizer_stepping(0, bench.optimizer)
     bench.recorder.optimizer_stepped(0, bench.optimizer)
     settle(bench, copier)
     assert bench.found(RECORD) == {0: (1, 1.0), 2: (1, 1.0)}

@@ -33,12 +33,11 @@ CASE = Case("changed", Changed)
 def look_away(control: Control) -> None:
     """Plant the fault: nobody looks for changes by hand in this attempt."""
 
-    def nothing(changes: Any) -> None:
+    def nothing(changes: Any, *_: Any) -> None:
         return None
 
-    for name in ("look_at_commit", "look_before_backward", "look_before_step"):
-        if hasattr(Changes, name):
-            setattr(Changes, name, nothing)
+    for name in ("look_at_commit", "look_before_step"):
+        setattr(Changes, name, nothing)
 
 
 def die_behind_the_change(lab: Lab, settings: Any, later: int = 0, actions: dict[Any, Action] | None = None) -> None:

@@ -40,7 +40,7 @@ class Notes:
             not_redoable="",
             every=every,
             request=lambda asynchronous: SimpleNamespace(mode=self.mode.mode, every=self.mode.every),
-            after_record=lambda compiled, record: self.tested,
+            after_record=lambda compiled, changing, record: self.tested,
             fall_back=lambda reason: setattr(self.mode, "mode", "lazy"),
         )
         self.recorder: Any = SimpleNamespace(
@@ -77,7 +77,7 @@ class Notes:
             take_order=lambda record: None,
             wait_for_room=lambda record, spec, began: 0.0,
         )
-        changes: Any = SimpleNamespace(problem=None, static_changes=list, look_at_commit=lambda: None)
+        changes: Any = SimpleNamespace(problem=None, persistent="", static_changes=list, look_at_commit=lambda: None)
         self.changes = changes
         self.taken_later: list[str] = []
         tap: Any = SimpleNamespace(

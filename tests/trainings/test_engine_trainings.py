@@ -78,7 +78,7 @@ def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab,
     attempts = lab.survives(case, config("lazy"), kills)
     assert attempts[-1].end["tap"] == "step"
     assert "in a way that streaming does not know" in attempts[-1].end["tap_reason"]
-    assert "gradients are now taken after the optimizer's step" in attempts[-1].log
+    assert "gradients are now taken at the optimizer's step" in attempts[-1].log
 
 
 @pytest.mark.thinned(2)

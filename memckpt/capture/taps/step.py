@@ -1,4 +1,4 @@
-"""The step tap: gradients are taken after the optimizer's step. Correct for any training."""
+"""The step tap: gradients are taken at the optimizer's step. Correct for any training."""
 
 from __future__ import annotations
 

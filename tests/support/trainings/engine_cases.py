@@ -109,7 +109,7 @@ UNKNOWN_CHANGE_CASES = [
     Case("manual-scale", ManualScale),
 ]
 
-#: Their gradients are replaced by new tensors, so they are taken after the step.
+#: Their gradients are replaced by new tensors, so they are taken at the step.
 OTHER_GRADIENT_CASES = [
     Case("fp32-gradients", lambda: OtherGradients(lambda p: torch.optim.SGD(p, lr=0.3))),
     Case("fp32-gradients-momentum", lambda: OtherGradients(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))),
@@ -132,7 +132,7 @@ COMPILED_LATER = Case("compiled-later", lambda: CompiledStep(since=5), steps=12)
 def by_hand(how: str) -> Case:
     """The case in which a parameter is changed by hand.
 
-    At step 7: "no_grad" (seen by version counters), "data" and "other storage" (not seen by them), "one element" and
-    "optimizer state" (seen only by an audit). "every step": all parameters are clamped after each step.
+    At step 7: "no_grad" and "optimizer state" (seen by version counters), "data" and "other storage" (not seen by
+    them), "one element" (seen only by an audit). "every step": all parameters are clamped after each step.
     """
     return Case(f"by-hand {how}", lambda: ChangedByHand(how))

@@ -13,9 +13,7 @@ from memckpt.state.spec import (
 
 
 def an_optimizer(index: int, sub_steps: int) -> OptimizerSpec:
-    return OptimizerSpec(
-        module="m", qualname=f"O{index}", attributes=b"", group_sizes=(1,), sub_steps=sub_steps, changes_gradients=False
-    )
+    return OptimizerSpec(module="m", qualname=f"O{index}", attributes=b"", group_sizes=(1,), sub_steps=sub_steps)
 
 
 def large_spec(period: int) -> StateSpec:

@@ -1,0 +1,124 @@
+"""Settings of torch that a step's arithmetic depends on: recorded with each step, and set again while it is redone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from memckpt.state import codec
+
+#: A product that is 0 only where denormal numbers are flushed: torch does not tell.
+_DENORMAL = torch.tensor([1e-40], dtype=torch.float32)
+#: Held while settings of the whole process are not the process's own.
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Settings around one step. Those up to `flush` are a thread's own, the others the whole process's.
+
+    `autocast`: the dtype of autocast on the parameters' device; empty: it is off. `precision`: that of products of
+    float32 matrices; empty: as by default.
+    """
+
+    autocast: str = ""
+    flush: bool = False
+    precision: tuple[str, ...] = ()
+    reduced_fp16: Any = True
+    reduced_bf16: Any = True
+    deterministic: bool = False
+    deterministic_warns: bool = False
+    default_dtype: str = "float32"
+
+    def encode(self) -> bytes:
+        """The encoding; empty for settings as they are by default."""
+        return b"" if self == _DEFAULT else codec.encode(asdict(self))
+
+
+_DEFAULT = Ambient()
+
+
+def ambient_of(device: str) -> Ambient:
+    """The current settings; `device`: type of the parameters' device."""
+    matmul = torch.backends.cuda.matmul
+    autocast = torch.is_autocast_enabled(device)
+    return Ambient(
+        str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else "",
+        not _DENORMAL.mul(1.0).item(),
+        _precision(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        str(torch.get_default_dtype()).removeprefix("torch."),
+    )
+
+
+def _matmuls() -> tuple[Any, Any]:
+    backends: Any = torch.backends
+    return backends.cuda.matmul, backends.mkldnn.matmul
+
+
+def _precision() -> tuple[str, ...]:
+    # The older interface raises where the newer one has been used.
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        found = tuple(one.fp32_precision for one in _matmuls())
+        return () if {*found} <= {"none", "ieee"} else found
+    usual = torch.get_float32_matmul_precision()
+    return () if usual == "highest" else (usual,)
+
+
+def _set_precision(wanted: tuple[str, ...]) -> None:
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        torch.set_float32_matmul_precision(wanted[0] if wanted else "highest")
+        return
+    for one, value in zip(_matmuls(), wanted or ("none", "none"), strict=False):
+        one.fp32_precision = value
+
+
+def decode(recorded: bytes) -> Ambient:
+    """Inverse of :meth:`Ambient.encode`."""
+    return Ambient(**codec.decode(recorded)) if recorded else _DEFAULT
+
+
+@contextlib.contextmanager
+def as_recorded(wanted: Ambient, device: str, own_thread: bool) -> Iterator[None]:
+    """Use these settings in the calling thread.
+
+    Args:
+        wanted: the settings of the step.
+        device: type of the device that the step is redone on.
+        own_thread: leave the settings of the whole process: the step does not depend on them, and is redone beside
+            others.
+    """
+    now = ambient_of(device)
+    if now == wanted:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if now.autocast != wanted.autocast:
+            dtype = getattr(torch, wanted.autocast) if wanted.autocast else None
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=bool(wanted.autocast)))
+        if now.flush != wanted.flush:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            stack.callback(torch.set_flush_denormal, now.flush)
+            torch.set_num_threads(1)  # it is a thread's own
+            torch.set_flush_denormal(wanted.flush)
+        if not own_thread:
+            stack.enter_context(_lock)
+            stack.callback(_set_process, now)
+            _set_process(wanted)
+        yield
+
+
+def _set_process(wanted: Ambient) -> None:
+    _set_precision(wanted.precision)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = wanted.reduced_fp16
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = wanted.reduced_bf16
+    torch.use_deterministic_algorithms(wanted.deterministic, warn_only=wanted.deterministic_warns)
+    torch.set_default_dtype(getattr(torch, wanted.default_dtype))
