@@ -35,6 +35,7 @@ from memckpt.state.optimizers import (
     dtype_of,
     is_elementwise,
     is_importable,
+    odd_hyperparameters,
     refuse_unsteppable,
     refuse_unsupported,
 )
@@ -84,6 +85,7 @@ class LiveState:
         self.put_shards_in_place()
         if shards.fsdp1_wrappers(model):
             self._flattened = dict(self._parameters())
+        self._refuse_lazy()
         self.tree = ModuleTree({"": model, **self.extra_modules})
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
@@ -91,6 +93,8 @@ class LiveState:
         # As a new process makes them: a resume has to make from these what there is later.
         self._born = self._kinds()
         self._born_modules = set(self.tree.modules)
+        #: Keys of values in parameter groups, as a new process makes them.
+        self.group_keys = {key for optimizer in self.optimizers for group in optimizer.param_groups for key in group}
         #: State of optimizers that could not be captured, as text, in the order of discovery.
         self.left_out: dict[str, None] = {}
         #: Optimizers whose steps cannot be redone, with the reason.
@@ -125,6 +129,15 @@ class LiveState:
             name = without_wrappers(found)
             if name not in self._flattened:
                 yield name, self._in_place_of(name, param, stepped)
+
+    def _refuse_lazy(self) -> None:
+        for prefix, module in [("", self.model), *self.extra_modules.items()]:
+            for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
+                if nn.parameter.is_lazy(tensor):
+                    raise UnsupportedError(
+                        f"expected tensors that have their shapes, found {name}, which gets its shape in the first "
+                        "forward; run one forward on a batch, or on zeros of its shape, before attach()"
+                    )
 
     def _check(self) -> None:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -374,10 +387,18 @@ class LiveState:
                         owners.setdefault(id(param), []).append((index, group_index))
         return owners
 
-    def look_at_strides(self) -> None:
-        """Look for state that redo would lay out in another way: products with it then round otherwise."""
+    def look_at_optimizers(self) -> None:
+        """Look for what redo could not make: groups with functions, and state in another layout.
+
+        Products with that round otherwise.
+        """
         for index, optimizer in enumerate(self.optimizers):
             if is_elementwise(optimizer) or index in self.not_redoable:
+                continue
+            if odd := odd_hyperparameters(optimizer):
+                self.not_redoable[index] = (
+                    f"the value of {odd[0]!r} in a group of {type(optimizer).__qualname__} cannot be recorded"
+                )
                 continue
             for param, state in optimizer.state.items():
                 for key, value in state.items() if isinstance(state, dict) else ():

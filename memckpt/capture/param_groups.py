@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from memckpt.capture.live_state import LiveState
+from memckpt.state import codec
 from memckpt.state.captured import filled
-from memckpt.state.optimizers import hyperparameters
+from memckpt.state.optimizers import hyperparameters, odd_hyperparameters
 
 
 def describe_groups(live: LiveState) -> dict[str, Any]:
     """Part of the rank state that :func:`restore_groups` and :func:`restore_state_order` read."""
     live.follow()
-    live.look_at_strides()
+    live.look_at_optimizers()
     return {
         "strangers": live.strangers.describe(),
         "late": live.describe_late(),
@@ -32,6 +33,13 @@ def _groups(live: LiveState) -> list[list[dict[str, Any]]]:
     described = []
     for optimizer, names in zip(live.optimizers, live.names_of_groups(), strict=True):
         settings = hyperparameters(optimizer)
+        for key in odd_hyperparameters(optimizer):
+            for values in settings:
+                if values.pop(key, None) is not None or key not in live.group_keys:
+                    live.not_carried.setdefault(
+                        f"the value of {key!r} in a group of {type(optimizer).__qualname__} cannot be carried; use "
+                        "numbers, strings, tensors, and lists and dicts of them, or set it before attach()"
+                    )
         for values, in_group in zip(settings, names, strict=True):
             values["params"] = in_group
         described.append(settings)
@@ -69,9 +77,14 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
                 groups_now.append({})
             group = groups_now[index]
             values = {key: filled(value, group.get(key)) for key, value in saved.items()}
+            odd = {key: group[key] for key in group if key != "params" and key not in values and _is_odd(group[key])}
             group.clear()
-            group.update({**values, "params": [tensors[name] for name in saved["params"]]})
+            group.update({**odd, **values, "params": [tensors[name] for name in saved["params"]]})
         del groups_now[len(groups) :]
+
+
+def _is_odd(value: Any) -> bool:
+    return callable(value) or bool(codec.unencodable_paths(value))
 
 
 def restore_modes(live: LiveState, described: Mapping[str, Any]) -> None:

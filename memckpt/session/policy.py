@@ -70,6 +70,8 @@ def choose_redo(
                 "memckpt: redo=%r is not possible with %s and 'capture' is used: %s", config.redo, name, reason
             )
         return "capture", reason
+    if not any(p.requires_grad for optimizer in live.optimizers for g in optimizer.param_groups for p in g["params"]):
+        return _lazy_instead(config, "no parameter requires a gradient, so that a replica would be empty")
     for optimizer in live.optimizers:
         name = type(optimizer).__qualname__
         if not is_importable(type(optimizer)):

@@ -130,8 +130,24 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Every group without its parameters; values keep their types (a tensor learning rate stays a tensor)."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Every group without its parameters and functions; values keep their types (a tensor rate stays a tensor)."""
+    return [
+        {key: value for key, value in group.items() if key != "params" and not callable(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def odd_hyperparameters(optimizer: Optimizer) -> list[str]:
+    """Keys of groups whose values no record can hold: functions and objects."""
+    return [
+        key
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key != "params" and type(value) not in _PLAIN and (callable(value) or codec.unencodable_paths(value))
+    ]
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def rebuild(cls: type[Optimizer], instance_attributes: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
