@@ -19,6 +19,7 @@ from memckpt.protocol.status import AuditStatus
 from memckpt.protocol.trainer import Configure, Drift
 from memckpt.state.layout import Piece
 from memckpt.state.records import RankGroup
+from memckpt.state.spec import ITEM_BYTES
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds of training for each unit of pause, before the process is started: its start is not free either.
@@ -27,15 +28,24 @@ _START_SECONDS = 0.1
 _MOST_BYTES = 256 << 20
 #: Elements of an audit behind the first round, and bytes of a tensor that is never audited, as it takes too long.
 _ELEMENTS, _TOO_LARGE = 1 << 20, 2 << 30
+#: Bytes of an element of half precision, whose rounding explains much.
+_HALF_BYTES = 2
 #: Periods in which the first round has to end.
 _ROUND_PERIODS = 4
 #: Deaths of the process after which there is none any more.
 _MOST_DEATHS = 3
 
 
-def _all_pieces(generation: Generation) -> set[tuple[int, int]]:
-    groups = generation.layout.anchor_groups
-    return {(one.param, one.start) for group in groups for one in group if one.nbytes <= _TOO_LARGE}
+def _all_pieces(generation: Generation, accelerated: bool) -> set[tuple[int, int]]:
+    """What is audited: not what takes too long, nor what rounding on another device may change by any distance."""
+    params, groups = generation.spec.params, generation.layout.anchor_groups
+    wild = {
+        index
+        for index, param in enumerate(params)
+        if accelerated and param.whole and ITEM_BYTES[param.tensor.dtype] > _HALF_BYTES
+    }
+    pieces = (one for group in groups for one in group if one.nbytes <= _TOO_LARGE and one.param not in wild)
+    return {(one.param, one.start) for one in pieces}
 
 
 @dataclass
@@ -117,7 +127,7 @@ class Auditing:
         if watched is None or watched.generation is not generation:
             self.forget(group.ranks)
             hurried = self._loop.clock() >= self._next_at
-            due = _all_pieces(generation)
+            due = _all_pieces(generation, accelerated)
             watched = _Watched(next(self._keys), generation, accelerated, newest, hurried, due)
             self._watched[group.ranks] = watched
         if newest > watched.seen:
@@ -180,7 +190,7 @@ class Auditing:
         """The pieces to be redone from their anchors at record `first`; none: it is not time, or not their turn."""
         generation = watched.generation
         if not watched.due or (watched.hurried and newest > watched.began + _ROUND_PERIODS * generation.spec.period):
-            watched.due, watched.hurried = _all_pieces(generation), False
+            watched.due, watched.hurried = _all_pieces(generation, watched.accelerated), False
         if not watched.hurried and (self._loop.clock() < self._next_at or self._busy):
             return []
         pieces = [one for one in generation.layout.due(first) if (one.param, one.start) in watched.due]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from memckpt.errors import AgentError
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.generation import Generation
@@ -87,11 +89,14 @@ class HeldGenerations:
             generation.replica.freeze()
         return generation
 
-    def drifted(self, drift: Drift, exact: bool) -> None:
-        """Note what the audit has found in a generation, if redo is to be `exact` there."""
+    def drifted(self, drift: Drift, exact: bool) -> Drift:
+        """Note what the audit has found in a generation, if redo is to be `exact` there; returns it with its steps."""
         for generation in self:
-            if exact and generation.number == drift.generation and generation.drift is None:
-                generation.drift = drift
+            if generation.number == drift.generation:
+                drift = msgspec.structs.replace(drift, steps=generation.steps_of(drift.since, drift.record))
+                if exact and generation.drift is None:
+                    generation.drift = drift
+        return drift
 
     # What comes and goes
 

@@ -287,7 +287,7 @@ class Agent:
         if isinstance(message, Drift):
             self._figures.note_drift(message)
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
-            group.generations.drifted(message, exact=message.sure or not self._accelerates(ranks))
+            message = group.generations.drifted(message, exact=message.sure or not self._accelerates(ranks))
         if isinstance(message, Alarm):
             _log.error("%s", message.reason)
             group.generations.let_go()

@@ -372,6 +372,13 @@ class Generation:
             return min(len(self._captured()), self.layout.ring)
         return sum(1 for record in self.ledger.metas if record > self.newest + 1 - self.layout.ring)
 
+    def steps_of(self, since: int, until: int) -> tuple[int, int]:
+        """The framework's numbers, about, of the step after a record and of that of a later one."""
+        newest = self.common
+        step = self.ledger.step_of(newest) or newest
+        each = max(step - (self.ledger.step_of(newest - 1) or step - 1), 1)
+        return max(step - (newest - since) * each, 1), max(step - (newest - until) * each, 1)
+
     def newest_step(self) -> int | None:
         """The step of the newest record whose state is held."""
         if self.spec.mode == "capture":

@@ -333,6 +333,7 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
         generation: number of its generation.
         since: record that carries the earlier anchor. In between redo has gone wrong.
         sure: whether rounding does not explain it.
+        steps: the framework's numbers, about, of the first and the last step in between.
     """
 
     record: int
@@ -341,6 +342,7 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     generation: int = 0
     since: int = 0
     sure: bool = False
+    steps: tuple[int, int] = (0, 0)
 
 
 class Gap(msgspec.Struct, frozen=True, tag="gap"):

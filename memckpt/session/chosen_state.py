@@ -60,7 +60,7 @@ class ChosenInMemory:
     def not_exact(self) -> str:
         """What the audit had found in what is restored, in words; empty if nothing."""
         drift = self.message.drift
-        return "" if drift is None else drift_text(drift, self.point.step - self.point.record)
+        return "" if drift is None else drift_text(drift)
 
     @property
     def message(self) -> Prepared:

@@ -12,13 +12,9 @@ _MUCH_ULP = 1 << 16
 _JUMP = 1024
 
 
-def drift_text(drift: Drift, ahead: int) -> str:
-    """What the audit has found, in words.
-
-    Args:
-        ahead: the framework's step number of a record, less the record's.
-    """
-    first, last = max(drift.since, 1) + ahead, drift.record + ahead
+def drift_text(drift: Drift) -> str:
+    """What the audit has found, in words."""
+    first, last = drift.steps
     return f"the audit found {drift.tensor} off by {drift.max_ulp:g} ulp when steps {first} to {last} were redone"
 
 

@@ -166,21 +166,17 @@ class GenerationSwitch:
             self._mode.fall_back(f"the agent's redo failed: {reason}")
             self.use_mode()
 
-    def distrust(self, drift: Drift, ahead: int) -> None:
+    def distrust(self, drift: Drift) -> None:
         """Act upon what the audit has found in the current generation, once: its steps are not redone as they were.
 
         First gradients are taken after the step, as they are, for what changes them unseen. If that was done before,
         snapshots by value replace redo.
-
-        Args:
-            drift: the finding.
-            ahead: the framework's step number of a record, less the record's.
         """
         writer = self._staging.writer
         if writer is None or drift.generation != writer.generation or drift.generation == self._distrusted:
             return  # it is acted upon already
         self._distrusted = drift.generation
-        found = drift_text(drift, ahead)
+        found = drift_text(drift)
         if self._recorder.streams and self._mode.mode != "capture":
             self._tap.take_later(
                 f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "

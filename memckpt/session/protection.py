@@ -168,7 +168,7 @@ class Protection:
                     self._switch.lose_replica(notice.reason)
                 case Drift():
                     if self.drift.is_finding(notice):
-                        self._switch.distrust(notice, self._steps_ahead)
+                        self._switch.distrust(notice)
                 case Gap():
                     self._gap = True
                     _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
