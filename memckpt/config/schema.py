@@ -156,8 +156,8 @@ class PeersConfig(ABC):
         ack_timeout_seconds: with ``"wait"``, seconds for which training waits for a node that acknowledges nothing;
             then it goes on without that node, and reports it.
         recovery_patience_seconds: seconds for which a resume retries nodes that do not answer, if it would go back
-            further without them. Then an older state serves; where there is none, the start ends with PeerError. 0: it
-            goes on without them at once, and starts over where there is nothing else.
+            further without them. Then an older state serves; where there is none, the start ends with PeerError, as
+            silence is no loss; only ``resume="never"`` starts over. 0: not at all.
     """
 
     ack: AckPolicy = "wait"

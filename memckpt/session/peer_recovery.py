@@ -159,7 +159,7 @@ class PeerRecovery:
         waits = self._ranks.together(lambda: waited < patience)[0]
         names = ", ".join(sorted({one.node for one in silent}))
         nothing = not isinstance(without, RestoreRecord | RestoreStored)
-        if not waits and nothing and patience:
+        if not waits and nothing:
             # Silence is no loss: the state may still be there, and starting over would drop it.
             raise PeerError(
                 f"expected an answer of {names}, found none for {patience:.0f} s; step {plan.step} cannot be had "
@@ -167,9 +167,9 @@ class PeerRecovery:
                 "again; resume='never' starts over"
             )
         if self._ranks.rank == 0:
-            remedy = f"to go on without, {_instead(without)}, start again with peers.recovery_patience_seconds=0"
-            if nothing:
-                remedy = "to start over without, start again with resume='never'"
+            remedy = "to start over without, start again with resume='never'"
+            if not nothing:
+                remedy = f"to go on without, {_instead(without)}, start again with peers.recovery_patience_seconds=0"
             if waits:
                 _log.warning(
                     "memckpt: %s did not answer, and step %d cannot be had without: asked again, for up to %.0f s "

@@ -142,11 +142,11 @@ def test_silence_ends_the_start_and_drops_nothing_where_nothing_else_can_be_resu
     assert "to start over without, start again with resume='never'" in caplog.text
 
 
-def test_without_patience_training_goes_on_without_who_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    assert Start(fails(silent="c"), without=OVER, patience=0.0).plan() is OVER
-    assert "c did not answer for 0 s: training goes on from the beginning" in caplog.text
-    with pytest.raises(NothingHeldError, match="resume='require'"):
-        Start(fails(silent="c"), without=NothingHeldError("resume='require'"), patience=0.0).plan()
+@pytest.mark.parametrize("without", [OVER, NothingHeldError("resume='require'")], ids=["auto", "require"])
+def test_without_patience_silence_is_no_loss_either(without: StartOver | NothingHeldError) -> None:
+    with pytest.raises(PeerError, match="answer of c, found none for 0 s; step 50 .* resume='never' starts over"):
+        Start(fails(silent="c"), without=without, patience=0.0).plan()
+    assert Start(fails(silent="c"), patience=0.0).plan() is STORED
 
 
 def test_who_is_silent_is_not_waited_for_where_a_damaged_one_is_needed_as_well() -> None:
