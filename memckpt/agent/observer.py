@@ -53,6 +53,8 @@ from memckpt.state.records import RankGroup
 _LOOK_SECONDS = 1.0
 #: Seconds between samples: the first ones; their growth, as a share of the time since the first; the last ones.
 _SAMPLE_SECONDS, _SAMPLE_GROWTH, _SAMPLE_SECONDS_AT_LAST = 5.0, 0.002, 300.0
+#: Seconds for which an agent waits until the number of a new attempt is in the journal.
+_NUMBER_SECONDS = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -222,6 +224,8 @@ class Observer:
         # One that rejoins has got somewhere before it said hello to this agent.
         rejoined = trainer.next_record > 0
         self.note(AttemptBegan(attempt.world_size, came, rejoined))
+        # The next attempt takes another number even if agents and trainers die together from here on.
+        self.journal.settle(_NUMBER_SECONDS)
         now = self._clock()
         if self._down_since is None and not rejoined:
             self._down_since = now

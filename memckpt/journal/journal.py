@@ -71,7 +71,7 @@ class Journal:
         self.attempt = 0
         self.problem = ""
         self._directory = -1
-        self._lines: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._lines: queue.Queue[bytes | threading.Event | None] = queue.Queue(_MOST_WAITING)
         #: Events that found no room in the queue, that could not be written, and that were reported as lost.
         self._dropped = self._failed = self._reported = 0
         #: When the first of those that are not reported was lost.
@@ -110,6 +110,13 @@ class Journal:
             line = encode(envelope, msgspec.structs.replace(event, **texts))
         return line + b"\n"
 
+    def settle(self, seconds: float) -> bool:
+        """Wait until what was noted is written, or could not be, but for `seconds` at most; returns whether it is."""
+        written = threading.Event()
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(written)
+        return written.wait(seconds)
+
     def close(self) -> None:
         """End the thread, and wait briefly until queued events are written. Idempotent."""
         with contextlib.suppress(queue.Full):
@@ -126,9 +133,12 @@ class Journal:
                 while True:
                     batch.append(self._lines.get_nowait())
             ended = None in batch
-            lines = [line for line in batch if line is not None]
+            lines = [line for line in batch if isinstance(line, bytes)]
             if lines:
                 self._write_lines(lines)
+            for waiting in batch:
+                if isinstance(waiting, threading.Event):
+                    waiting.set()
         if self._directory >= 0:
             os.close(self._directory)
 

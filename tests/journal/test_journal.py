@@ -133,6 +133,14 @@ def test_a_journal_is_bounded_and_loses_its_oldest_events_only(tmp_path: Path) -
     assert len(ranks) > 60
 
 
+def test_an_attempt_is_known_once_it_has_settled(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path, "a")) as journal:
+        journal.attempt = 3
+        journal.note(Preempted(0))
+        assert journal.settle(60.0)
+        assert latest_attempt(tmp_path, "a") == 3
+
+
 def test_an_attempt_is_known_though_an_agent_without_trainers_has_filled_a_file(tmp_path: Path) -> None:
     with closing(Journal(tmp_path, "a", file_bytes=2_000)) as journal:
         journal.attempt = 7
