@@ -167,7 +167,7 @@ def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dic
     Args:
         between_passes: the next batch begins a new pass, so the place in this one does not matter.
     """
-    left_out = {"progress", "iterable", "inexact", *(("pass", "exhausted") if between_passes else ())}
+    left_out = {"progress", "iterable", "inexact", *(("pass", "exhausted", "has_iterator") if between_passes else ())}
     part = {name: value for name, value in position.items() if name not in left_out}
     if position.get("iterable") and part.get("pass") is not None:
         # Which worker's end of data arrives first is chance, and each arrival dispatches another batch.
