@@ -144,7 +144,7 @@ def test_silence_ends_the_start_and_drops_nothing_where_nothing_else_can_be_resu
 
 @pytest.mark.parametrize("without", [OVER, NothingHeldError("resume='require'")], ids=["auto", "require"])
 def test_without_patience_silence_is_no_loss_either(without: StartOver | NothingHeldError) -> None:
-    with pytest.raises(PeerError, match="answer of c, found none for 0 s; step 50 .* resume='never' starts over"):
+    with pytest.raises(PeerError, match=r"answer of c, found none for 0 s; step 50 .* resume='never' starts over"):
         Start(fails(silent="c"), without=without, patience=0.0).plan()
     assert Start(fails(silent="c"), patience=0.0).plan() is STORED
 
