@@ -99,10 +99,11 @@ class FitState:
     def readable(self) -> dict[str, Any]:
         """A copy of what user code may read when it builds loaders, as far as it can be stored."""
         internals = self._internals
+        loops = internals.loop_state()
         return {
-            "loops": internals.loop_state(),
+            "loops": loops,
             "metrics": copy.deepcopy(internals.callback_metrics()),
-            "user": self._user.states(),
+            "user": self._user.states(loops),
             "attributes": self._attributes.present(),
             "objects": copy.deepcopy(self._objects.state_dict()),
         }
@@ -112,6 +113,8 @@ class FitState:
         """Run a block under a state that :meth:`readable` returned, and go back to the current one."""
         now = self.readable()
         self._set_readable(then)
+        if any(name.startswith("checkpoint/") for name in then["user"]):
+            self._user.load_extras(then["user"], then["loops"])  # the held ones follow in restore_late()
         try:
             yield
         finally:

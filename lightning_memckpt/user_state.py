@@ -138,11 +138,17 @@ class UserState:
             pieces["datamodule"] = state
         return pieces
 
-    def states(self) -> dict[str, Any]:
-        """Copies of the states of callbacks and datamodule, as far as they can be stored."""
-        return {
-            name: copy.deepcopy(piece) for name, piece in self._states().items() if not memckpt.unencodable_paths(piece)
-        }
+    def states(self, loops: dict[str, Any]) -> dict[str, Any]:
+        """Copies of the states of callbacks and datamodule, as far as they can be stored.
+
+        Those of the module's hooks, too, if it makes the loaders.
+        """
+        pieces = self._states()
+        if self._saving and is_overridden("train_dataloader", self._pl_module):
+            # Its counters may be in what its hooks add to a checkpoint.
+            extras = self._checkpoint_extras(loops, pieces)
+            pieces |= {f"checkpoint/{key}": value for key, value in extras.items()}
+        return {name: copy.deepcopy(piece) for name, piece in pieces.items() if not memckpt.unencodable_paths(piece)}
 
     def set_states(self, pieces: Mapping[str, Any]) -> None:
         """Give callbacks and datamodule these states, or the ones that a restart has given them."""
@@ -252,6 +258,15 @@ class UserState:
 
     def restore_late(self, pieces: Mapping[str, Any], loops: dict[str, Any]) -> None:
         """Restore again what a start hook has reset, and run the `on_load_checkpoint` hooks, with live tensors."""
+        self.load_extras(pieces, loops)
+        for key, callback in callbacks_by_key(self._trainer):
+            saved = pieces.get(f"callbacks/{key}")
+            if saved is not None and not same(callback.state_dict(), saved):
+                self._load(key, callback, pieces)
+            set_callback_fields(callback, copy.deepcopy(pieces.get(f"fields/{key}", {})))
+
+    def load_extras(self, pieces: Mapping[str, Any], loops: dict[str, Any]) -> None:
+        """Run the `on_load_checkpoint` hooks."""
         extras = {
             name.removeprefix("checkpoint/"): piece for name, piece in pieces.items() if name.startswith("checkpoint/")
         }
@@ -263,11 +278,6 @@ class UserState:
                     each.on_load_checkpoint(self._trainer, self._pl_module, checkpoint)
                 else:
                     each.on_load_checkpoint(checkpoint)
-        for key, callback in callbacks_by_key(self._trainer):
-            saved = pieces.get(f"callbacks/{key}")
-            if saved is not None and not same(callback.state_dict(), saved):
-                self._load(key, callback, pieces)
-            set_callback_fields(callback, copy.deepcopy(pieces.get(f"fields/{key}", {})))
 
     @staticmethod
     def _load(key: str, callback: pl.Callback, pieces: Mapping[str, Any]) -> None:

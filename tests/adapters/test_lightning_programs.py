@@ -21,6 +21,8 @@ UNSIZED += [("max_size_cycle reversed", ["2", "7", "17"]), ("max_size workers", 
 UNSIZED += [("max_size_cycle limited", ["7", "12"])]
 CASES: list[tuple[Program, str, list[str]]] = [
     *((programs.loaders_that_are_built_anew, *each) for each in BUILT),
+    (programs.loaders_of_a_module, "hooks", ["3", "12", "17"]),
+    (programs.loaders_of_a_module, "named", ["12"]),
     *((programs.loaders_without_a_length, *each) for each in UNSIZED),
     (programs.steps_that_take_their_batches, "2", ["1", "4"]),
     (programs.steps_that_take_their_batches, "1", ["2", "8"]),

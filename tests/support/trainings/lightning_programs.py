@@ -172,6 +172,26 @@ def loaders_that_are_built_anew(attempt: Attempt) -> None:
     ).fit(Small(attempt), datamodule=data)
 
 
+def loaders_of_a_module(attempt: Attempt) -> None:
+    class Own(Small):
+        chunk = 0
+
+        def train_dataloader(self) -> Any:
+            self.chunk += 1
+            return shuffled(40, 100 + self.chunk)
+
+        if attempt.variant == "hooks":
+
+            def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                checkpoint["chunk"] = self.chunk
+
+            def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                self.chunk = checkpoint["chunk"]
+
+    names = [] if attempt.variant == "hooks" else ["module.chunk"]
+    attempt.trainer(max_epochs=4, attributes=names, reload_dataloaders_every_n_epochs=2).fit(Own(attempt))
+
+
 def the_model_chooses_the_data(attempt: Attempt) -> None:
     class Hard(Small):
         def train_dataloader(self) -> Any:
