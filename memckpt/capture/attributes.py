@@ -259,12 +259,17 @@ class AttributesOf:
     def __init__(self, name: str, obj: object, names: Iterable[str]) -> None:
         if isinstance(names, str):
             raise ConfigurationError(f"attributes: expected a list of names, found the str {names!r}")
-        self._attributes = Attributes((f"{name}.{each}" for each in names), lambda: {name: obj})
+        self._obj, self._names = obj, tuple(names)
+        self._attributes = Attributes((f"{name}.{each}" for each in self._names), lambda: {name: obj})
         self._attributes.check()
 
     def objects(self) -> list[Any]:
         """The values that exist."""
         return self._attributes.objects()
+
+    def has(self, obj: object, name: str) -> bool:
+        """Whether this is the object, and the name one of its attributes here."""
+        return obj is self._obj and name in self._names
 
     def state_dict(self) -> dict[str, Any]:
         """The values. Raises as the constructor does."""

@@ -94,6 +94,8 @@ class Follower:
         self._known: list[weakref.ref[Iteration]] = []
         self._newest: weakref.ref[Iteration] | None = None
         self._prefetch = Prefetch()
+        self._numbers: dict[tuple[int, str], tuple[Any, int | float]] = {}
+        self._looked_in = -1
         self._taken_to_the_end = 0
         self._at = (0, 0)
         self._ended = False
@@ -198,6 +200,20 @@ class Follower:
         iteration = self._iteration
         if iteration is not None:
             iteration.left = True
+
+    def moving(self) -> list[tuple[Any, str]]:
+        """Datasets and their numbers that samples of the current iteration have changed; what is set between is not."""
+        if self.loader.num_workers:
+            return []
+        before, self._numbers = self._numbers, self._record_of(self.loader).own.numbers()
+        same, self._looked_in = self._looked_in == self._at[0], self._at[0]
+        if not same or not self.active:
+            return []
+        return [
+            (dataset, key[1])
+            for key, (dataset, value) in self._numbers.items()
+            if key in before and type(before[key][1]) is type(value) and before[key][1] != value
+        ]
 
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""

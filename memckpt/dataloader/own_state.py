@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from memckpt.dataloader.sampler_tap import index_digest
@@ -46,6 +46,8 @@ _MOST_OBJECTS = 4096
 _LARGE = 256
 #: Places that are compared at each capture, to find a generator that was made or replaced since the walk.
 _MOST_WATCHED = 512
+#: Datasets of which numbers are compared at each commit.
+_MOST_DATASETS = 8
 #: Elements of a list, and of an array, that a sampler keeps and each record carries.
 _MOST_ELEMENTS = 4096
 #: Elements that a checksum of something larger looks at.
@@ -102,6 +104,7 @@ class OwnObjects:
         self._generators: dict[str, rng.AnyGenerator] = {}
         self._aliases: dict[str, rng.AnyGenerator] = {}
         self._samplers: dict[str, Any] = {}
+        self._datasets: list[Any] = []
         self._places: dict[str, dict[Any, Any]] = {}
         self._watched: list[_Reached] = []
         self._sizes: list[tuple[dict[Any, Any], int]] = []
@@ -114,6 +117,8 @@ class OwnObjects:
                 self.stateless = self.stateless or reached.path
             elif issubclass(kind, rng.GENERATOR_TYPES):
                 self._generators[reached.path] = reached.found
+            elif issubclass(kind, Dataset) and not issubclass(kind, IterableDataset):
+                self._datasets.append(reached.found)
             elif _is_sampler(reached.path, kind):
                 self._samplers[reached.path] = reached.found
 
@@ -241,6 +246,16 @@ class OwnObjects:
         if value.dtype.hasobject or value.size > _MOST_ELEMENTS:
             return None
         return {"array": value.tobytes(), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def numbers(self) -> dict[tuple[int, str], tuple[Any, int | float]]:
+        """Datasets that are read by index, and the numbers among their attributes; by dataset and name."""
+        self._current()
+        return {
+            (id(dataset), name): (dataset, value)
+            for dataset in self._datasets[:_MOST_DATASETS]
+            for name, value in _own_dict(dataset).items()
+            if type(value) in (int, float)
+        }
 
     def unknown_samplers(self) -> list[str]:
         """Classes of the samplers that are no library's."""

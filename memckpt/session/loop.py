@@ -24,6 +24,10 @@ _NOT_FOLLOWED = (
     "epochs() counts the epochs, and no loader was given to session.loader(): an epoch that was interrupted takes all "
     "of its batches again, unless the loop over them begins at session.batch"
 )
+_MOVES = (
+    "the number {0}.{1} of a dataset changes while training runs, and starts over; if samples depend on it, "
+    "register('data', dataset, attributes=['{1}'])"
+)
 LoaderT = TypeVar("LoaderT")
 
 
@@ -89,6 +93,11 @@ class Loop:
     def _look(self) -> None:
         for line in self._followers.unreplayable():
             self._rank_state.inexact(line)
+        for dataset, name in {
+            (id(each), name): (each, name) for one in self._followers for each, name in one.moving()
+        }.values():
+            if not self._rank_state.carries(dataset, name):
+                self._rank_state.inexact(_MOVES.format(type(dataset).__name__, name))
 
     def _warn(self, line: str | None) -> None:
         if line is not None:

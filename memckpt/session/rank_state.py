@@ -264,6 +264,11 @@ class RankState:
             "start over with resume='never'"
         )
 
+    def carries(self, obj: object, attribute: str) -> bool:
+        """Whether an attribute of an object is provided, by itself or with all of the object's state."""
+        owners = [getattr(capture, "__self__", None) for capture in self._captures.values()]
+        return any(owner is obj or (isinstance(owner, AttributesOf) and owner.has(obj, attribute)) for owner in owners)
+
     def has(self, name: str) -> bool:
         """Whether a name is provided."""
         return name in self._captures

@@ -191,6 +191,35 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
     assert "the loop took 2 batches before its first commit and 1 before each later one" in in_child(lab, body)
 
 
+class Counted(Augmented):
+    """Counts the samples that it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        return self.given
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_dataset_that_counts_is_told_unless_it_is_registered(lab: Lab, registered: bool) -> None:
+    def body() -> None:
+        process = Process(lab.run_dir, lab.directory / "found", None, "off")
+        loader = process.session.loader(DataLoader(Counted(), BATCH))
+        if registered:
+            process.session.register("data", loader.dataset, attributes=["given"])
+        process.session.restore()
+        for batch in loader:
+            process.backward("batch", batch)
+            process.step()
+            process.session.commit()
+        process.session.close()
+
+    assert ("the number Counted.given of a dataset changes" in in_child(lab, body)) is not registered
+
+
 class Unseeded(torch.utils.data.IterableDataset[Any]):
     """A stream in another order in each process."""
 
