@@ -51,8 +51,10 @@ def _state_order(live: LiveState) -> list[list[str] | None]:
     orders: list[list[str] | None] = []
     names: dict[int, str] = {}
     for optimizer in live.optimizers:
-        found = [id(param) for param in optimizer.state]
-        usual = [id(p) for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+        # Empty state, as `self.state[param]` makes it for a look, is not restored, and has no place in the order.
+        state = {id(param) for param, its in optimizer.state.items() if not isinstance(its, dict) or its}
+        found = [id(param) for param in optimizer.state if id(param) in state]
+        usual = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in state]
         if found == usual:
             orders.append(None)
             continue
