@@ -18,7 +18,9 @@ from tests.support.trainings.engine_cases import (
     OTHER_GRADIENT_CASES,
     PLAIN,
     SHAPE_CASES,
+    STEP_CASES,
     UNKNOWN_CHANGE_CASES,
+    by_hand,
 )
 from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Lab
@@ -69,6 +71,19 @@ def test_more_kills(lab: Lab, case: Case, redo: str) -> None:
 def test_step_tap_is_exact(lab: Lab, case: Case) -> None:
     attempts = lab.survives(case, config("lazy", tap="step"), kills_of(case, KILLS[1:3]))
     assert attempts[-1].end["tap"] == "step"
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+@pytest.mark.parametrize("case", STEP_CASES, ids=names)
+def test_steps_are_recorded_as_they_are_really_taken(lab: Lab, case: Case, redo: str) -> None:
+    attempts = lab.survives(case, config(redo), [("after commit", 5), ("before batch", 8), ("after commit", 15)])
+    assert {attempt.mode for attempt in attempts} <= {redo, "capture"}  # the latter during a self-test
+
+
+def test_what_changes_at_every_step_is_captured(lab: Lab) -> None:
+    case = by_hand("every step")
+    lab.survives(case, config("lazy", capture_every_steps=4), [("after commit", 11)], expected=[8])
 
 
 @pytest.mark.thinned(2)

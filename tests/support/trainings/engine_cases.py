@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch.optim import SGD
 
-from tests.support.trainings.engine_optimizers import OPTIMIZERS, Muon, OneOptimizer, SparseEmbedding, SparseOrDense
+from tests.support.trainings.engine_optimizers import (
+    OPTIMIZERS,
+    Around,
+    LatePhase,
+    Muon,
+    OneOptimizer,
+    Products,
+    Rebinding,
+    SparseEmbedding,
+    SparseOrDense,
+)
 from tests.support.trainings.engine_state import (
     AddedGroup,
     Buffers,
@@ -28,7 +39,10 @@ from tests.support.trainings.engine_steps import (
     Accumulation,
     Adversarial,
     Alternating,
+    AmbientStep,
     AnnouncedAccumulation,
+    BeforeStep,
+    BetweenSteps,
     Bf16Autocast,
     Bf16Parameters,
     ClipGivenNorm,
@@ -47,11 +61,23 @@ from tests.support.trainings.engine_steps import (
     OwnClipping,
     Projection,
     ReplacedGradient,
+    Scalar,
     Scaler,
     StepInBackward,
     ZeroedInPlace,
+    decay,
+    halve_gradients,
+    hook_base_class,
+    switch_nesterov,
+    take_turns,
 )
 from tests.support.trainings.engine_training import Case, Training
+
+
+def two_groups(params: list[torch.nn.Parameter]) -> SGD:
+    """Two groups of equal size, with rates of their own."""
+    return SGD([{"params": params[:3], "lr": 0.1}, {"params": params[3:], "lr": 0.01}], momentum=0.9)
+
 
 PLAIN = Case("plain", Training)
 CLIP_GIVEN_NORM = Case("clip-given-norm", ClipGivenNorm)
@@ -98,6 +124,24 @@ SHAPE_CASES = [
     Case("buffers", Buffers),
     Case("replaced-buffer", ReplacedBuffer),
     Case("moving-average", MovingAverage),
+]
+
+NESTEROV = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": True}
+#: What a step uses and does, as it is really taken: by the name of what a record would miss.
+STEP_CASES = [
+    Case("decay-before-step", lambda: BeforeStep(decay)),
+    Case("decay-in-hook", lambda: BeforeStep(decay, hooked=True)),
+    Case("decay-in-closure", lambda: BeforeStep(decay, closure=True)),
+    Case("between-steps", BetweenSteps),
+    Case("nesterov-closure", lambda: BeforeStep(halve_gradients, lambda p: SGD(p, **NESTEROV), closure=True)),
+    Case("nesterov-hook", lambda: BeforeStep(halve_gradients, lambda p: SGD(p, **NESTEROV), hooked=True)),
+    Case("nesterov-later", lambda: BeforeStep(switch_nesterov, lambda p: SGD(p, lr=0.05, foreach=True))),
+    Case("turns", lambda: BeforeStep(take_turns, two_groups)),
+    Case("hooked-twice", lambda: BeforeStep(hook_base_class, lambda p: Around(p, lr=0.002))),
+    Case("rebinding", lambda: OneOptimizer(Rebinding)),
+    Case("late-phase", lambda: OneOptimizer(LatePhase)),
+    Case("scalar", Scalar),
+    Case("ambient", lambda: AmbientStep(Products)),
 ]
 
 UNKNOWN_CHANGE_CASES = [

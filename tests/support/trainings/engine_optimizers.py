@@ -32,6 +32,54 @@ class Momentum(Optimizer):
                 param.sub_(velocity / (1 + state["norm"] / state["count"]), alpha=group["lr"])
 
 
+class Rebinding(Momentum):
+    """Gives parameters and state other memory at each step, in place of writing to theirs."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["velocity"] = state.get("velocity", torch.zeros_like(param)) * 0.9 + param.grad
+                param.data = param.data - group["lr"] * state["velocity"]
+
+
+class LatePhase(Momentum):
+    """Counts in its groups, acts every sixth step, and changes its gradients from the sixth step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for param in group["params"]:
+                slow = self.state[param].setdefault("slow", param.clone())
+                if group["taken"] > 5:
+                    param.grad.div_(param.grad.abs().add(0.1))
+                param.sub_(param.grad, alpha=group["lr"])
+                if group["taken"] % 6 == 0:
+                    param.copy_(slow.add_(param - slow, alpha=0.5))
+
+
+class Products(Momentum):
+    """Multiplies matrices, whose rounding depends on autocast and on torch's settings."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                square = self.state[param].setdefault("square", torch.zeros(param.shape[0], param.shape[0]))
+                gradient = param.grad.reshape(param.shape[0], -1)
+                square.mul_(0.9).add_(gradient @ gradient.T)
+                param.sub_((square @ gradient).view_as(param), alpha=group["lr"])
+
+
+class Around(torch.optim.RMSprop):
+    """A step around that of torch's class, which hooks see as well once torch has wrapped it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def local_momentum() -> type[Optimizer]:
     """A class that no other process can import."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from tests.support.trainings.engine_optimizers import MakeOptimizer
+from tests.support.trainings.engine_optimizers import MakeOptimizer, OneOptimizer
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Training
 
 # Order and number of steps
@@ -227,12 +228,138 @@ class Closure(Training):
         return losses[-1]
 
 
+# What is changed right before a step
+
+
+class BeforeStep(Training):
+    """`change` is called at the last moment before some steps, by training or in a pre-hook that is registered late.
+
+    Args:
+        change: takes the training and the step.
+        make: makes the optimizers.
+        hooked: a pre-hook calls it.
+        closure: the step is given a closure, and `change` is called in it.
+    """
+
+    def __init__(
+        self,
+        change: Callable[[BeforeStep, int], Any],
+        make: MakeOptimizer = lambda params: torch.optim.Adam(params, lr=0.01),
+        hooked: bool = False,
+        closure: bool = False,
+    ) -> None:
+        self._change, self._make, self._hooked, self._closure = change, make, hooked, closure
+        super().__init__()
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [self._make(list(self.model.parameters()))]
+
+    def begin(self, step: int) -> None:
+        if self._hooked:
+            self.optimizers[0].register_step_pre_hook(lambda *_: self._change(self, self._step))
+
+    def change_gradients(self, step: int) -> None:
+        if not self._hooked:
+            self._change(self, step)
+
+    def batch(self, step: int) -> float:
+        self._step = step
+        if not self._closure:
+            return super().batch(step)
+
+        def closure() -> Tensor:
+            self.optimizers[0].zero_grad()
+            loss = self.loss(step)
+            loss.backward()
+            self.change_gradients(step)
+            return loss
+
+        found = self.optimizers[0].step(closure)
+        self.schedulers[0].step()
+        return float(found)
+
+
+def decay(training: BeforeStep, step: int) -> None:
+    """Decay weights by hand, now and then: the record stays one of redo."""
+    if step % 3 == 0:
+        for param in training.model.parameters():
+            param.data.mul_(0.9)
+
+
+def halve_gradients(training: BeforeStep, step: int) -> None:
+    for param in training.model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+def switch_nesterov(training: BeforeStep, step: int) -> None:
+    if step == 5:
+        training.optimizers[0].param_groups[0].update(momentum=0.9, nesterov=True)
+
+
+def take_turns(training: BeforeStep, step: int) -> None:
+    """Let two groups of equal size change places."""
+    if step in (6, 12):
+        one, other = training.optimizers[0].param_groups
+        one["params"], other["params"] = other["params"], one["params"]
+
+
+def hook_base_class(training: BeforeStep, step: int) -> None:
+    if step == 5:
+        torch.optim.RMSprop([torch.zeros(1)])
+
+
+class BetweenSteps(Training):
+    """The first optimizer's weights are clamped through ``.data`` behind its step, and before the second one's."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        layers = (self.model[0], self.model[-1])
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+
+    def batch(self, step: int) -> float:
+        self._step = step
+        return super().batch(step)
+
+    def watch_points(self) -> None:
+        super().watch_points()
+        self._step = 0
+        self.optimizers[1].register_step_pre_hook(lambda *_: self._clamp())
+
+    def _clamp(self) -> None:
+        if self._step % 3 == 0:
+            self.model[0].weight.data.clamp_(-0.1, 0.1)
+
+
+class AmbientStep(OneOptimizer):
+    """Steps inside autocast, with settings of torch that are not its defaults."""
+
+    def begin(self, step: int) -> None:
+        torch.set_float32_matmul_precision("medium")
+        torch.set_flush_denormal(True)
+
+    def batch(self, step: int) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 0):
+            return super().batch(step)
+
+
 # Changes of gradients
 
 
 class ClipNorm(Training):
     def change_gradients(self, step: int) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+
+
+class Scalar(ClipNorm):
+    """Clips gradients of several dtypes, one of them without dimensions."""
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.register_parameter("scale", nn.Parameter(torch.tensor(1.3, dtype=torch.bfloat16)))
+        return model
+
+    def loss(self, step: int) -> Tensor:
+        return super().loss(step) * self.model.scale
 
 
 class ClipNormParts(Training):
