@@ -24,47 +24,11 @@ _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transfor
 
 #: Ingredients that are known to go wrong, and why; generated programs leave them out.
 KNOWN: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "decay before step",
-            "decay through data",
-            "clamp before step",
-            "clamp between optimizers",
-            "sharpness aware",
-            "without backward",
-            "step raises",
-            "pre hook decays",
-        ),
-        "what changes between backward and step is taken for the step's",
-    ),
-    **dict.fromkeys(
-        (
-            "keyed by id",
-            "rebinding",
-            "counter in groups",
-            "shared state",
-            "late phase",
-            "late estimate",
-            "eigenbasis",
-            "object in state",
-        ),
-        "redo of such optimizers is not exact, and that is found at the resume only",
-    ),
-    "function of its own": "an attribute that cannot be captured",
+    "late estimate": "one estimate over all parameters, which begins to move late: found at the resume only",
     "state on the parameter": "capture of an optimizer leaves it out",
-    **dict.fromkeys(
-        ("gradients wait", "scaled and skipped", "skipped by hand", "second one rarely"),
-        "commits without a step do not count as steps",
-    ),
-    **dict.fromkeys(("decay switched off", "groups swap", "groups in another order"), "groups are asked once"),
-    **dict.fromkeys(("prefetched", "zipped with itself", "sampler without a length"), "position of such data"),
-    **dict.fromkeys(("schedule unregistered", "second optimizer unknown"), "is not said"),
-    "own generator of the script": "register() refuses generators",
     "observer of quantization": "buffers that are resized in place",
-    "own accumulation": "gradients that Lightning does not count as pending",
-    "accumulates by schedule": "not tried yet",
     "expanded buffer": "a tensor whose elements share memory cannot be filled",
-    "sparse buffer": "protecting each step fails",
+    "sparse buffer": "attach() ends with an error of torch's",
     "pruned": "a parameter that takes another name leaves the resumed module without it",
 }
 

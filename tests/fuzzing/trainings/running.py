@@ -173,7 +173,7 @@ class _Run:
     def _wrong(self, why: str, *details: str) -> Verdict:
         notes = _Notes.read(self._directory / "notes")
         resumed = [f"resumed: step {step}, exact={exact} {reasons}" for step, exact, reasons in notes.resumed]
-        return Verdict("wrong", why, [*details, *resumed, *_warnings(self._logs)])
+        return Verdict("wrong", why, [*details, *resumed, *_told(self._logs)])
 
     def _ended(self, number: int, code: int, log: str) -> Verdict:
         last = _last_line(log)
@@ -246,6 +246,15 @@ def _last_line(log: str) -> str:
 def _warnings(logs: list[str]) -> list[str]:
     lines = [line for log in logs for line in log.splitlines() if line.startswith(("WARNING memckpt", "ERROR memckpt"))]
     return [line for line in dict.fromkeys(lines) if "MEMCKPT_DISABLE" not in line]
+
+
+def _told(logs: list[str]) -> list[str]:
+    """What users see of memckpt in each attempt."""
+    found = []
+    for number, log in enumerate(logs, start=1):
+        lines = [line for line in log.splitlines() if re.match("(INFO|WARNING|ERROR) .*memckpt", line)]
+        found += [f"attempt {number}: {line}" for line in lines]
+    return found
 
 
 def _differences(expected: Any, found: Any, path: str) -> list[str]:
