@@ -27,8 +27,6 @@ KNOWN: dict[str, str] = {
     "late estimate": "one estimate over all parameters, which begins to move late: found at the resume only",
     "state on the parameter": "capture of an optimizer leaves it out",
     "observer of quantization": "buffers that are resized in place",
-    "expanded buffer": "a tensor whose elements share memory cannot be filled",
-    "sparse buffer": "attach() ends with an error of torch's",
     "pruned": "a parameter that takes another name leaves the resumed module without it",
 }
 
