@@ -77,7 +77,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values into a live tensor, even one that was made in inference mode."""
     with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
-        local(tensor).copy_(values)
+        live = local(tensor)
+        for dim, (size, stride) in enumerate(zip(live.shape, live.stride(), strict=True)):
+            if size > 1 and stride == 0:  # expanded: its elements along this dimension are one in memory
+                live, values = live.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        live.copy_(values)
 
 
 def version(tensor: torch.Tensor) -> int:

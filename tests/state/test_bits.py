@@ -1,4 +1,4 @@
-"""Tensors compared by their bits, whole and in pieces."""
+"""Tensors compared by their bits, whole and in pieces, and filled with values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from memckpt.state import bits
 from memckpt.state.bits import Distance, same_bits
+from memckpt.state.tensors import fill
 
 
 def test_equal_bits_are_equal_whatever_they_mean() -> None:
@@ -65,3 +66,9 @@ def test_tensors_without_elements_are_equal() -> None:
     distance = Distance()
     distance.add(torch.zeros(0, 3), torch.zeros(0, 3))
     assert (distance.elements, distance.differing, distance.relative) == (0, 0, 0.0)
+
+
+def test_a_tensor_whose_elements_share_memory_is_filled() -> None:
+    live = torch.zeros(3, 1).expand(2, 3, 4)
+    fill(live, torch.arange(3.0).view(3, 1).expand(2, 3, 4).contiguous())
+    assert torch.equal(live, torch.arange(3.0).view(3, 1).expand(2, 3, 4))
