@@ -85,7 +85,7 @@ class LiveState:
         self.put_shards_in_place()
         if shards.fsdp1_wrappers(model):
             self._flattened = dict(self._parameters())
-        self._refuse_lazy()
+        self._refuse_shapeless()
         self.tree = ModuleTree({"": model, **self.extra_modules})
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
@@ -130,13 +130,19 @@ class LiveState:
             if name not in self._flattened:
                 yield name, self._in_place_of(name, param, stepped)
 
-    def _refuse_lazy(self) -> None:
+    def _refuse_shapeless(self) -> None:
+        """Refuse tensors whose elements are not, or not yet, one beside the other."""
         for prefix, module in [("", self.model), *self.extra_modules.items()]:
             for name, tensor in itertools.chain(module.named_parameters(prefix), module.named_buffers(prefix)):
                 if nn.parameter.is_lazy(tensor):
                     raise UnsupportedError(
                         f"expected tensors that have their shapes, found {name}, which gets its shape in the first "
                         "forward; run one forward on a batch, or on zeros of its shape, before attach()"
+                    )
+                if tensor.layout != torch.strided:
+                    raise UnsupportedError(
+                        f"expected dense tensors, found {name} of layout {tensor.layout}; register its indices and "
+                        "values as buffers, and make the sparse tensor of them in forward()"
                     )
 
     def _check(self) -> None:

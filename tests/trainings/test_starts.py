@@ -133,6 +133,23 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     LiveState(model, [torch.optim.SGD(other.parameters(), 0.1)], {"beside": other})
 
 
+@pytest.mark.parametrize(
+    ("odd", "remedy"),
+    [
+        (torch.nn.LazyLinear(3), "run one forward on a batch"),
+        (torch.eye(3).to_sparse(), "register its indices and values"),
+    ],
+)
+def test_tensors_without_a_shape_or_elements_are_refused(odd: torch.nn.Module | torch.Tensor, remedy: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    if isinstance(odd, torch.nn.Module):
+        model.odd = odd
+    else:
+        model.register_buffer("odd", odd)
+    with pytest.raises(UnsupportedError, match=remedy):
+        LiveState(model, [torch.optim.SGD([model.weight], 0.1)], {})
+
+
 def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, temperature = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.zeros(()))
     optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam([temperature])]
