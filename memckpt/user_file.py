@@ -57,7 +57,8 @@ def connect(
         run_dir: run directory, for the messages.
     """
     session = attach(resume)
-    if session.held is None or file is None:
+    # Not without need: once `held` is read no other state is restored.
+    if file is None or session.held is None:
         return session
     held = session.held.newest_step
     if resume == "auto" and file.step > held:

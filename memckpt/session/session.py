@@ -161,7 +161,7 @@ class Session(Information):
     def _take_later(self) -> None:
         """Take gradients after the step where an attempt before did; collective: ranks that share slots do alike."""
         self._rank_state.provide(_LATER, lambda: self._tap.later, parts=lambda value: {})
-        held = self.held.rank_state.get(_LATER, "") if self.held is not None else ""
+        held = self._resumption.held.rank_state.get(_LATER, "") if self._resumption.held is not None else ""
         later = next(filter(None, self._ranks.gather(held)), "")
         if later:
             self._tap.take_later(later)
