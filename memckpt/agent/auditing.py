@@ -17,9 +17,9 @@ from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, ForgetAudi
 from memckpt.protocol.messages import AuditorToAgent
 from memckpt.protocol.status import AuditStatus
 from memckpt.protocol.trainer import Configure, Drift
-from memckpt.state.layout import Piece
+from memckpt.state.layout import Layout, Piece
 from memckpt.state.records import RankGroup
-from memckpt.state.spec import ITEM_BYTES
+from memckpt.state.spec import ITEM_BYTES, ParamSpec, StateSpec
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds of training for each unit of pause, before the process is started: its start is not free either.
@@ -36,16 +36,23 @@ _ROUND_PERIODS = 4
 _MOST_DEATHS = 3
 
 
-def _all_pieces(generation: Generation, accelerated: bool) -> set[tuple[int, int]]:
-    """What is audited: not what takes too long, nor what rounding on another device may change by any distance."""
-    params, groups = generation.spec.params, generation.layout.anchor_groups
-    wild = {
-        index
-        for index, param in enumerate(params)
-        if accelerated and param.whole and ITEM_BYTES[param.tensor.dtype] > _HALF_BYTES
-    }
-    pieces = (one for group in groups for one in group if one.nbytes <= _TOO_LARGE and one.param not in wild)
-    return {(one.param, one.start) for one in pieces}
+def _not_importable(spec: StateSpec) -> dict[int, str]:
+    """Optimizers whose class only its script has, by index."""
+    named = ((index, f"{one.module}.{one.qualname}") for index, one in enumerate(spec.optimizers))
+    return {index: name for index, name in named if name.startswith("__main__.") or "<locals>" in name}
+
+
+def _all_pieces(spec: StateSpec, layout: Layout, accelerated: bool) -> frozenset[tuple[int, int]]:
+    """What can be audited: not what takes too long, nor what rounding on another device may change by any distance."""
+    left_out = _not_importable(spec).keys()
+
+    def is_left_out(param: ParamSpec) -> bool:
+        wild = accelerated and param.whole and ITEM_BYTES[param.tensor.dtype] > _HALF_BYTES
+        return wild or any(owner.optimizer in left_out for owner in param.owners)
+
+    params = {index for index, param in enumerate(spec.params) if not is_left_out(param)}
+    pieces = (one for group in layout.anchor_groups for one in group)
+    return frozenset((one.param, one.start) for one in pieces if one.nbytes <= _TOO_LARGE and one.param in params)
 
 
 @dataclass
@@ -54,9 +61,10 @@ class _Watched:
 
     Attributes:
         key: that the auditor knows it by.
-        began: newest record by then.
+        pieces: that can be audited, each by parameter and first element.
         hurried: whether the first round is on, in which audits follow each other without a pause.
-        due: pieces that this round has still to audit, each by parameter and first element.
+        began: newest record when that began; None: it has not.
+        due: pieces that this round has still to audit.
         running: audits on their way, by the record whose anchors they begin with.
         sent: newest record whose scalars the auditor has.
     """
@@ -64,9 +72,10 @@ class _Watched:
     key: int
     generation: Generation
     accelerated: bool
-    began: int
+    pieces: frozenset[tuple[int, int]]
     hurried: bool
-    due: set[tuple[int, int]]
+    began: int | None = None
+    due: set[tuple[int, int]] = field(default_factory=set)
     running: dict[int, list[Piece]] = field(default_factory=dict)
     sent: int = 0
     seen: int = 0
@@ -120,19 +129,28 @@ class Auditing:
     def committed(self, group: GroupState, accelerated: bool) -> None:
         """Something of a group is committed: audits may begin, and may go on."""
         generation = group.held
-        if generation is None or not self._is_audited(generation) or not self._is_there():
+        if generation is None or not self._is_audited(generation):
             return
         watched = self._watched.get(group.ranks)
-        newest = generation.common
         if watched is None or watched.generation is not generation:
             self.forget(group.ranks)
-            hurried = self._loop.clock() >= self._next_at
-            due = _all_pieces(generation, accelerated)
-            watched = _Watched(next(self._keys), generation, accelerated, newest, hurried, due)
-            self._watched[group.ranks] = watched
-        if newest > watched.seen:
+            watched = self._watched[group.ranks] = self._watch(generation, accelerated)
+        newest = generation.common
+        if watched.pieces and self._is_there() and newest > watched.seen:
             watched.seen = newest
             self._go_on(watched, newest)
+
+    def _watch(self, generation: Generation, accelerated: bool) -> _Watched:
+        if names := _not_importable(generation.spec):
+            self._complain(f"no other process can import {', '.join(names.values())}")
+        pieces = _all_pieces(generation.spec, generation.layout, accelerated)
+        hurried = self._loop.clock() >= self._next_at
+        return _Watched(next(self._keys), generation, accelerated, pieces, hurried)
+
+    def _complain(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            _log.warning("not all steps are audited while training runs: %s", problem)
 
     def _is_audited(self, generation: Generation) -> bool:
         spec = generation.spec
@@ -189,8 +207,10 @@ class Auditing:
     def _chosen(self, watched: _Watched, first: int, newest: int) -> list[Piece]:
         """The pieces to be redone from their anchors at record `first`; none: it is not time, or not their turn."""
         generation = watched.generation
-        if not watched.due or (watched.hurried and newest > watched.began + _ROUND_PERIODS * generation.spec.period):
-            watched.due, watched.hurried = _all_pieces(generation, watched.accelerated), False
+        if watched.began is None:
+            watched.began, watched.due = newest, set(watched.pieces)
+        if not watched.due or newest > watched.began + _ROUND_PERIODS * generation.spec.period:
+            watched.due, watched.hurried = watched.due or set(watched.pieces), False
         if not watched.hurried and (self._loop.clock() < self._next_at or self._busy):
             return []
         pieces = [one for one in generation.layout.due(first) if (one.param, one.start) in watched.due]
@@ -237,9 +257,7 @@ class Auditing:
             watched.due |= {(one.param, one.start) for one in pieces}
             return
         if message.problem:
-            if message.problem != self._problem:
-                self._problem = message.problem
-                _log.warning("steps are not audited while training runs: %s", message.problem)
+            self._complain(message.problem)
             watched.due, watched.hurried = set(), False  # until the next round
             return
         self._pieces += len(pieces)

@@ -66,7 +66,7 @@ def _audit_text(audit: AuditStatus) -> str:
     found = f"[red]{count(audit.findings, 'finding')}[/]" if audit.findings else "no finding"
     last = "" if audit.record is None else f", the last one up to record {audit.record}"
     parts = [f"{count(audit.pieces, 'piece')} redone{last}", found, f"{audit.cpu_seconds:.1f} CPU s"]
-    return ", ".join(parts) + (f"; [yellow]not now: {escape(audit.problem)}[/]" if audit.problem else "")
+    return ", ".join(parts) + (f"; [yellow]not all: {escape(audit.problem)}[/]" if audit.problem else "")
 
 
 def _redo_text(agent: Status, lag: int | None) -> str:

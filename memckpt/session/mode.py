@@ -135,15 +135,19 @@ class ModeChoice:
             found.append(
                 "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
             )
-        if self._live.redone_only_here and self.redoes and self._config.storage is not None:
-            found.append(
-                f"{', '.join(self._live.redone_only_here)}: no other process can import this optimizer class, so what "
-                "an attempt that was killed leaves in memory gets to storage only once the run is started again; "
-                "checkpoints while training runs, and at its end, are made as ever. In a module of its own the class "
-                "can be imported"
-            )
-            if self._ranks.rank == 0:
-                _log.warning("memckpt: %s", found[-1])
+        if self._live.redone_only_here and self.redoes:
+            names = ", ".join(self._live.redone_only_here)
+            if self._config.audit_budget:
+                found.append(f"{names}: defined in the script itself, so the audit leaves its steps out")
+            if self._config.storage is not None:
+                found.append(
+                    f"{names}: no other process can import this optimizer class, so what "
+                    "an attempt that was killed leaves in memory gets to storage only once the run is started again; "
+                    "checkpoints while training runs, and at its end, are made as ever. In a module of its own the "
+                    "class can be imported"
+                )
+                if self._ranks.rank == 0:
+                    _log.warning("memckpt: %s", found[-1])
         return found
 
     def resume(self, held: RedoMode | None, not_redoable: str) -> None:

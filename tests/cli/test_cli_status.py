@@ -80,7 +80,7 @@ def test_how_often_state_is_captured_and_why() -> None:
     [
         (AuditStatus(16, 9, 0, 0.5), "16 pieces redone, the last one up to record 9, no finding, 0.5 CPU s"),
         (AuditStatus(1, 9, 1, 0.5), "1 finding"),
-        (AuditStatus(0, None, 0, 3.0, problem="no class"), "0 pieces redone, no finding, 3.0 CPU s; not now: no class"),
+        (AuditStatus(0, None, 0, 3.0, problem="no class"), "0 pieces redone, no finding, 3.0 CPU s; not all: no class"),
     ],
 )
 def test_what_the_audit_has_done(audit: AuditStatus, said: str) -> None:

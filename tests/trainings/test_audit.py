@@ -57,7 +57,7 @@ def test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again(
     assert int(found[1]) <= since + (6 if name == "hidden-write" else 2) * PERIOD
     resumed = lab.train(case, settings, seed=1001)
     assert resumed.of("restored")[0]["exact"]
-    assert (resumed.end["mode"] == "capture") == (name != "hidden-write")  # that one is seen in each new generation
+    assert resumed.end["mode"] == "capture" or name == "hidden-write"  # new generations look for that one in full
     lab.check_same(case, resumed)
 
 
@@ -96,6 +96,15 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab) -> None:
     assert not resumed.of("restored")[0]["exact"]
     assert "training does not go on exactly: the audit found" in resumed.log
     assert resumed.end["mode"] == "capture"
+
+
+def test_a_class_that_only_the_script_has_is_named(lab: Lab) -> None:
+    lab.start_agent()
+    case = CASES["local"]
+    look = {("after commit", case.steps - 1): lambda control: control.journal.note("audit", of=str(audit_of(control)))}
+    ended = lab.train(case, config("lazy", PERIOD, audit_budget=1.0), actions=look)
+    assert "the audit leaves its steps out" in ended.of("attached")[0]["text"]
+    assert "no other process can import" in ended.of("audit")[0]["of"]
 
 
 def test_an_auditor_that_dies_is_replaced(lab: Lab) -> None:
