@@ -93,6 +93,8 @@ class LiveState:
         # As a new process makes them: a resume has to make from these what there is later.
         self._born = self._kinds()
         self._born_modules = set(self.tree.modules)
+        # What a module has let go of, its optimizer still has under the place in its group.
+        self._born_positions = {position for position, _ in self._optimizer_positions()}
         #: Keys of values in parameter groups, as a new process makes them.
         self.group_keys = {key for optimizer in self.optimizers for group in optimizer.param_groups for key in group}
         #: State of optimizers that could not be captured, as text, in the order of discovery.
@@ -292,7 +294,7 @@ class LiveState:
             if is_ours(name) or name in self.growth.late:
                 continue
             module = name.rpartition(".")[0]
-            if module in self._born_modules and module in self.tree.modules:
+            if (module in self._born_modules and module in self.tree.modules) or name in self._born_positions:
                 self.growth.late.add(name)
             elif name in now:
                 self._tell_once(
@@ -329,6 +331,8 @@ class LiveState:
                 on_host = tensor.device.type == "cpu"
                 persistent = self._is_persistent(name)
                 found.append([name, kind, list(tensor.shape), dtype_name(tensor.dtype), on_host, persistent])
+            elif tensor is not None:
+                found.append([name, "let go"])
             elif name in keys:
                 found.append([name, "tied", keys[name]])
             elif tensor is None:

@@ -70,7 +70,10 @@ class _Sample:
         """Indices of tensors whose values differ from the expected ones."""
         found = []
         for key, now in self._take().items():
-            if not torch.equal(bits_of(now), bits_of(self._values[key])):
+            before = self._values.get(key)
+            if before is None or before.shape != now.shape:  # another dtype, or another size
+                found += [index for index, _ in self._windows[key]]
+            elif not torch.equal(bits_of(now), bits_of(before)):
                 found += self._find(key, now)
         if not found:
             self._end_full_check()
