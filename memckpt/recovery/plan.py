@@ -365,9 +365,9 @@ def _refuse_problems(everything: Iterable[HeldRecords | HeldFragments]) -> None:
         if held.problem:
             raise ForeignStateError(
                 f"the state held on node {held.node} belongs to another model or optimizer. First difference: "
-                f"{held.problem}. To continue it, make the model and the optimizers before attach() as they were when it "
-                "was recorded, with layers that were added later. Or use another run directory, or resume='never' to "
-                "drop the held state"
+                f"{held.problem}. To continue it, make model and optimizers before attach() as they were when it was "
+                "recorded, with layers that came later. Or use another run directory, or resume='never' to drop the "
+                "held state"
             )
 
 

@@ -282,3 +282,11 @@ def test_a_shard_is_refused_by_its_type() -> None:
     assert codec.unencodable_paths({"average": shard}) == ["average (torch.distributed.tensor.DTensor)"]
     with pytest.raises(UnsupportedStateError, match=r"average .*DTensor"):
         codec.encode({"average": shard})
+
+
+def test_a_tensor_keeps_its_strides_as_products_depend_on_them() -> None:
+    column_major = torch.linalg.eigh(torch.rand(5, 5) + torch.eye(5)).eigenvectors
+    for tensor in (torch.rand(4, 3).T, column_major, torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        back = codec.decode(codec.encode([tensor]))[0]
+        assert back.stride() == tensor.stride()
+        assert torch.equal(back, tensor)

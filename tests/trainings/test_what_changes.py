@@ -1,0 +1,140 @@
+"""What comes, goes and changes beside the steps while a loop runs: killed, gone on with, and compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.hand_loops import Process, survives
+
+STEPS = 9
+KILLS = [("backward", 7), ("committed", 1)]
+#: Called before each step with the process and the number of the step.
+Change = Callable[["Changing", int], None]
+
+
+class Changing(Process):
+    """A model with a layer that nobody trains, a generator of its own and extra state."""
+
+    width = 4
+
+    def objects(self) -> tuple[Any, Any]:
+        model = Net(self.width)
+        return model, torch.optim.Adam([*model.first.parameters(), *model.last.parameters()], 0.01)
+
+    def train(self, change: Change, zero: bool = True) -> None:
+        report = self.session.restore()
+        assert report is None or report.exact
+        for step in range(1 if report is None else report.step + 1, STEPS):
+            change(self, step)
+            if zero:
+                self.optimizer.zero_grad()
+            self.model(torch.full((3, 4), step / 8)).square().mean().backward()
+            self.at("backward")
+            self.optimizer.step()
+            self.note(f"{step}", [list(map(float.hex, one.double().flatten().tolist())) for one in self.sums()])
+            self.session.commit()
+            self.at("committed")
+        self.session.close()
+
+    def sums(self) -> Iterator[torch.Tensor]:
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            yield tensor.detach().sum()
+            if self.optimizer.state.get(tensor):
+                yield self.optimizer.state[tensor]["exp_avg"].sum()
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(4, width), nn.Linear(width, 4), nn.Linear(4, 2)
+        self.dropout, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(4)
+        self.generator = torch.Generator().manual_seed(3)
+        self.level = 1.0
+        self.register_buffer("late", None)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"level": self.level}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.level = state["level"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.level *= 0.99
+        noise = torch.randn(x.shape, generator=self.generator)
+        hidden = self.norm(self.frozen(self.dropout(self.first(x + noise)))) * self.level * self.cache.mean()
+        return self.last(hidden if self.late is None else hidden * self.late)
+
+
+def late_buffer(process: Changing, step: int) -> None:
+    if step >= 4:
+        process.model.late = torch.tensor(step / 5) if process.model.late is None else process.model.late * 0.9
+
+
+def growing_cache(process: Changing, step: int) -> None:
+    if step % 2:
+        process.model.cache = torch.linspace(0.5, 1, step)
+
+
+def replaced(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.frozen.weight = nn.Parameter(process.model.frozen.weight * 1.5)
+    if step == 5:
+        process.model.frozen = copy.deepcopy(process.model.frozen)
+
+
+def tied(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.frozen.weight = process.model.first.weight
+
+
+def flags(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.dropout.p = 0.5
+        process.model.norm.eval()
+        process.model.last.bias.requires_grad_(False)
+
+
+def nothing(process: Changing, step: int) -> None:
+    """Gradients of the layer in no optimizer add up, as do those that nobody zeroes."""
+
+
+def clipped(process: Changing, step: int) -> None:
+    for param in process.model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.9)
+
+
+def second_optimizer(process: Changing, step: int) -> None:
+    if step == 3 or (step > 3 and not hasattr(process, "other")):
+        process.other = torch.optim.Adam(process.model.frozen.parameters(), 0.01)  # type: ignore[attr-defined]
+    if step > 3:
+        process.other.step()  # type: ignore[attr-defined]
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("check", ["off", "replay"])
+@pytest.mark.parametrize(
+    "change", [late_buffer, growing_cache, replaced, tied, flags, second_optimizer], ids=lambda one: one.__name__
+)
+def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:
+    survives(lab, lambda process: process.train(change), KILLS, check, kind=Changing)
+
+
+class Wide(Changing):
+    """With more gradients than are carried with each record, whatever becomes of them."""
+
+    width = 5000
+
+
+@pytest.mark.parametrize("kind", [Changing, Wide])
+@pytest.mark.parametrize("change", [nothing, clipped], ids=lambda one: one.__name__)
+def test_gradients_that_nobody_zeroes(lab: Lab, change: Change, kind: type[Changing]) -> None:
+    survives(lab, lambda process: process.train(change, zero=False), KILLS, "off", kind=kind)
