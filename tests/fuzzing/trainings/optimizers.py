@@ -224,6 +224,8 @@ _OWN = {
                 torch.optim.Optimizer._patch_step_function(self)
                 hooks = collections.OrderedDict
                 self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks(), hooks()
+                self._optimizer_load_state_dict_pre_hooks = hooks()
+                self._optimizer_load_state_dict_post_hooks = hooks()
                 self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
             def zero_grad(self, set_to_none=True):
                 self.base.zero_grad(set_to_none)

@@ -415,8 +415,10 @@ PIECES: dict[str, Piece] = {
     # commits
     "numbered": Piece(commit="session.commit(step=step)", clash=_f("commit")),
     "every other step committed": Piece(commit="if step % 2 == 0:\n    session.commit(step=step)", clash=_f("commit")),
-    "batches without a finite loss": Piece(
-        start="if step % 5 == 3:\n    continue", commit="session.commit(step=step)", clash=_f("commit")
+    "batches left out": Piece(
+        start="if step in (2, 19):\n    continue",
+        commit="session.commit(step=step)",
+        clash=_f("commit"),
     ),
     # storage of tensors
     "flat parameters": Piece(
@@ -452,7 +454,14 @@ PIECES: dict[str, Piece] = {
         "    torch.nn.utils.prune.l1_unstructured(model.head, 'weight', 0.3)",
         wants=_f("default"),
         clash=_f("storage", "hooks", "loss"),
-        said="(?i)mask|weight_orig",
+        said="parameter no longer",
+    ),
+    "parametrized later": Piece(
+        start="if step >= 8 and not hasattr(model.head, 'parametrizations'):\n"
+        "    torch.nn.utils.parametrize.register_parametrization(model.head, 'bias', nn.Tanh())",
+        wants=_f("default"),
+        clash=_f("storage", "hooks", "loss"),
+        said="parameter no longer",
     ),
     "parameter outside": Piece(
         made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",

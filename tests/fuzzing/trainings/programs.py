@@ -26,8 +26,6 @@ _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transfor
 KNOWN: dict[str, str] = {
     "late estimate": "one estimate over all parameters, which begins to move late: found at the resume only",
     "state on the parameter": "capture of an optimizer leaves it out",
-    "observer of quantization": "buffers that are resized in place",
-    "pruned": "a parameter that takes another name leaves the resumed module without it",
 }
 
 
@@ -131,7 +129,7 @@ def _fits_framework(program: Program) -> bool:
     return (
         all(each.framework for each in pieces)
         and data.loop == _OVER
-        and program.data != "stream"
+        and not program.data.startswith("stream")
         and (program.loop != "trainer" or program.data in _OF_A_TRAINER)
         and not program.node
         and (program.style == "plain" if program.loop in ("lightning", "trainer") else STYLES[program.style].anywhere)

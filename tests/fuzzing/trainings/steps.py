@@ -345,6 +345,13 @@ _DATASET = code("""
         def __getitem__(self, index):
             return self.x[index] if self.transform is None else self.transform(self.x[index]), self.y[index]
 """)
+_STREAM = code("""
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for i in range(7):
+                numbers = torch.Generator().manual_seed(i)
+                yield torch.randn(8, 12, generator=numbers), torch.randint(0, 5, (8,), generator=numbers)
+""")
 _LOADER = "loader = torch.utils.data.DataLoader(Samples(), batch_size=8, {})"
 _FOLLOWED = "session.loader(loader)"
 _OVER = "for x, y in loader:"
@@ -550,16 +557,17 @@ DATA: dict[str, Data] = {
         batches=6,
     ),
     "stream": Data(
-        top=code("""
-            class Stream(torch.utils.data.IterableDataset):
-                def __iter__(self):
-                    for i in range(7):
-                        numbers = torch.Generator().manual_seed(i)
-                        yield torch.randn(8, 12, generator=numbers) + torch.rand(()), torch.randint(0, 5, (8,))
-        """),
+        top=_STREAM,
         made="loader = torch.utils.data.DataLoader(Stream(), batch_size=None)",
         attached=_FOLLOWED,
         loop=_OVER,
+    ),
+    "stream that draws": Data(
+        top=_STREAM.replace("yield torch.randn(", "yield torch.rand(()) + torch.randn("),
+        made="loader = torch.utils.data.DataLoader(Stream(), batch_size=None)",
+        attached=_FOLLOWED,
+        loop=_OVER,
+        said="stream",
     ),
     "workers": Data(
         top=_DATASET,
