@@ -93,6 +93,7 @@ class LiveState:
         # As a new process makes them: a resume has to make from these what there is later.
         self._born = self._kinds()
         self._born_modules = set(self.tree.modules)
+        self._born_params = {name for name, tensor in self.tensors().items() if isinstance(tensor, nn.Parameter)}
         # What a module has let go of, its optimizer still has under the place in its group.
         self._born_positions = {position for position, _ in self._optimizer_positions()}
         #: Keys of values in parameter groups, as a new process makes them.
@@ -293,8 +294,14 @@ class LiveState:
         for name in [one for one in {**self._born, **now} if self._born.get(one) != now.get(one)]:
             if is_ours(name) or name in self.growth.late:
                 continue
-            module = name.rpartition(".")[0]
-            if (module in self._born_modules and module in self.tree.modules) or name in self._born_positions:
+            module, _, key = name.rpartition(".")
+            there = self.tree.modules.get(module) if module in self._born_modules else None
+            if there is not None and name in self._born_params and key not in there._parameters:
+                self._tell_once(
+                    f"{name} is a parameter no longer, as where a layer is pruned or parametrized: this run can be "
+                    "resumed only if the script does the same before attach()"
+                )
+            elif there is not None or name in self._born_positions:
                 self.growth.late.add(name)
             elif name in now:
                 self._tell_once(
