@@ -61,6 +61,7 @@ class ModuleTree:
         self._buffers = [one._buffers for one in plain]
         self._seen = self._look()
         self._seen_buffers = _values(self._buffers)
+        self._seen_sizes = _sizes(self._seen_buffers)
         self._extra = [
             (name, one)
             for name, one in self.modules.items()
@@ -87,7 +88,8 @@ class ModuleTree:
         """
         held, kinds = self._look()
         buffers = _values(self._buffers)
-        same = _identical(held, self._seen[0]) and kinds == self._seen[1]
+        # `resize_()` leaves a buffer what it is.
+        same = _identical(held, self._seen[0]) and kinds == self._seen[1] and _sizes(buffers) == self._seen_sizes
         if same and len(buffers) == len(self._seen_buffers) and all(map(_alike, buffers, self._seen_buffers)):
             self._seen_buffers = buffers
             return False
@@ -165,6 +167,14 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
 
 def _identical(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _sizes(tensors: list[Any]) -> list[int]:
+    return [*map(torch.Tensor.numel, filter(_is_there, tensors))]
+
+
+def _is_there(tensor: Any) -> bool:
+    return tensor is not None
 
 
 def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
