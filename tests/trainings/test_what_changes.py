@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
+from memckpt.capture.live_state import LiveState
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Process, survives
 
@@ -83,6 +85,10 @@ def growing_cache(process: Changing, step: int) -> None:
         process.model.cache = torch.linspace(0.5, 1, step)
 
 
+def resized_in_place(process: Changing, step: int) -> None:
+    process.model.cache.resize_(1 + step // 3).copy_(torch.linspace(0.5, 1, 1 + step // 3))
+
+
 def replaced(process: Changing, step: int) -> None:
     if step == 4:
         process.model.frozen.weight = nn.Parameter(process.model.frozen.weight * 1.5)
@@ -122,7 +128,9 @@ def second_optimizer(process: Changing, step: int) -> None:
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("check", ["off", "replay"])
 @pytest.mark.parametrize(
-    "change", [late_buffer, growing_cache, replaced, tied, flags, second_optimizer], ids=lambda one: one.__name__
+    "change",
+    [late_buffer, growing_cache, resized_in_place, replaced, tied, flags, second_optimizer],
+    ids=lambda one: one.__name__,
 )
 def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:
     survives(lab, lambda process: process.train(change), KILLS, check, kind=Changing)
@@ -138,3 +146,16 @@ class Wide(Changing):
 @pytest.mark.parametrize("change", [nothing, clipped], ids=lambda one: one.__name__)
 def test_gradients_that_nobody_zeroes(lab: Lab, change: Change, kind: type[Changing]) -> None:
     survives(lab, lambda process: process.train(change, zero=False), KILLS, "off", kind=kind)
+
+
+def test_a_layer_that_is_pruned_is_said_to_end_resumes(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+    live.follow()
+    assert not caplog.records
+    prune.l1_unstructured(model, "weight", 0.5)
+    live.follow()
+    live.follow()
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().startswith("memckpt: weight is a parameter no longer")
+    assert "weight" not in live.growth.late
