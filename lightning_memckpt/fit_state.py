@@ -33,6 +33,8 @@ _SLOW_HOOK_SECONDS = 0.005
 _LARGE_METRIC_BYTES = 8 << 20
 # Commits between two checks of costs and of left-out state: figures have to settle first.
 _LOOK_EVERY_COMMITS = 64
+#: Commits of an attempt with such a check each: loaders show what they do with their first batches.
+_FIRST_LOOKS = 4
 
 
 class FitState:
@@ -212,7 +214,7 @@ class FitState:
             state["file"] = self._file_entries = trainer_state.file_entries(self._trainer, self._pl_module)
             self._find_unstorable(state)
         self._drop_unstorable(state)
-        if self._commits % _LOOK_EVERY_COMMITS == 0 or self._attributes.left_out:
+        if self._commits < _FIRST_LOOKS or self._commits % _LOOK_EVERY_COMMITS == 0 or self._attributes.left_out:
             self._announce(state)
         return state
 

@@ -213,11 +213,12 @@ class Loaders:
         }
 
     def look_again(self) -> list[str]:
-        """Lines on loaders that cannot be continued exactly; some show only after a loader has been iterated."""
+        """Lines on what a resume of the loaders rests on. What is not exact is declared; some shows only later."""
         for loader in self._grafted:
-            reason = dataloader.unreplayable(loader)
-            if reason is not None:
-                self._note(f"a data loader: {reason}")
+            if (reason := dataloader.unreplayable(loader)) is not None:
+                self.inexact(f"a data loader: {reason}")
+            if (remark := dataloader.remark(loader)) is not None:
+                self._note(f"a data loader: {remark}")
         return self.notes
 
     @staticmethod

@@ -68,6 +68,10 @@ class Follower:
         """One line on why an exact resume of this loader cannot be promised; None if no reason is known."""
         return dataloader.unreplayable(self._loader)
 
+    def remark(self) -> str | None:
+        """One line on what a resume of this loader rests on; None if there is nothing to say."""
+        return dataloader.remark(self._loader)
+
     def release(self) -> None:
         """Restore the loader."""
         dataloader.release(self._loader)

@@ -41,6 +41,8 @@ from transformers_memckpt.trainer_state import TrainerStates, attribute_roots, b
 STATE = "transformers"
 _log = logging.getLogger("transformers_memckpt")
 _LOOK_EVERY_COMMITS = 64
+#: Commits of an attempt that look for state that is left out: loaders show what they do with their first batches.
+_FIRST_LOOKS = 4
 
 
 class _Later:
@@ -314,7 +316,7 @@ class Protection:
 
     def _commit(self, *, epoch: int, batches: int | None, stopped: bool) -> None:
         session, loader = self._active()
-        if self._commits % _LOOK_EVERY_COMMITS == 0:
+        if self._commits < _FIRST_LOOKS or self._commits % _LOOK_EVERY_COMMITS == 0:
             self._look_again()
         if not self._for_file:
             self._for_file = self._states.for_file()
@@ -351,9 +353,10 @@ class Protection:
     def _look_again(self) -> None:
         """Log state that is left out; some of it shows only while training runs."""
         _, loader = self._active()
-        reason = loader.unreplayable()
-        if reason is not None:
-            self._messages.warn(f"a data loader: {reason}")
+        if (reason := loader.unreplayable()) is not None:
+            self._inexact(f"a data loader: {reason}")
+        if (remark := loader.remark()) is not None:
+            self._messages.warn(f"a data loader: {remark}")
         self._states.leave_out()
         for name, paths in self._states.left_out.items():
             self._inexact(f"not carried over a restart: the state of callback {name}: {paths}")

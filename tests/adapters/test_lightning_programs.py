@@ -48,6 +48,7 @@ def test_as_if_never_killed(program: Program, variant: str, kills: list[str], la
     differing, log = survive(lab, program, kills, variant)
     assert differing == {}, log[-3000:]
     assert "not exact" not in log
+    assert "DIFFERENT" not in log
     assert "will not be exact" not in log
     assert log.count("resumed at step") >= len(kills) - 1
 
@@ -56,6 +57,7 @@ def test_as_if_never_killed(program: Program, variant: str, kills: list[str], la
     ("program", "variant", "said"),
     [
         (programs.the_model_chooses_the_data, "", "the model runs while train loaders are built"),
+        (programs.loaders_without_a_length, "stream noisy", "draws from a global generator"),
         (programs.objects_of_the_module, "large", "name it in `attributes`"),
     ],
 )

@@ -31,7 +31,7 @@ from lightning_memckpt import MemCheckpoint
 from memckpt.config import AgentConfig, MemckptConfig
 from tests.support.trainings.engine_harness import Lab
 
-CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="off")
+CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="replay")
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -227,12 +227,15 @@ class Uneven(Sampler[list[int]]):
 
 
 class Stream(IterableDataset[Any]):
-    def __init__(self, count: int = 22) -> None:
+    def __init__(self, count: int = 22, noise: float = 0.0) -> None:
         self.count = count
+        self.noise = noise
 
     def __iter__(self) -> Iterator[Any]:
         for row in range(self.count):
-            inputs = torch.randn(8, generator=torch.Generator().manual_seed(row)) + torch.rand(8) * 0.1
+            inputs = torch.randn(8, generator=torch.Generator().manual_seed(row))
+            if self.noise:
+                inputs += torch.rand(8) * self.noise
             yield inputs, inputs.sum(0, keepdim=True)
 
 
@@ -255,7 +258,7 @@ def loaders_without_a_length(attempt: Attempt) -> None:
     elif kind == "batches":
         loader = DataLoader(Noisy(), batch_sampler=Uneven(), **workers)
     elif kind == "stream":
-        loader = DataLoader(Stream(), 4, **workers)
+        loader = DataLoader(Stream(noise=0.1 if "noisy" in more else 0.0), 4, **workers)
     else:
         both = {"a": DataLoader(Noisy(), 8, shuffle=True, **workers), "b": DataLoader(Stream(60), 4, **workers)}
         loader = CombinedLoader(dict(reversed(both.items())) if "reversed" in more else both, kind)  # type: ignore[arg-type]
