@@ -104,12 +104,23 @@ class Follower:
     @property
     def at(self) -> tuple[int, int]:
         """Iteration and batch that the user is at; changes with every batch."""
-        return self._loader.iteration, self._consumed
+        return self._iteration, self._consumed
+
+    @property
+    def _waits_at_end(self) -> bool:
+        """Whether a batch of the iteration that has ended has yet to be trained, or was the last one to be."""
+        return not self._iterates and (self._prefetch.at_end or self._prefetch.waits(self._taken))
+
+    @property
+    def _iteration(self) -> int:
+        """Number of the user's iteration; the loader counts it when it ends."""
+        number: int = self._loader.iteration
+        return number - int(self._waits_at_end and not self._left)
 
     @property
     def active(self) -> bool:
         """Whether the user is iterating over it, or has yet to train a batch that the last iteration gave."""
-        return self._iterates or self._prefetch.ahead > 0 or self._prefetch.at_end
+        return self._iterates or self._waits_at_end
 
     @property
     def batches(self) -> int:
@@ -138,8 +149,7 @@ class Follower:
             "exhausted": exhausted,
             "left": self._left,
             "batches": self.batches,
-            # An iteration is counted when it ends.
-            "iteration": self._loader.iteration - int(self.active and not self._iterates and not self._left),
+            "iteration": self._iteration,
             "prefetch": self._prefetch.state(),
             "used": iterator_used(self._base),
             "padding": None if self._padding is None or not self.active else self._padding.first,
@@ -152,8 +162,8 @@ class Follower:
 
     def committing(self) -> None:
         """Note that the user has called commit()."""
-        taken, self._taken = self._taken, 0
-        self._prefetch.committed(taken if self.active else 0, ended=not self._iterates)
+        self._prefetch.committed(self._taken if self.active else 0, ended=not self._iterates)
+        self._taken = 0
         if self._prefetch.depth:
             dataloader.look_ahead(self._base, self._lookahead + self._prefetch.depth * self._per_batch)
 

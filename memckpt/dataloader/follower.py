@@ -113,7 +113,7 @@ class Follower:
     def _iteration(self) -> Iteration | None:
         """The iteration that the user is in; None between two of them."""
         newest = None if self._newest is None else self._newest()
-        waiting = self._prefetch.ahead or self._prefetch.at_end
+        waiting = self._prefetch.at_end or self._prefetch.waits(self._taken_to_the_end)
         return None if newest is None or (newest.ended and not waiting) else newest
 
     @property

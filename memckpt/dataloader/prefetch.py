@@ -55,6 +55,10 @@ class Prefetch:
             if tensor is not None:
                 self._batches.append(weakref.ref(tensor))
 
+    def waits(self, since: int) -> bool:
+        """Whether a batch of an iteration that has ended has yet to be trained, `since` having been taken since."""
+        return self.ahead > 0 or (bool(self.depth) and since > 0)
+
     def committed(self, since: int, *, ended: bool) -> None:
         """Note a commit, before its state is captured.
 
@@ -62,7 +66,7 @@ class Prefetch:
             since: number of batches taken since the last one.
             ended: whether the iteration over them has ended.
         """
-        self.at_end = ended and self.ahead > 0
+        self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
         if self.depth is None:
             self._learn(since)
