@@ -7,11 +7,15 @@ tier has it. The first element moves with the record, and all elements come roun
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from memckpt.capture.by_value import LiveTensor
@@ -25,11 +29,16 @@ ELEMENTS = 12_288
 FEWEST, MOST = 4, 512
 
 
+_nbytes = attrgetter("nbytes")
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 Kind = Literal["parameter", "state", "buffer", "frozen"]
 
 
 class _Sampler:
     """Samples of some tensors for as long as these keep their memory.
+
+    It holds no tensor: host memory is read by address, as slicing a tensor takes ten times as long. The caller makes a
+    new one where a tensor has moved.
 
     Args:
         tensors: the tensors; a rank's local part of each is sampled.
@@ -37,38 +46,54 @@ class _Sampler:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         most = max(FEWEST, min(MOST, ELEMENTS // max(1, len(tensors))))
-        #: By device and width: position, elements, whether these have a flat view, and the distance of two samples.
-        self._groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor, bool, int]]] = {}
+        #: By device and width: position, elements in host memory (None: to be copied), and the distance of two samples.
+        self._groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Bits | None, int]]] = {}
         for position, tensor in enumerate(tensors):
             here = local(tensor)
-            if not here.numel():
-                continue
-            # What has no flat view is copied for each sample: few tensors are permuted.
-            flat, dense = _flat_bits(here), here.is_contiguous()
-            group = self._groups.setdefault((flat.device, flat.dtype), [])
-            group.append((position, flat if dense else here, dense, -(-flat.numel() // most)))
+            if here.numel():
+                flat = _flat_bits(here)
+                bits = _in_memory(flat) if here.is_contiguous() and here.device.type == "cpu" else None
+                group = self._groups.setdefault((flat.device, flat.dtype), [])
+                group.append((position, bits, -(-flat.numel() // most)))
 
-    def take(self, record: int) -> list[torch.Tensor]:
+    def take(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Samples of a record, one flat tensor of bits for each group."""
-        groups = self._groups.values()
-        return [
-            torch.cat([_strided(held, dense, record, stride) for _, held, dense, stride in group]) for group in groups
-        ]
+        taken = []
+        for group in self._groups.values():
+            if all(bits is not None for _, bits, _ in group):
+                parts = [bits[record % stride :: stride] for _, bits, stride in group if bits is not None]
+                taken.append(torch.from_numpy(np.concatenate(parts)))
+                continue
+            flats = [_flat_bits(local(tensors[position])) for position, *_ in group]
+            strided = [flat[record % stride :: stride] for flat, (*_, stride) in zip(flats, group, strict=True)]
+            taken.append(torch.cat(strided))
+        return taken
 
-    def parts(self, record: int, taken: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def parts(
+        self, record: int, taken: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Positions of the tensors, and their parts of what :meth:`take` has returned."""
         for group, bits in zip(self._groups.values(), taken, strict=True):
-            sizes = [len(_strided(held, dense, record, stride)) for _, held, dense, stride in group]
+            numels = [_flat_bits(local(tensors[position])).numel() for position, *_ in group]
+            sizes = [
+                len(range(record % stride, numel, stride)) for numel, (*_, stride) in zip(numels, group, strict=True)
+            ]
             yield from zip((position for position, *_ in group), bits.split_with_sizes(sizes), strict=True)
 
 
+#: Elements as integers, at an address.
+Bits = npt.NDArray[Any]
+
+
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements' bits in row-major order; a copy of what is permuted."""
     return bits_of(tensor.reshape(-1)).view(-1)
 
 
-def _strided(held: torch.Tensor, dense: bool, record: int, stride: int) -> torch.Tensor:
-    """Each `stride`-th element's bits, from one on that moves with the record."""
-    return (held if dense else _flat_bits(held))[record % stride :: stride]
+def _in_memory(flat: torch.Tensor) -> Bits:
+    """The same elements for numpy. ``Tensor.numpy()`` would keep the user from resizing the storage."""
+    room = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+    return np.frombuffer(memoryview(room), dtype=np.dtype(str(flat.dtype).removeprefix("torch.")))
 
 
 @dataclass(frozen=True)
@@ -105,37 +130,63 @@ class Evidence:
         beside += [("frozen", one.name) for one in spec.static]
         self._beside = [(kind, name, LiveTensor(tensors[name], holders.get(name))) for kind, name in beside]
         self._sampler: _Sampler | None = None
-        self._known: tuple[list[int], list[int]] = ([], [])
+        #: Identities of all values, and addresses and sizes of the tensors among them, when the sampler was made.
+        self._known: tuple[list[int], list[int], list[int]] = ([], [], [])
+        #: Positions of the tensors among all values; None where they have to be looked for again each time.
+        self._order: list[int] | None = None
 
     def take(self, record: int) -> dict[str, Any]:
         """A sample of the state as it is now, at the end of `record`; a part of the rank state."""
-        found, numbers = self._walk()
-        bits = self._sample([tensor for *_, tensor in found]).take(record)
-        return {"record": record, "tensors": len(found), "bits": bits, "numbers": numbers}
+        tensors, numbers = self._tensors()
+        bits = self._sample(tensors).take(record, tensors)
+        return {"record": record, "tensors": len(tensors), "bits": bits, "numbers": numbers}
 
     def pairs(self, held: Mapping[str, Any]) -> list[Pair] | None:
         """The state as it is now beside a sample of another process, tensor by tensor; None if these do not fit."""
-        found, numbers = self._walk()
-        sampler = self._sample([tensor for *_, tensor in found])
-        taken = [bits.cpu() for bits in sampler.take(held["record"])]
+        record, found, numbers = held["record"], *self._walk()
+        tensors = [tensor for *_, tensor in found]
+        sampler = _Sampler(tensors)
+        taken = [bits.cpu() for bits in sampler.take(record, tensors)]
         sizes = [list(map(len, each)) for each in (taken, held["bits"])]
         if len(found) != held["tensors"] or sizes[0] != sizes[1] or len(numbers) != len(held["numbers"]):
             return None
         made = []
         if numbers:
             made.append(Pair("state", "numbers beside tensors", *map(torch.tensor, (numbers, held["numbers"]))))
-        both = zip(sampler.parts(held["record"], taken), sampler.parts(held["record"], held["bits"]), strict=True)
+        both = zip(sampler.parts(record, taken, tensors), sampler.parts(record, held["bits"], tensors), strict=True)
         for (position, now), (_, before) in both:
             kind, name, key, tensor = found[position]
             real = tensor.dtype.to_real()
             made.append(Pair(kind, f"{name} ({key})" if kind == "state" else name, now.view(real), before.view(real)))
         return made
 
+    def _tensors(self) -> tuple[list[torch.Tensor], list[float]]:
+        """The tensors of :meth:`_walk` and its numbers; found at once where the values are those of the last call."""
+        values = [param for _, param, _ in self._params]
+        for _, param, owners in self._params:
+            for number in owners:
+                values += state_of(self._optimizers[number], param).values()
+        values += [now for *_, one in self._beside if (now := one.now()) is not None]
+        identities = list(map(id, values))
+        if self._order is not None and identities == self._known[0]:
+            return [values[position] for position in self._order], []
+        found, numbers = self._walk()
+        places = {identity: position for position, identity in enumerate(identities)}
+        tensors = [tensor for *_, tensor in found]
+        plain = not numbers and all(id(tensor) in places for tensor in tensors)
+        self._order = [places[id(tensor)] for tensor in tensors] if plain else None
+        self._known = identities, [], []
+        return tensors, numbers
+
     def _sample(self, tensors: Sequence[torch.Tensor]) -> _Sampler:
         """The sampler of these tensors, made anew only where one has moved."""
-        known = list(map(id, tensors)), Fixed(tensors).pointers()
-        if self._sampler is None or known != self._known:
-            self._sampler, self._known = _Sampler(tensors), known
+        # Only DTensors have parts elsewhere; looking at each tensor would take longer than the sample.
+        plain = set(map(type, tensors)) <= _PLAIN
+        addresses = list(map(torch.Tensor.data_ptr, tensors)) if plain else Fixed(tensors).pointers()
+        sizes = list(map(_nbytes, tensors))
+        if self._sampler is None or (addresses, sizes) != self._known[1:]:
+            self._sampler = _Sampler(tensors)
+            self._known = self._known[0], addresses, sizes
         return self._sampler
 
     def _walk(self) -> tuple[list[_Found], list[float]]:
