@@ -500,3 +500,25 @@ def test_a_loop_that_a_resume_cannot_follow_is_told(lab: Lab, loop: str) -> None
     log = in_child(lab, body)
     assert ("no loader was given to session.loader()" in log) is (loop == "not followed")
     assert ("training has ended without a single commit" in log) is (loop == "no commit")
+
+
+@pytest.mark.parametrize("check", ["off", "replay"])
+@pytest.mark.parametrize("how", ["accumulated", "skipped"])
+def test_each_commit_counts_a_step(lab: Lab, how: str, check: str) -> None:
+    """A loop that counts from the report's step takes each number once: batches come from it."""
+
+    def loop(process: Process) -> None:
+        session = process.session
+        report = session.restore()
+        for number in range(report.step + 1 if report else 1, 13):
+            if how == "skipped":
+                process.optimizer.zero_grad()  # no step has used those of a skipped step
+            process.backward(f"step {number}", [number])
+            process.at("backward")
+            if number % 3 == 0 if how == "accumulated" else number not in (3, 7, 8):
+                process.step()
+            session.commit()
+            process.at("committed")
+        session.close()
+
+    survives(lab, loop, [("backward", 5), ("committed", 2), ("committed", 4)], check)
