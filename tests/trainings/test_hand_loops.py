@@ -150,7 +150,7 @@ def _ahead_in_epochs(process: Process, workers: Workers) -> None:
     ids=["zip", "ahead", "two-ahead", "ahead-in-epochs"],
 )
 def test_batches_that_wait_come_again(lab: Lab, loop: Any, workers: Workers) -> None:
-    log = survives(lab, partial(loop, workers=workers), [("committed", kill) for kill in (3, 2, 1, 2)], "off")
+    log = survives(lab, partial(loop, workers=workers), [("committed", kill) for kill in (3, 3, 1, 2)], "off")
     # Where batches of two iterations wait, a restart cannot go back to both.
     assert ("not be exact" in log) is (getattr(loop, "keywords", None) == {"depth": 2})
 
