@@ -257,6 +257,11 @@ class TrainerInternals:
         parts = [combined._spec.flatten_up_to(batch) for batch, _, _ in batches]
         return [sum(part is not None for part in each) for each in zip(*parts, strict=True)]
 
+    def fetched_by_steps(self) -> int | None:
+        """Batches of this epoch that training steps have taken by themselves; None if Lightning gives them out."""
+        fetcher = self.fit_loop._data_fetcher
+        return int(fetcher.fetched) if isinstance(fetcher, _DataLoaderIterDataFetcher) else None
+
     def fetcher_state(self) -> dict[str, Any]:
         """What the fetcher and the combination of loaders count in an epoch."""
         fetcher, combination = self.fit_loop._data_fetcher, self.fit_loop._combined_loader._iterator

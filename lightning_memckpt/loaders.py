@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +43,9 @@ class Loaders:
         self._held: Positions | None = None
         #: Whether training is about to go on behind a held state.
         self._resuming = False
+        self._resumed = False
+        #: Batches that the iterator of the first steps had given.
+        self._taken: list[int] = []
         #: Whether training has begun: what is built from then on is built earlier by a restart.
         self.training = False
         #: The state that user code may read when it builds loaders, and a restart's return to it for that time.
@@ -110,7 +113,7 @@ class Loaders:
         """Give these positions to the first loaders that are processed."""
         self.built_under = built_under
         self._held = positions
-        self._resuming = True
+        self._resuming = self._resumed = True
         self._epoch_over = epoch_over
 
     def take_over(self) -> None:
@@ -197,6 +200,7 @@ class Loaders:
     def capture(self, *, epoch_over: bool) -> Positions:
         """The data positions at the end of a training batch."""
         train = self._flattened("train", self._trainer.train_dataloader)
+        self._look_at_steps()
         aheads = self._internals.batches_fetched_ahead(len(train))
         return {
             "train": [
@@ -211,6 +215,18 @@ class Loaders:
                 for loader in self._flattened("validation", self._trainer.val_dataloaders)
             ],
         }
+
+    def _look_at_steps(self) -> None:
+        """Notice `training_step(dataloader_iter)` that takes more batches in its first step than in later ones."""
+        if len(self._taken) == 3 or (fetched := self._internals.fetched_by_steps()) is None:
+            return
+        self._taken.append(fetched)
+        first, *later = (now - before for before, now in pairwise([0, *self._taken]))
+        if len(later) == 2 and first > later[0] == later[1] and not self._resumed:
+            self.inexact(
+                f"training_step(dataloader_iter) took {first} batches in its first step and {later[0]} in later ones: "
+                "those taken in advance are left out by a restart; train on all batches that a step takes"
+            )
 
     def look_again(self) -> list[str]:
         """Lines on what a resume of the loaders rests on. What is not exact is declared; some shows only later."""

@@ -57,6 +57,7 @@ def test_as_if_never_killed(program: Program, variant: str, kills: list[str], la
     ("program", "variant", "said"),
     [
         (programs.the_model_chooses_the_data, "", "the model runs while train loaders are built"),
+        (programs.steps_that_take_their_batches, "1 ahead", "those taken in advance are left out"),
         (programs.loaders_without_a_length, "stream noisy", "draws from a global generator"),
         (programs.objects_of_the_module, "large", "name it in `attributes`"),
     ],

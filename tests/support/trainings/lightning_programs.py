@@ -271,9 +271,15 @@ def steps_that_take_their_batches(attempt: Attempt) -> None:
     each, *more = attempt.variant.split()
 
     class Takes(Small):
+        waiting: Any = None
+
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             self.attempt.reach(self.global_step)
+            if "ahead" in more and self.waiting is None:
+                self.waiting = next(dataloader_iter)
             taken = [next(dataloader_iter) for _ in range(int(each))]
+            if "ahead" in more:
+                taken, self.waiting = [self.waiting], taken[0]
             loss = torch.stack([self.loss(batch) for batch, _, _ in taken]).sum()
             self.attempt.say(f"train {self.global_step}", loss.item().hex(), [number for _, number, _ in taken])
             return loss
