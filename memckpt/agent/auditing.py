@@ -129,11 +129,13 @@ class Auditing:
     def committed(self, group: GroupState, accelerated: bool) -> None:
         """Something of a group is committed: audits may begin, and may go on."""
         generation = group.held
+        watched = self._watched.get(group.ranks)
+        if watched is not None and watched.generation is not generation:
+            self.forget(group.ranks)
+            watched = None
         if generation is None or not self._is_audited(generation):
             return
-        watched = self._watched.get(group.ranks)
-        if watched is None or watched.generation is not generation:
-            self.forget(group.ranks)
+        if watched is None:
             watched = self._watched[group.ranks] = self._watch(generation, accelerated)
         newest = generation.common
         if watched.pieces and self._is_there() and newest > watched.seen:
@@ -276,8 +278,9 @@ class Auditing:
         self.close()
 
     def close(self) -> None:
-        """End the process; another one may be started."""
+        """End the process; another one may be started, as late behind a record as the first one."""
         process, self._process, self._ready = self._process, None, False
+        self._start_at = None
         self._watched.clear()
         if process is not None:
             process.close()

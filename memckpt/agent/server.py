@@ -202,6 +202,8 @@ class Agent:
             self._groups.make_slots(self._attempt)
             last = not self._attempt.living()
             self._observer.trainer_left(connection.trainer, last)
+            if last:
+                self._auditing.close()  # nothing comes any more, and its imports take memory
             if last and not self._gate.shut:
                 self._lifetime.trainers_left()
 
