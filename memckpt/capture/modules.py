@@ -77,9 +77,9 @@ class ModuleTree:
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """Modules and parameters, and their dtypes and sizes, which ``bfloat16()`` changes in place."""
-        held = _values(self._children) + _values(self._params)
-        params = [one for one in _values(self._params) if one is not None]
-        return held, [*map(_dtype, params), *map(torch.Tensor.numel, params)]
+        held = _values(self._params)
+        params = [one for one in held if one is not None]
+        return held + _values(self._children), [*map(_dtype, params), *map(torch.Tensor.numel, params)]
 
     def moved(self) -> bool:
         """Whether modules or parameters have been replaced, added or removed since the last call, or buffers by others.

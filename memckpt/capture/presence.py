@@ -178,7 +178,8 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
         found["values"] = [
             [[name for name, _ in each], torch.cat([flat for _, flat in each])] for each in by_dtype.values()
         ]
-    live.left.committed({} if nbytes <= FEW_BYTES else {id(param): version(one) for _, param, one in dense})
+    # Runs for each gradient of each step: a counter is read without a call.
+    live.left.committed({} if nbytes <= FEW_BYTES else {id(param): one._version for _, param, one in dense})
     found["unknown"] = not few and not live.left.known
     return found
 
