@@ -204,7 +204,7 @@ def ring_spec(ranks: int, period: int, slots: int, shared: Sequence[str] = (), *
     average = TensorSpec("average", (4,), "float32")
     return StateSpec(
         params=(ParamSpec(TensorSpec("weight", (4,), "float32"), (OwnerSpec(0, 0, ()),), True, 0),),
-        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),),
+        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
         static=(),
         by_value=(TensorSpec("count", (2,), "float32"), average, TensorSpec("second", (4,), "float32")),
         mode="lazy",

@@ -124,7 +124,7 @@ def ring_spec(ranks: int, period: int, slots: int, by_value_slots: int) -> State
     tensor = TensorSpec("weight", (4,), "float32")
     return StateSpec(
         params=(ParamSpec(tensor, (OwnerSpec(0, 0, ()),), True, 0),),
-        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),),
+        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
         static=(),
         by_value=(TensorSpec("average", (4,), "float32"),),
         mode="lazy",

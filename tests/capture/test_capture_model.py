@@ -22,7 +22,7 @@ def spec_of(ranks: int, every: int) -> StateSpec:
     tensor = TensorSpec("weight", (4,), "float32")
     return StateSpec(
         params=(ParamSpec(tensor, (OwnerSpec(0, 0, ()),), True, 0),),
-        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),),
+        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
         static=(),
         by_value=(),
         mode="capture",

@@ -30,7 +30,7 @@ class Job:
         self._groups = codec.encode(hyperparameters(optimizer))
         spec = StateSpec(
             params=(ParamSpec(TensorSpec("w", (4,), "float32"), (OwnerSpec(0, 0, ()),), False, 0),),
-            optimizers=(OptimizerSpec("torch.optim", "SGD", codec.encode(attributes(optimizer)[0]), (1,), 1, False),),
+            optimizers=(OptimizerSpec("torch.optim", "SGD", codec.encode(attributes(optimizer)[0]), (1,), 1),),
             static=(),
             by_value=(),
             mode="eager",

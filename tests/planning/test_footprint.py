@@ -47,7 +47,7 @@ def a_spec(mode: RedoMode, period: int, slots: int, compression: CompressionConf
         state = tuple(StateTensorSpec(key, shape, "float32", True, False) for key in ("exp_avg", "exp_avg_sq"))
         owner = OwnerSpec(0, 0, (StateTensorSpec("step", (), "float32", False, True), *state))
         params.append(ParamSpec(TensorSpec(f"p{number}", shape, "float32"), (owner,), False, 0))
-    adam = OptimizerSpec("torch.optim.adam", "Adam", b"", (len(params),), 1, False)
+    adam = OptimizerSpec("torch.optim.adam", "Adam", b"", (len(params),), 1)
     encodings = () if compression is None else tuple(encoding_of(compression, shape, ranks=4) for shape in SHAPES)
     return StateSpec(tuple(params), (adam,), (), (), mode, period, slots, (0,), 1, encodings=encodings)
 

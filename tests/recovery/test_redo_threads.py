@@ -28,7 +28,7 @@ def layout_of(whole: bool = False) -> Layout:
         ParamSpec(TensorSpec(f"p{index}", (size,), "float32"), (OwnerSpec(0, 0, ()),), whole, 0)
         for index, size in enumerate(SIZES)
     )
-    optimizer = OptimizerSpec("torch.optim.adam", "Adam", b"", (len(SIZES),), 1, False)
+    optimizer = OptimizerSpec("torch.optim.adam", "Adam", b"", (len(SIZES),), 1)
     return Layout(StateSpec(params, (optimizer,), (), (), "lazy", 4, 3, (0,), 1))
 
 

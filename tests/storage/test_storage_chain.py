@@ -285,7 +285,7 @@ def test_a_sparse_gradient_that_does_not_fit_its_parameter_is_damaged(
     """An index beyond the parameter would write to foreign memory."""
     store = LocalStore(tmp_path)
     param = ParamSpec(TensorSpec("table", (4, 2), "float32"), (OwnerSpec(0, 0, ()),), True, 64)
-    optimizer = OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False)
+    optimizer = OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1)
     layout = Layout(StateSpec((param,), (optimizer,), (), (), "lazy", 4, 3, (0,), 1))
     step = SubStep(0, 0, b"", sparse=(SparseGradient(0, 1, 2, True),))
     meta = RecordMeta(5, 4, False, (step,))

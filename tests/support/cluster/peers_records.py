@@ -61,7 +61,7 @@ def layout_spec(ranks: tuple[int, ...] = RANKS, elements: int = STRIPED, **other
             ParamSpec(TensorSpec("w", (elements,), "float32"), (OwnerSpec(0, 0, (momentum,)),), False, 0),
             ParamSpec(TensorSpec("b", (100,), "float32"), (OwnerSpec(0, 0, ()),), False, 0),
         ),
-        optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (2,), 1, False),),
+        optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (2,), 1),),
         static=(TensorSpec("frozen", (elements,), "float32"),),
         by_value=(TensorSpec("buffer", (50,), "float32"),),
         mode="lazy",

@@ -152,7 +152,7 @@ def spec_of(
     kept = codec.encode(attributes(optimizer)[0])
     return StateSpec(
         params=tuple(stepped(name) for name in PARAMS),
-        optimizers=(OptimizerSpec("torch.optim.adam", "Adam", kept, (len(PARAMS),), 1, False),),
+        optimizers=(OptimizerSpec("torch.optim.adam", "Adam", kept, (len(PARAMS),), 1),),
         static=(described("frozen"),),
         by_value=(described("average"), described("count")),
         mode="lazy",

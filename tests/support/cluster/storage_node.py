@@ -50,7 +50,7 @@ def spec_of(local_ranks: tuple[int, ...] = (0,), world_size: int | None = None, 
     """One small parameter, redone lazily: a ring of 5 records."""
     return StateSpec(
         params=(ParamSpec(TensorSpec("w", (4,), dtype), (OwnerSpec(0, 0, ()),), False, 0),),
-        optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (1,), 1, False),),
+        optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (1,), 1),),
         static=(),
         by_value=(),
         mode="lazy",

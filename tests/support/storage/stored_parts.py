@@ -25,7 +25,7 @@ def part_of(
 
 
 def some_state() -> NodeState:
-    optimizers = (OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),)
+    optimizers = (OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),)
     spec = StateSpec((), optimizers, (), (TensorSpec("buffer", (3,), "float32"),), "lazy", 4, 3, (0,), 1)
     return NodeState(spec, (), b"", {0: b"state of rank 0"})
 
