@@ -116,6 +116,7 @@ def fits(program: Program) -> bool:
         and len(words) == len(set(words))
         and all(not each.styles or program.style in each.styles for each in opts)
         and not (any(each.alone for each in opts) and ("groups" in words or program.share != "one"))
+        and not ("groups" in words and program.share == "named")
         and ("weight_decay" not in str(share) or all(each.decays for each in opts))
         and not (program.style == "in backward" and (program.share != "one" or bool(opts[0].top)))
         and all(point in points(program.loop, program.style, program.frame) for point, _ in program.kills)
