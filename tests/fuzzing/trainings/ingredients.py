@@ -1,8 +1,8 @@
 """Ingredients of generated trainings: small pieces of source text, each with its place in a training loop.
 
 Texts use the names that a rendered program has (:mod:`tests.fuzzing.trainings.programs`): ``model`` with ``body`` and
-``head``, ``opts``, ``session``, ``step``, and in the loop ``x``, ``y`` and ``loss``. A piece may not change state
-behind the commit: a kill before it would rightly leave the change out.
+``head``, ``opts``, ``session``, ``step``, and in the loop ``x``, ``y`` and ``loss``. Nothing stands
+behind the commit: a kill before it would rightly leave it out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Piece:
         middle: between the first optimizer's step and the next one's.
         behind: behind the steps, before the commit.
         commit: the commit, in place of the usual one.
-        after: behind the commit.
         ends: further arguments of ``end()``.
         wants: traits that the model must have.
         clash: two pieces with a word in common are not drawn together.
@@ -47,7 +46,6 @@ class Piece:
     middle: str = ""
     behind: str = ""
     commit: str = ""
-    after: str = ""
     ends: str = ""
     wants: frozenset[str] = frozenset()
     clash: frozenset[str] = frozenset()

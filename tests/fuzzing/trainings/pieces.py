@@ -317,7 +317,7 @@ PIECES: dict[str, Piece] = {
     "body in eval": Piece(start="if step == 10:\n    model.body.eval()", clash=_f("modes"), framework=True),
     "eval in turns": Piece(start="model.body.train(step % 3 > 0)", clash=_f("modes"), framework=True),
     "evaluated": Piece(
-        after="if step % 5 == 0:\n    model.eval()\n    with torch.no_grad():\n        model(x)\n    model.train()",
+        behind="if step % 5 == 0:\n    model.eval()\n    with torch.no_grad():\n        model(x)\n    model.train()",
         clash=_f("modes"),
     ),
     # hooks

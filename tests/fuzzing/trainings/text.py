@@ -80,7 +80,6 @@ class _Text:
             'note("loss", step, float(loss).hex())',
             commit,
             'at("committed", step)',
-            self._all("after"),
         )
 
     def _end(self) -> str:
