@@ -23,10 +23,10 @@ from memckpt.capture.live_state import LiveState, state_of
 from memckpt.state.spec import StateSpec, is_ours
 from memckpt.state.tensors import Fixed, bits_of, local
 
-#: Elements of all tensors together in a sample: up to 48 KiB of fp32, which a commit's packet takes.
-ELEMENTS = 12_288
+#: Elements of all tensors together in a sample, 16 KiB of fp32: each is a cache line to be read.
+ELEMENTS = 4_096
 #: Fewest and most elements of one tensor.
-FEWEST, MOST = 4, 512
+FEWEST, MOST = 4, 256
 
 
 _nbytes = attrgetter("nbytes")

@@ -149,15 +149,15 @@ class ParameterWatch:
         """What has changed since the optimizer's last step, in words; None if nothing has.
 
         Args:
-            number: the optimizer; None: look at all of them.
+            number: the optimizer, which is about to step; None: look at the parameters of all of them. State is looked
+                at before steps only, as counting its changes takes as long as all the rest.
         """
         for family in self._families.values() if number is None else self._of[number]:
             found = family.changed()
             if found is not None:
                 return found
-        for each in range(len(self._optimizers)) if number is None else (number,):
-            if self._counted[each] != _count_changes(self._optimizers[each]):
-                return f"the state of {type(self._optimizers[each]).__qualname__}"
+        if number is not None and self._counted[number] != _count_changes(self._optimizers[number]):
+            return f"the state of {type(self._optimizers[number]).__qualname__}"
         return None
 
 
