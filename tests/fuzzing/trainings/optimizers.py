@@ -231,6 +231,10 @@ _OWN = {
                 self.base.zero_grad(set_to_none)
             def state_dict(self):
                 return {"base": self.base.state_dict(), "slow": self.slow, "count": self.count}
+            def load_state_dict(self, state):
+                self.base.load_state_dict(state["base"])
+                self.state, self.param_groups = self.base.state, self.base.param_groups
+                self.slow, self.count = state["slow"], state["count"]
             @torch.no_grad()
             def step(self, closure=None):
                 loss = self.base.step(closure)

@@ -494,7 +494,8 @@ PIECES: dict[str, Piece] = {
     ),
     # more ways of backward
     "module hook on gradients": Piece(
-        made="model.head.register_full_backward_hook(lambda module, grads, outs: tuple(0.5 * g for g in grads))",
+        top="def halved(module, grads, outs):\n    return tuple(None if grad is None else 0.5 * grad for grad in grads)",
+        made="model.head.register_full_backward_hook(halved)",
         wants=LINEAR,
         clash=_f("hooks"),
     ),
