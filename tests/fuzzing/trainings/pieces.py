@@ -494,7 +494,7 @@ PIECES: dict[str, Piece] = {
     ),
     # more ways of backward
     "module hook on gradients": Piece(
-        top="def halved(module, grads, outs):\n    return tuple(None if grad is None else 0.5 * grad for grad in grads)",
+        top="def halved(module, grads, outs):\n    return tuple(g if g is None else 0.5 * g for g in grads)",
         made="model.head.register_full_backward_hook(halved)",
         wants=LINEAR,
         clash=_f("hooks"),
