@@ -22,7 +22,7 @@ from memckpt.compression.reduction import Reducer
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
 from memckpt.state.optimizer_attributes import attributes
-from memckpt.state.optimizers import is_importable
+from memckpt.state.optimizers import is_elementwise, is_importable
 
 _log = logging.getLogger("memckpt")
 #: Size of T + D records, in bytes, up to which lazy redo is always chosen.
@@ -79,6 +79,11 @@ def choose_redo(
         _, dropped = attributes(optimizer)
         if dropped:
             return _lazy_instead(config, f"attribute {dropped[0]!r} of {name} cannot be given to the agent")
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        if not is_elementwise(optimizer) and not all(param.is_contiguous() for param in stepped):
+            return _lazy_instead(
+                config, f"{name} sums over rows, which a replica lays out otherwise than the model does"
+            )
     if config.redo != "auto":
         return config.redo, "as configured"
     if device.type != "cpu":

@@ -18,6 +18,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError, UnsupportedError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
+from memckpt.session.policy import choose_redo
 from memckpt.session.report import RestoreReport
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.user_messages import show_by_default
@@ -148,6 +149,14 @@ def test_tensors_without_a_shape_or_elements_are_refused(odd: torch.nn.Module | 
         model.register_buffer("odd", odd)
     with pytest.raises(UnsupportedError, match=remedy):
         LiveState(model, [torch.optim.SGD([model.weight], 0.1)], {})
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(torch.optim.Adafactor, "lazy"), (torch.optim.Adam, "eager")])
+def test_sums_over_rows_are_not_redone_in_another_layout(kind: type[torch.optim.Optimizer], mode: str) -> None:
+    model = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    live = LiveState(model, [kind(model.parameters())], {})
+    config = memckpt.MemckptConfig(redo="eager")
+    assert choose_redo(config, live, torch.device("cpu"), 1)[0] == mode
 
 
 def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
