@@ -165,7 +165,7 @@ def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monk
     import torch
 
     class Live:
-        optimizers = ()
+        optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1),)
         not_redoable = MappingProxyType({})
 
         def tensors(self) -> dict[str, torch.Tensor]:
