@@ -39,6 +39,7 @@ _KILLS, _RUNS = "trainings/test_engine_kills", "trainings/test_engine_runs"
 _TRAININGS, _DDP = "trainings/test_engine_trainings", "trainings/test_ddp"
 _STORAGE, _PEERS = "storage/test_storage_runs", "replication/test_peers_runs"
 _LIGHTNING, _ACCELERATE = "adapters/test_lightning_exact", "adapters/test_accelerate_exact"
+_CHANGES = "trainings/test_what_changes"
 _ANY_NODE = _in(_PEERS, "test_goes_on_from_peers_when_nodes_are_lost")
 _EXACT = _in(_TRAININGS, "test_lazy_redo_is_exact", "test_eager_redo_is_exact")
 _FRAMEWORKS = _in(_LIGHTNING, "test_each_feature") + _in(_ACCELERATE, "test_each_feature")
@@ -178,15 +179,30 @@ EXACT = (
         _in("state/test_engine_optimizers", "test_lazy_redo_is_exact", "test_eager_redo_is_exact"),
     ),
     _row(
-        "which parameters have a gradient (None or zeros) between two steps",
+        "which parameters have a gradient between two steps, and its values where up to 64 KiB of gradients are there, "
+        "or where they are neither dropped nor zeroed before the next backward",
         Kind.KILL_TRAINER,
         _in("capture/test_pending", "test_gradients_of_zeros_are_zeros_after_a_resume"),
+        _in(_CHANGES, "test_gradients_that_nobody_zeroes"),
     ),
     _row(
-        "buffers, also replaced ones; averaged models outside the model",
+        "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; averaged "
+        "models outside the model",
         Kind.KILL_TRAINER,
         _EXACT,
+        _in(_CHANGES, "test_what_changes_while_training_runs"),
         _in("capture/test_by_value_ring", "test_an_average_survives_kills_anywhere"),
+    ),
+    _row(
+        "modules' training flags, numbers of torch's own modules (`Dropout.p`), extra state, generators in attributes; "
+        "`requires_grad` of every parameter",
+        Kind.KILL_TRAINER,
+        _in(_CHANGES, "test_what_changes_while_training_runs"),
+    ),
+    _row(
+        "generators, and objects with `state_dict()` and `load_state_dict()`, on the model and its modules",
+        Kind.KILL_TRAINER,
+        _in("adapters/test_lightning_programs", "test_as_if_never_killed"),
     ),
     _row(
         "global generators of torch, numpy, Python; of CUDA (current device)",
@@ -197,8 +213,8 @@ EXACT = (
     _row("the loss of every later step", Kind.KILL_TRAINER, _EXACT, _FRAMEWORKS),
     _row("LR schedulers, gradient scaler", Kind.KILL_TRAINER, _EXACT, _FRAMEWORKS),
     _row(
-        "data position, workers' generators, samplers' generators, datasets' own (made when the dataset is, or with "
-        "its first sample)",
+        "data position, workers' generators, and those of everything below dataset, samplers and collate function: "
+        "transforms, lists, what functions name (made at once, or with the first sample)",
         Kind.KILL_TRAINER,
         _in("dataloader/test_data_position", "test_a_chain_of_killed_runs_sees_what_one_ungrafted_run_sees"),
         _in("trainings/test_hand_loops", "test_a_loop_over_epochs"),
@@ -268,13 +284,21 @@ DETECTED = (
             "test_own_clipping_is_noticed_on_the_first_logged_record",
         ),
     ),
-    _row("parameters changed by anything but their optimizer", Kind.SCRIPT, _BY_HAND),
     _row(
-        "the same in too few elements for the sample, or optimizer state changed by hand",
+        "parameters, or tensors of an optimizer's state, changed by anything but a step of their optimizer: also "
+        "between backward and step, in hooks, between two optimizers' steps",
         Kind.SCRIPT,
-        _in(_RUNS, "test_the_audit_finds_what_version_counters_do_not_show"),
+        _BY_HAND,
     ),
-    _row("the same, with lazy redo", Kind.SCRIPT, _in(_RUNS, "test_lazy_anchors_heal_within_one_period")),
+    _row(
+        "the same in too few elements for the sample, or optimizer state changed through `.data`; or whatever else "
+        "redo does not know of",
+        Kind.SCRIPT,
+        _in(
+            _RUNS, "test_the_audit_finds_what_version_counters_do_not_show", "test_lazy_anchors_heal_within_one_period"
+        ),
+        _in("trainings/test_audit", "test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again"),
+    ),
     _row(
         "an optimizer whose step depends on more than gradients, groups and state",
         Kind.SCRIPT,
@@ -282,9 +306,16 @@ DETECTED = (
         _in("capture/test_self_test", "test_what_cannot_be_redone_is_found"),
     ),
     _row(
-        "attributes and state of an optimizer that can be neither copied nor encoded",
+        "attributes and state of an optimizer that can be neither copied nor encoded; a module removed while training "
+        "runs",
         Kind.SCRIPT,
         _in("capture/test_capture", "test_what_an_optimizer_hides_is_found_and_captured"),
+    ),
+    _row(
+        "an optimizer that `attach()` was not given; a scheduler of torch that was not registered",
+        Kind.SCRIPT,
+        _in(_CHANGES, "test_what_changes_while_training_runs"),
+        _in("session/test_rank_state", "test_a_run_that_is_not_exact_says_so_once_and_hands_it_on"),
     ),
     _row(
         "plain attributes that hooks change and no `state_dict()` contains",
@@ -306,12 +337,22 @@ DETECTED = (
     _row(
         "a sampler that does not repeat its indices",
         Kind.SCRIPT,
-        _in("dataloader/test_data_position", "test_a_sampler_that_draws_between_the_steps_is_found_out"),
+        _in("dataloader/test_data_position", "test_other_data_is_found_out"),
     ),
     _row(
-        "an `IterableDataset`, an own `__iter__`, `in_order=False`, `SystemRandom`",
+        "an own `__iter__`, `in_order=False`, `SystemRandom`, a sampler that keeps too much state or draws too often, "
+        "a number that a dataset counts",
         Kind.SCRIPT,
-        _in("dataloader/test_data_position", "test_reasons_against_a_loader"),
+        _in(
+            "dataloader/test_data_position",
+            "test_reasons_against_a_loader",
+            "test_a_sampler_that_draws_too_often_between_the_steps_is_said",
+        ),
+    ),
+    _row(
+        "a stream that gives other samples when it is read again",
+        Kind.SCRIPT,
+        _in("trainings/test_hand_loops", "test_a_stream_that_is_another_when_it_is_read_again_is_told"),
     ),
     _row(
         "state that the safe codec does not take",
