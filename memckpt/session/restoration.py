@@ -69,26 +69,38 @@ class Restoration:
         """
         started = time.perf_counter()
         self._live.put_shards_in_place()
+        evidence, problem = None, ""
+        try:
+            evidence = self._fill(chosen)
+        except Exception as error:  # becomes a finding: redo runs the user's classes with what was recorded
+            problem = f"{type(error).__name__}: {error}"
+            _log.info("memckpt: step %d cannot be restored from %s", chosen.held.step, chosen.held.tier, exc_info=error)
+        found = next(filter(None, self._ranks.gather(problem)), "")
+        if found or evidence is None:
+            what = f"the state after step {chosen.held.step}, from {chosen.held.tier},"
+            return Proof(f"{what} cannot be made: {found}", differs=True, broken=True)
+        if isinstance(chosen, ChosenInMemory):
+            assert chosen.writer is not None
+            self._agree_on_replicas(chosen.writer)
+        self._seconds += time.perf_counter() - started
+        return None if any(self._ranks.gather(chosen.resharded)) else self._prove(evidence, chosen)
+
+    def _fill(self, chosen: Chosen) -> Evidence:
+        """Restore this rank's part; what samples it is returned."""
         restore_groups(self._live, chosen.state)
         if isinstance(chosen, ChosenInMemory):
             if chosen.writer is None:
                 chosen.writer = self._staging.open(chosen.regions)
-            evidence = chosen.writer.evidence
             self._restore_held(chosen, chosen.writer)
             self._restore_optimizers(chosen.state)
-            self._agree_on_replicas(chosen.writer)
-        else:
-            stored = chosen.stored
-            with rng.preserved():
-                stored.restore(self._live.tensors(), self._live.optimizers)
-            pieces = sorted(self._live.pieces())
-            held = sorted(
-                (one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None
-            )
-            self._restore_optimizers(chosen.state, resharded=pieces != held)
-            evidence = Evidence(stored.own.spec, self._live)
-        self._seconds += time.perf_counter() - started
-        return None if any(self._ranks.gather(chosen.resharded)) else self._prove(evidence, chosen)
+            return chosen.writer.evidence
+        stored = chosen.stored
+        with rng.preserved():
+            stored.restore(self._live.tensors(), self._live.optimizers)
+        pieces = sorted(self._live.pieces())
+        held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
+        self._restore_optimizers(chosen.state, resharded=pieces != held)
+        return Evidence(stored.own.spec, self._live)
 
     def go_on(
         self, chosen: Chosen, proof: Proof | None, tap: Tap, resume: Callable[[SlotWriter, int], None]

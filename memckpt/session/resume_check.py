@@ -55,11 +55,13 @@ class Proof:
         line: what was compared, or what differs, in words.
         differs: whether the state is another one; rounding on an accelerator does not count.
         rounds: whether it is the same but for rounding.
+        broken: whether there is no whole state at all.
     """
 
     line: str
     differs: bool = False
     rounds: bool = False
+    broken: bool = False
 
     @property
     def inexact(self) -> str:

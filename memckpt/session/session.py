@@ -20,7 +20,14 @@ from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
-from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, ResumeMismatchError, UsageError
+from memckpt.errors import (
+    AgentGoneError,
+    DamagedStateError,
+    ForeignStateError,
+    MemckptError,
+    ResumeMismatchError,
+    UsageError,
+)
 from memckpt.processes.address import AgentAddress
 from memckpt.session.changes import Changes
 from memckpt.session.chosen_state import Chosen
@@ -281,7 +288,11 @@ class Session(Information):
             )
 
     def _try_others(self, first: Chosen, proof: Proof) -> tuple[Chosen, Proof]:
-        """Restore another state that proves itself, where the first one is not what its record says; else that one."""
+        """Restore another state that proves itself, where the first one is not what its record says; else that one.
+
+        Raises:
+            DamagedStateError: there is no other one, and the first cannot be made; on every rank.
+        """
         told = self._ranks.gather(self._has_told)
         for other in self._resumption.others() if not any(told) else ():
             found = self._restoration.fill(other)
@@ -292,6 +303,12 @@ class Session(Information):
                     self._recorder.begin(None, start.record)
                     self._switch.start(start.record)
                 return other, found
+        if proof.broken:
+            raise DamagedStateError(
+                f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
+                f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
+                "starts over"
+            )
         self._restoration.fill(first)
         return first, proof
 

@@ -8,11 +8,13 @@ import pytest
 
 from memckpt.config import StorageConfig
 from memckpt.session.changes import Changes
+from memckpt.state.redo import RedoGroup
 from tests.support.storage.stored_runs import until_stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.planted_faults import around
 
 CHANGED = 9
 
@@ -92,4 +94,20 @@ def test_an_exact_resume_is_one_where_it_can_be_had(lab: Lab) -> None:
     lab.train(PLAIN, settings, actions={("after commit", 7): kill_self}, resume="exact")
     ended = lab.train(PLAIN, settings, seed=4, resume="exact")
     assert ended.restored_step == 7
+    lab.check_same(PLAIN, ended)
+
+
+def test_a_state_that_cannot_be_made_is_left_for_the_one_before(lab: Lab) -> None:
+    """Redo runs the user's classes: what these raise ends no resume."""
+    settings = config("lazy", resume_check="witness")
+    lab.train(PLAIN, settings, actions={("after commit", CHANGED): kill_self})
+
+    def fail_at_the_last(original: Any, group: RedoGroup, metas: Any, gradients: Any) -> None:
+        if any(meta.record == CHANGED for meta in metas):
+            raise KeyError("exp_avg")
+        original(group, metas, gradients)
+
+    ended = lab.train(PLAIN, settings, seed=4, prepare=lambda control: around(RedoGroup, "apply_all", fail_at_the_last))
+    assert ended.restored_step == CHANGED - 1
+    assert "cannot be made: KeyError: 'exp_avg'; step 8 is resumed from local memory" in ended.log
     lab.check_same(PLAIN, ended)
