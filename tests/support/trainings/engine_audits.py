@@ -140,7 +140,7 @@ def wait_for_audit(behind: int) -> Action:
             return False
         nonlocal late
         known, late = late, audit.late
-        return late > known or since <= behind or (audit.record or 0) >= record - behind
+        return late > known or since <= behind or bool(audit.problem) or (audit.record or 0) >= record - behind
 
     def wait(control: Control) -> None:
         until(lambda: near(control))
