@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from memckpt.config import RedoMode, ResumeChoice
-from memckpt.errors import AgentError, ForeignStateError
+from memckpt.errors import AgentError, ForeignStateError, MemckptError
 from memckpt.journal.events import StartedOver
 from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.from_storage import StoredState
@@ -301,7 +301,11 @@ class Resumption:
         points = [one for one in tier.points if one.record <= record]
         for _ in range(min(len(points), _MOST_STORED)):
             plan = RestoreStored(self._timeline, tuple(points), "", known, tier.name)
-            stored = tier.open_newest(points, self._spec)
+            try:
+                stored = tier.open_newest(points, self._spec)
+            except MemckptError as error:  # the same on every rank; the chosen state is still there
+                _log.warning("memckpt: no state of %s can be tried: %s", tier.name, error)
+                return
             yield self._open_stored(stored, plan)
             points = [one for one in points if one.record < stored.point.record]
 
