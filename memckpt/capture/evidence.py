@@ -54,7 +54,8 @@ class _Sampler:
                 flat = _flat_bits(here)
                 bits = _in_memory(flat) if here.is_contiguous() and here.device.type == "cpu" else None
                 group = self._groups.setdefault((flat.device, flat.dtype), [])
-                group.append((position, bits, -(-flat.numel() // most)))
+                # Odd: what is done to every second element, or to a column, meets some of the sample.
+                group.append((position, bits, -(-flat.numel() // most) | 1))
 
     def take(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Samples of a record, one flat tensor of bits for each group."""
