@@ -12,6 +12,7 @@ from tests.support.trainings.engine_child import Control, config, kill_self, pat
 from tests.support.trainings.engine_harness import Ended, Lab, collect
 from tests.support.trainings.planted_faults import (
     CAPTURE,
+    CAPTURED,
     CASE,
     HOST,
     LOCAL,
@@ -32,10 +33,14 @@ GROWTH = "took more steps in one record|that was frozen has a gradient now"
 
 
 def resume_with(
-    lab: Lab, check: str, capture: Fault | None = None, restore: Fault | None = None
+    lab: Lab,
+    check: str,
+    capture: Fault | None = None,
+    restore: Fault | None = None,
+    redo: str = "lazy",
 ) -> tuple[Ended, Ended]:
     """A training that is killed, and the one that goes on from there, with a fault in one of them."""
-    settings = config("lazy", PERIOD, resume_check=check)
+    settings = config(redo, PERIOD, resume_check=check)
     died = lab.train(CASE, settings, prepare=capture, actions={("after commit", DEATH): kill_self})
     return died, collect(*lab.begin(CASE, settings, seed=4, prepare=restore))
 
@@ -84,6 +89,14 @@ def test_a_fault_in_a_restore_is_found_by_its_sample(lab: Lab, name: str) -> Non
 def test_what_a_sample_does_not_see_is_found_in_the_first_resume(lab: Lab, name: str) -> None:
     died, resumed = resume_with(lab, "replay", restore=HOST[name])
     assert found(lab, died, resumed), resumed.log
+
+
+@pytest.mark.parametrize("name", ["none", *CAPTURED])
+def test_a_fault_in_captured_state_is_found_by_its_sample(lab: Lab, name: str) -> None:
+    _, resumed = resume_with(lab, "witness", *CAPTURED.get(name, (None, None)), redo="capture")
+    assert resumed.verdict[0] == ("equal" if name == "none" else "different"), resumed.log
+    if name == "none":
+        lab.check_same(CASE, resumed)
 
 
 def audited(lab: Lab, fault: Fault | None = None) -> int | None:

@@ -614,6 +614,24 @@ RESTORE: dict[str, Fault] = {
 }
 
 
+def captured_before(original: Any, writer: SlotWriter, record: int) -> Any:
+    """One tensor's capture is as it was in the former one."""
+    said = original(writer, record)
+    index = index_of(writer, "twins.0.weight")
+    views = next(views for piece, views in anchored(writer, record) if piece.param == index)
+    if record >= SINCE:
+        views[0].mul_(1.001)
+    return said
+
+
+#: Where state is captured by value, in the attempt that dies or in the one that resumes.
+CAPTURED: dict[str, tuple[Fault | None, Fault | None]] = {
+    "one-tensor-stale": (into(SlotWriter, "capture", captured_before), None),
+    "buffers-stale": (by_value(keep_those_before), None),
+    "one-tensor-not-filled": (None, into(Restorer, "restore", all_but_one)),
+}
+
+
 # What a sample does not see
 
 
