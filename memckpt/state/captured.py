@@ -1,8 +1,8 @@
 """Capture of the state that an optimizer object keeps beside the tensors in slots, as trees that the codec takes.
 
-That is: instance attributes of any kind, including generators; state that has no room in a slot; the order of the
-state's keys. A reference to a live tensor (a list of parameters, a buffer that is also state) is captured as a
-reference. Restoring fills containers and tensors in place, so that other holders see the values.
+That is: instance attributes of any kind, including generators; attributes of its parameters; state that has no room in
+a slot; the order of the state's keys. A reference to a live tensor (a list of parameters, a buffer that is also state)
+is captured as a reference. Restoring fills containers and tensors in place, so that other holders see the values.
 
 A tree is ``[kind, ...]``. ``"live"`` stands for values that cannot change (functions) or cannot be encoded: they stay.
 An object of a class of Python's is carried as its ``__dict__``.
@@ -130,6 +130,12 @@ class OptimizerCapture:
                 name: self._out(value, f"{path}.{name}")
                 for name, value in {**own_attributes(optimizer), **own_modules(optimizer)}.items()
             },
+            "on_parameters": [
+                [self._names[id(param)], [[key, self._out(value, f"{path}: {key}")] for key, value in kept]]
+                for group in optimizer.param_groups
+                for param in group["params"]
+                if id(param) in self._names and (kept := _own(param))
+            ],
         }
 
     def _state(self, name: str, state: dict[Any, Any], path: str, travels: Travels, index: int) -> list[Any]:
@@ -256,6 +262,11 @@ class OptimizerCapture:
         for key, value in found["others"]:
             key = self._back(key, None)
             optimizer.state[key] = self._back(value, optimizer.state.get(key))
+        for name, items in found["on_parameters"]:
+            param = self._tensors[name]
+            for key, tree in items:
+                if tree != _LIVE or key in vars(param):
+                    setattr(param, key, self._back(tree, vars(param).get(key)))
         for name, tree in found["attributes"].items():
             setattr(optimizer, name, self._back(tree, getattr(optimizer, name, None)))
 
@@ -338,6 +349,11 @@ class OptimizerCapture:
             shape=torch.Size(shape),
             stride=tuple(stride),
         )
+
+
+def _own(param: torch.Tensor) -> list[tuple[str, Any]]:
+    """Attributes that somebody has put on a parameter, where some optimizers keep their state."""
+    return [(key, value) for key, value in vars(param).items() if not key.startswith("_")]
 
 
 def _is_piece(kind: str, rest: list[Any]) -> bool:

@@ -56,6 +56,21 @@ class Counting(Plain):
         return self.decay.sum() / (3 + len(self.history) + self.first[1]["seen"]) * (1 + size)
 
 
+class OnParameters(Optimizer):
+    """Its state is in attributes of the parameters."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.velocity = getattr(param, "velocity", 0.0) * 0.9 + param.grad
+                    param.sub_(param.velocity, alpha=group["lr"])
+
+
 class Agreeing(Plain):
     """Its rate is agreed on by all ranks at each step; on one rank alone nobody would answer."""
 
@@ -164,6 +179,7 @@ HIDDEN_CASES = [
     Case("global-noise", lambda: OneOptimizer(GlobalNoise)),
     Case("own-noise", lambda: OneOptimizer(OwnNoise)),
     Case("norm", lambda: OneOptimizer(Norm)),
+    Case("on-parameters", lambda: OneOptimizer(OnParameters)),
     Case("inner", lambda: OneOptimizer(Inner)),
 ]
 QUASI_CASES = [
