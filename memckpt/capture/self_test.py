@@ -188,6 +188,9 @@ class _Run:
                 sibling.step()
         finally:
             piece.grad = None
+        kept = next((key for key in vars(piece) if not key.startswith("_")), None)
+        if kept is not None:
+            raise _Difference(f"{self.name} keeps {kept!r} on its parameters, and not in its state")
         bring_home(piece, home)
         found = sibling.state.get(piece)
         if found is not None and found is not state:
