@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -52,10 +53,11 @@ class _Sampler:
             here = local(tensor)
             if here.numel():
                 flat = _flat_bits(here)
-                bits = _in_memory(flat) if here.is_contiguous() and here.device.type == "cpu" else None
+                # What is permuted or conjugated has been copied.
+                there = here.device.type == "cpu" and flat.data_ptr() == here.data_ptr()
+                bits = _in_memory(flat) if there else None
                 group = self._groups.setdefault((flat.device, flat.dtype), [])
-                # Odd: what is done to every second element, or to a column, meets some of the sample.
-                group.append((position, bits, -(-flat.numel() // most) | 1))
+                group.append((position, bits, _apart(flat.numel(), here.shape, most)))
 
     def take(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Samples of a record, one flat tensor of bits for each group."""
@@ -80,6 +82,14 @@ class _Sampler:
                 len(range(record % stride, numel, stride)) for numel, (*_, stride) in zip(numels, group, strict=True)
             ]
             yield from zip((position for position, *_ in group), bits.split_with_sizes(sizes), strict=True)
+
+
+def _apart(numel: int, shape: torch.Size, most: int) -> int:
+    """The distance of sampled elements: no multiple of a row's parts, or a changed column would stay between them."""
+    apart, columns = -(-numel // most), shape[-1] if shape else 1
+    while math.gcd(apart, 2 * columns) > 1:
+        apart += 1
+    return apart
 
 
 #: Elements as integers, at an address.

@@ -20,7 +20,7 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.contiguous().view(_BIT_VIEW[tensor.element_size()])
 
 
@@ -30,7 +30,7 @@ def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     Values of different sign are counted through zero. Integers count their difference.
     """
     if ours.is_complex():
-        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
+        ours, theirs = (torch.view_as_real(one.resolve_conj()) for one in (ours, theirs))
     a, b = _as_bits(ours), _as_bits(theirs)
     if torch.equal(a, b):
         return 0.0

@@ -62,6 +62,25 @@ def test_an_untouched_state_equals_its_sample_and_each_tensor_is_in_it() -> None
     assert {pair.kind for pair in pairs} == {"parameter", "state", "buffer", "frozen"}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_whatever_comes_round_in_each_row_is_in_each_sample(first: int) -> None:
+    """A stride of as many elements as a row, or of half of it, would pass it over."""
+    model, _, _, evidence = taken_step()
+    held = sample(evidence, 8)
+    with torch.no_grad():
+        model.large[:, first::100] += 1.0
+    assert differing(evidence.pairs(held)) == ["large"]
+
+
+def test_a_conjugated_buffer_is_compared_by_its_values() -> None:
+    model, _, _, evidence = taken_step()
+    model.complex.data = model.complex.data.conj()
+    held = sample(evidence, 3)
+    assert differing(evidence.pairs(held)) == []
+    model.complex.data = model.complex.data.resolve_conj()
+    assert differing(evidence.pairs(held)) == []
+
+
 NAMES = ["large", "permuted", "bf16", "complex", "scale", "frozen", "flags", "count"]
 
 
