@@ -40,9 +40,15 @@ class ProvenEnvironments:
         self.config = config
         if config.resume_check == "auto":
             self._digest = _digest(config, ranks.world_size)
-            known = ranks.gather(self._file.is_file() and self._digest in self._file.read_text().split())
+            known = ranks.gather(self._digest in self._noted())
             self.config = replace(config, resume_check="witness" if known[0] else "replay")
         self._writes = ranks.rank == 0
+
+    def _noted(self) -> list[str]:
+        try:
+            return self._file.read_text(errors="replace").split()
+        except OSError:  # nothing is proven; the other ranks wait for this one's answer
+            return []
 
     def note(self) -> None:
         """Note that a repeated step was equal in this environment."""

@@ -42,6 +42,7 @@ class RepeatChoice:
     def do_without(self, reason: str) -> None:
         """Settle the check: nothing is compared, for this reason."""
         if self._check.verdict == "pending":
+            self._check.step = None
             self._check.settle("none", f"no step was compared: {reason}")
 
     def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:

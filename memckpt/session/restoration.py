@@ -65,7 +65,7 @@ class Restoration:
         It may be called again, for the same state or another one.
 
         Returns:
-            The comparison; None where other ranks or shards than the record's are restored.
+            The comparison; None where other ranks or shards than the record's are restored, or there is no sample.
         """
         started = time.perf_counter()
         self._live.put_shards_in_place()
@@ -210,8 +210,10 @@ class Restoration:
 
     # From either
 
-    def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof:
-        """Compare the live state with the sample that its record carries; collective."""
+    def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof | None:
+        """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
+        if not all(self._ranks.gather("evidence" in chosen.state)):
+            return None  # an older memckpt has written it
         comparison = Comparison()
         compare_sample(evidence, chosen.state["evidence"], comparison)
         for name, value in describe_groups(self._live).items():

@@ -322,6 +322,7 @@ class Resumption:
             return None
         assert former is not None
         former.close()
+        self._repeat.do_without("newer states were not what their records say")
         self._take_over(chosen.stored.own.spec)
         record = chosen.stored.point.record
         self._staging.close()  # what was prepared for another record

@@ -8,6 +8,7 @@ import pytest
 
 from memckpt.config import StorageConfig
 from memckpt.session.changes import Changes
+from memckpt.session.staging import Staging
 from memckpt.state.redo import RedoGroup
 from tests.support.storage.stored_runs import until_stored
 from tests.support.trainings.engine_cases import PLAIN
@@ -60,15 +61,48 @@ def test_the_record_before_is_resumed_where_the_newest_is_refuted(lab: Lab) -> N
     lab.check_same(CASE, ended)
 
 
-@pytest.mark.parametrize(("redo", "later"), [("lazy", 2), ("eager", 0)])
-def test_storage_is_resumed_where_memory_is_refuted(lab: Lab, redo: str, later: int) -> None:
+CHAINS = [("lazy", 2, "witness"), ("lazy", 2, "replay"), ("eager", 0, "witness")]
+
+
+@pytest.mark.parametrize(("redo", "later", "check"), CHAINS)
+def test_storage_is_resumed_where_memory_is_refuted(lab: Lab, redo: str, later: int, check: str) -> None:
     """With lazy redo the record before is wrong, too; with eager redo it is not there, and the next anchor is not."""
-    settings = config(redo, resume_check="witness", storage=StorageConfig(every_steps=4))
+    # Without the audit, which would find the change while the test waits for storage.
+    settings = config(redo, resume_check=check, audit_budget=0.0, storage=StorageConfig(every_steps=4))
     die_behind_the_change(lab, settings, later=later, actions={("forward", 6): until_stored(4)})
-    ended = resume(lab, settings)
+    ended = resume(lab, settings, unchecked=None)
     assert ended.restored_step in (4, 8)
+    assert ended.verdict[0] == "equal"
+    assert ended.of("restored")[0].get("repeated") is None
     assert f"step {ended.restored_step} is resumed from storage" in ended.log
     lab.check_same(CASE, ended)
+
+
+def test_storage_that_is_damaged_keeps_no_state_of_memory_from_its_resume(lab: Lab) -> None:
+    settings = config("eager", resume_check="witness", audit_budget=0.0, storage=StorageConfig(every_steps=6))
+    die_behind_the_change(lab, settings, actions={("forward", 8): until_stored(6)})
+    for file in (lab.run_dir / "storage" / "base").rglob("*.distcp"):
+        with file.open("r+b") as opened:
+            opened.seek(file.stat().st_size // 2)
+            opened.write(b"\xff" * 16)
+    ended = resume(lab, settings)
+    assert ended.restored_step == CHANGED
+    assert ended.verdict[0] == "different"
+    assert "no state of storage can be tried" in ended.log
+
+
+def without_samples(_: Control) -> None:
+    """As a former version wrote its records."""
+    Staging._completed = lambda self, point, *_: point.packed  # type: ignore[method-assign]
+
+
+def test_a_record_without_a_sample_is_resumed_as_ever(lab: Lab) -> None:
+    settings = config("lazy", resume_check="witness")
+    lab.train(PLAIN, settings, prepare=without_samples, actions={("after commit", 7): kill_self})
+    ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
+    assert ended.restored_step == 7
+    assert ended.verdict[0] == "none"
+    lab.check_same(PLAIN, ended)
 
 
 def test_where_nothing_proves_itself_the_nearest_is_resumed_and_it_is_said(lab: Lab) -> None:
