@@ -132,5 +132,7 @@ class Strangers:
         return found
 
     def hold(self, described: Sequence[dict[str, Any]]) -> None:
-        """Keep what :meth:`describe` returned for the optimizers that are to come."""
+        """Keep what :meth:`describe` returned for the optimizers that are to come; those that are here get it back."""
         self._held = list(described)
+        for optimizer, (groups, _) in self._carried.items():
+            self._give_back(optimizer, type(optimizer).__qualname__, groups)

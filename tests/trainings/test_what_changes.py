@@ -16,7 +16,7 @@ from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Process, survives
 
 STEPS = 9
-KILLS = [("backward", 7), ("committed", 1)]
+KILLS = [("backward", 6), ("committed", 3)]
 #: Called before each step with the process and the number of the step.
 Change = Callable[["Changing", int], None]
 
