@@ -193,13 +193,21 @@ class FoundObjects(Attributes):
         if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0:
             self._look()
         self._captures += 1
-        return self.capture()
+        try:
+            return self.capture()
+        except Exception:  # the look leaves out the one that raises, and says so
+            self._look()
+            return self.capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them; says which are not there any more."""
         for name, value in state.items():
-            if not self._restore(name, value):
-                self._inexact(f"{name} had a state in the run that is continued, and is not there at the resume")
+            try:
+                problem = "" if self._restore(name, value) else "it is not there at the resume"
+            except Exception as error:  # nobody has asked for it: it is said, and training goes on
+                problem = f"its load_state_dict() raises {type(error).__name__}: {error}"
+            if problem:
+                self._inexact(f"{name} had a state in the run that is continued, and {problem}")
 
     def _look(self) -> None:
         skipped = {id(each) for each in self._elsewhere()}
@@ -212,7 +220,12 @@ class FoundObjects(Attributes):
             if id(value) in skipped:
                 continue
             skipped.add(id(value))
-            state = _captured(value)
+            try:
+                state = _captured(value)
+            except Exception as error:  # it has no state, or none to be had unasked
+                if name in self.names:
+                    self._inexact(f"{name} is not carried any more: its state_dict() raises {error}")
+                continue
             if any(tensor.data_ptr() in staged for tensor in _tensors(state)):
                 continue  # it wraps the model, and would load it a second time
             if codec.unencodable_paths(state):

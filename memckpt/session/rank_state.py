@@ -89,6 +89,11 @@ class RankState:
         self.carry(found)
         return found
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why later records are not exact."""
+        return tuple(self._inexact)
+
     def carry(self, reasons: Iterable[str]) -> None:
         """Have later records carry why the run is not exact, which has been logged."""
         self._inexact.update(dict.fromkeys(reasons))

@@ -272,7 +272,9 @@ class Session(Information):
         self._tuning.redid(self._restoration.record_redo_seconds)
         report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
+        known = self._rank_state.reasons
         self._rank_state.load([OBJECTS], chosen.held.rank_state)
+        report = report.because(*(one for one in self._rank_state.reasons if one not in known))
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._refuse_inexact(report)
         self._proof.begin(chosen)

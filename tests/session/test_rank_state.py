@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import HostCopier
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import RankState
@@ -72,3 +73,35 @@ def test_a_run_that_is_not_exact_says_so_once_and_hands_it_on(
     assert rank_state.take_over({"inexact": ["a stream"]}) == ("a stream",)
     assert RestoreReport(1, 1, "storage", 0.1, 0).exact
     assert not RestoreReport(1, 1, "storage", 0.1, 0).because("", "a stream").exact
+
+
+class Refusing(Counter):
+    """An object whose methods are there and raise."""
+
+    def __init__(self, kept: bool = False) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, int]:
+        if not self.kept:
+            raise NotImplementedError("no state")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("not that one")
+
+
+def test_objects_that_nobody_has_named_keep_no_training_from_its_steps() -> None:
+    """Their state_dict() may raise, from the start or later; so may their load_state_dict()."""
+    model = torch.nn.Module()
+    held = Refusing(kept=True)
+    vars(model).update(never=Refusing(), held=held)
+    said: list[str] = []
+    objects = FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+    state = objects.state_dict()
+    assert list(state) == ["model.held"]
+    assert not said
+    objects.load_state_dict(state)
+    held.kept = False
+    assert objects.state_dict() == {}
+    assert [one.partition("raises ")[2] for one in said] == ["ValueError: not that one", "no state"]
