@@ -237,7 +237,6 @@ class RankState:
             yield "hyperparameters", key, state[key]
         for key in _ABSENCES:
             yield "absences", key, _without_values(state[key])
-        yield "state", "gradients", state["gradients"].get("values")
         for name, value in state["provided"].items():
             for (kind, label), part in self._named(name, value).items():
                 yield kind, label, part

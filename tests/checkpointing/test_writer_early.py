@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import memckpt
-from memckpt.checkpointing.writer import priority
 from memckpt.config import StorageConfig
+from memckpt.processes import priority
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.waiting import until

@@ -337,7 +337,7 @@ def test_a_position_of_another_loader_is_refused() -> None:
     data.graft(other)
     with pytest.raises(data.DataPositionError, match=r"expected 0 workers, .* found 2"):
         data.resume(other, position)
-    with pytest.raises(data.DataPositionError, match="of format 2, found None"):
+    with pytest.raises(data.DataPositionError, match="of format 3, found None"):
         data.resume(loader, {})
     with pytest.raises(TypeError, match="expected a torch DataLoader, found list"):
         data.graft([])  # type: ignore[arg-type]

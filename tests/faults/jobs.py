@@ -77,6 +77,7 @@ class Job:
             anchor_period_steps=4,
             agent=AgentConfig(linger_seconds=60.0, liveness_seconds=_LIVENESS_SECONDS, niceness=0),
             peers=peers,
+            resume_check="witness",  # a resume is at the newest step, and not at the one before it
             storage=StorageConfig(
                 url=str(store),
                 mode="replica",

@@ -14,12 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.state import codec
 from memckpt.state.layout import Layout
+from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import RedoGroup, RedoTarget
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 
 SIZES = [40_000, 3, 1, 70_001, 512, 33, 100_000, 5]
-GROUPS = codec.encode([{"lr": 0.01}])
+GROUPS = codec.encode(hyperparameters(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], 0.01)))
 METAS = [RecordMeta(number, number - 1, False, (SubStep(0, 0, GROUPS),)) for number in range(1, 6)]
 
 

@@ -38,7 +38,7 @@ def test_tensors_of_other_kinds(lab: Lab, case: Case, redo: str) -> None:
         (Recorder, "backward_runs"),
         (StagingCheck, "compare"),
         (ParameterWatch, "note"),
-        (ParameterWatch, "counted_change"),
+        (ParameterWatch, "changed"),
     ],
 )
 def test_a_failure_in_a_hook_costs_a_copy_of_the_state(lab: Lab, owner: type, name: str) -> None:

@@ -68,8 +68,8 @@ def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
         "nothing is held in local memory (no agent of this run was alive, it was told to end, or no step was committed)"
     )
     assert said(lab) == [f"memckpt: starting over: {nothing}"]
-    assert said(lab) == ["memckpt: resuming from local memory at step 3"]
-    assert said(lab) == ["memckpt: resuming from local memory at step 6"]
+    assert said(lab) == ["memckpt: resuming from local memory at step 3, which is repeated first, as a proof"]
+    assert said(lab) == ["memckpt: resuming from local memory at step 5"]
     assert said(lab, resume="never", first=20) == ["memckpt: starting over: resume='never'"]
     assert said(lab) == ["memckpt: resuming from local memory at step 22"]
     assert said(lab) == ["memckpt: resuming from local memory at step 25"]
