@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memckpt.errors import AgentError
 from memckpt.node.generation import Generation
 from memckpt.protocol.trainer import Advanced, Before, Prepared
@@ -28,7 +30,7 @@ class ResumedState:
         #: Why its step is not repeated, in words; empty if it is.
         self._not_repeated = reason if repeat else ""
         self._before = before if repeat else None
-        self._earlier = before if lazy else None
+        self._earlier = tuple(_earlier(generation, record)) if lazy else ()
         self._generation = generation
         self._advanced: set[int] = set()
 
@@ -84,6 +86,13 @@ class ResumedState:
         missing, plain = replica.describe_state()
         replica.advance_to(record)
         return Advanced(missing, plain)
+
+
+def _earlier(generation: Generation, record: int) -> Iterator[Before]:
+    """What the records before it are made from, newest first, as far back as the slots reach."""
+    while not generation.why_not_repeated(record):
+        yield _before(generation, record)
+        record -= 1
 
 
 def _before(generation: Generation, record: int) -> Before:

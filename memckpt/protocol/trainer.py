@@ -147,8 +147,8 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
     Where the step of `record` can be repeated, `before` is what it is repeated from, and an eager replica stands there
     until all local ranks have asked to advance. Otherwise `not_repeated` says why. With lazy redo `earlier` is what the
-    record before is made from: it is restored where this one does not prove itself. `following` are the rank states of
-    later records, by record and rank, of which a captured state has nothing else.
+    records before are made from, newest first: one is restored where this one does not prove itself. `following` are
+    the rank states of later records, by record and rank, of which a captured state has nothing else.
 
     `whole`: all slots are reserved. Where they are not, no record may be begun before they are (NeedSlots).
     `begins`: the record of the Prepare that this answers. `drift`: what the audit has found in this generation.
@@ -162,7 +162,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
     before: Before | None = None
-    earlier: Before | None = None
+    earlier: tuple[Before, ...] = ()
     not_repeated: str = ""
     following: dict[int, dict[int, bytes]] = {}
     whole: bool = True

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
 from memckpt.recovery.from_storage import StoredState
@@ -72,18 +74,31 @@ class ChosenInMemory:
         self.state, self.metas = codec.decode(before.rank_states[rank]), before.metas
         self.held = replace(self.held, step=before.step, record=self.plan.record - 1, rank_state=self.state["provided"])
 
-    def earlier(self, rank: int) -> ChosenInMemory | None:
-        """The record before it, in the same regions; None where it cannot be made, or is what is restored."""
-        before = self.message.earlier
-        if before is None or self.message.before is not None:
+    def unrepeated(self, rank: int) -> ChosenInMemory | None:
+        """The record itself where its step is to be repeated; None where it is not, or a replica stands before it."""
+        if self.message.before is None or not self.message.earlier:
             return None
-        state = codec.decode(before.rank_states[rank])
-        plan = replace(self.plan, record=self.plan.record - 1, step=before.step, lost=self.plan.lost + 1)
-        held = replace(
-            self.held, step=plan.step, record=plan.record, rank_state=state["provided"], newest_step=plan.step
-        )
-        point = RestorePoint.known(plan.record, plan.step, state)
-        return replace(self, plan=plan, held=held, state=state, point=point, metas=before.metas, following={})
+        return self._at(self.plan.record, self.plan.step, self.message.rank_states[rank], self.message.metas)
+
+    def forgo_repetition(self) -> None:
+        """Do not repeat the record's step."""
+        self.regions.message = msgspec.structs.replace(self.message, before=None)
+
+    def earlier(self, rank: int) -> list[ChosenInMemory]:
+        """The records before it, newest first, in the same regions; none where its step is to be repeated."""
+        if self.message.before is not None:
+            return []
+        return [
+            self._at(self.plan.record - back, before.step, before.rank_states[rank], before.metas)
+            for back, before in enumerate(self.message.earlier, 1)
+        ]
+
+    def _at(self, record: int, step: int, rank_state: bytes, metas: tuple[bytes, ...]) -> ChosenInMemory:
+        state = codec.decode(rank_state)
+        plan = replace(self.plan, record=record, step=step, lost=self.plan.lost + self.plan.record - record)
+        held = replace(self.held, step=step, record=record, rank_state=state["provided"], newest_step=step)
+        point = RestorePoint.known(record, step, state)
+        return replace(self, plan=plan, held=held, state=state, point=point, metas=metas, following={})
 
     def take_writer(self) -> SlotWriter:
         """The writer, once; the caller closes it."""

@@ -64,7 +64,7 @@ class ProvenEnvironments:
 def _digest(config: MemckptConfig, world_size: int) -> str:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
     libraries = [(name, getattr(sys.modules[name], "__version__", "")) for name in _LIBRARIES if name in sys.modules]
-    known = [script.name, platform.python_version(), libraries, repr(config), world_size]
+    known = [script.name, sys.argv[1:], platform.python_version(), libraries, repr(config), world_size]
     digest = hashlib.blake2b(repr(known).encode(), digest_size=16)
     digest.update(script.read_bytes() if script.is_file() else b"")
     return digest.hexdigest()

@@ -45,6 +45,11 @@ class RepeatChoice:
             self._check.step = None
             self._check.settle("none", f"no step was compared: {reason}")
 
+    def give_up(self, reason: str) -> None:
+        """Repeat no step, although that was decided; for this reason."""
+        self._check.step = None
+        self.do_without(reason)
+
     def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:
         """Decide on a record in memory; collective.
 

@@ -282,6 +282,18 @@ class Resumption:
 
     # Where the chosen state does not prove itself
 
+    def newest(self) -> ChosenInMemory | None:
+        """The chosen record itself, where its step is to be repeated from the one before; the same on every rank."""
+        chosen = self.chosen
+        found = chosen.unrepeated(self._ranks.rank) if isinstance(chosen, ChosenInMemory) else None
+        return found if all(self._ranks.gather(found is not None)) else None
+
+    def forgo_repetition(self, newest: ChosenInMemory) -> None:
+        """Choose the record itself: it does not prove itself, and a repeated step would only show that again."""
+        newest.forgo_repetition()
+        self.chosen = newest
+        self._repeat.give_up("the state that the step led to is refuted")
+
     def others(self) -> Iterator[Chosen]:
         """Older states that can be restored in place of the chosen one, nearest first; collective.
 
@@ -293,9 +305,7 @@ class Resumption:
         record, known = first.held.record, first.newest_known
         if isinstance(first, ChosenInMemory):
             earlier = first.earlier(self._ranks.rank)
-            if all(self._ranks.gather(earlier is not None)):
-                assert earlier is not None
-                yield earlier
+            yield from earlier[: min(self._ranks.gather(len(earlier)))]
         else:
             record -= 1
         points = [one for one in tier.points if one.record <= record]

@@ -30,7 +30,7 @@ from memckpt.errors import (
 )
 from memckpt.processes.address import AgentAddress
 from memckpt.session.changes import Changes
-from memckpt.session.chosen_state import Chosen
+from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
@@ -265,6 +265,7 @@ class Session(Information):
         if chosen is None or chosen.restored:
             return None
         self._compression.expect_carried()
+        chosen = self._prove_newest(chosen)
         proof = self._restoration.fill(chosen)
         if proof is not None and proof.differs:
             chosen, proof = self._try_others(chosen, proof)
@@ -279,6 +280,19 @@ class Session(Information):
         self._refuse_inexact(report)
         self._proof.begin(chosen)
         return report
+
+    def _prove_newest(self, chosen: Chosen) -> Chosen:
+        """Where a step is to be repeated, prove the state that it led to: the held one is put back in the end."""
+        newest = self._resumption.newest()
+        if newest is None:
+            return chosen
+        proof = self._restoration.fill(newest)
+        if proof is not None and proof.differs:
+            self._resumption.forgo_repetition(newest)
+            return newest
+        assert isinstance(chosen, ChosenInMemory)
+        chosen.writer = newest.writer
+        return chosen
 
     def _refuse_inexact(self, report: RestoreReport) -> None:
         """Raise ResumeMismatchError where an exact resume is asked for, and this one is not; on every rank."""

@@ -10,7 +10,7 @@ from memckpt.config import StorageConfig
 from memckpt.session.changes import Changes
 from memckpt.session.staging import Staging
 from memckpt.state.redo import RedoGroup
-from tests.support.storage.stored_runs import until_stored
+from tests.support.storage.stored_runs import until_ordered, until_stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
@@ -52,24 +52,29 @@ def resume(lab: Lab, settings: Any, **arguments: Any) -> Ended:
     return lab.train(CASE, settings, seed=4, **arguments)
 
 
-def test_the_record_before_is_resumed_where_the_newest_is_refuted(lab: Lab) -> None:
-    die_behind_the_change(lab, config("lazy", resume_check="witness"))
-    ended = resume(lab, config("lazy", resume_check="witness"))
+@pytest.mark.parametrize("check", ["witness", "replay"])
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_earlier_record_is_resumed_where_the_newest_is_refuted(lab: Lab, later: int, check: str) -> None:
+    settings = config("lazy", resume_check=check)
+    die_behind_the_change(lab, settings, later)
+    ended = resume(lab, settings, unchecked=None)
     assert ended.restored_step == CHANGED - 1
     assert ended.verdict[0] == "equal"
     assert f"step {CHANGED - 1} is resumed from local memory" in ended.log
     lab.check_same(CASE, ended)
 
 
-CHAINS = [("lazy", 2, "witness"), ("lazy", 2, "replay"), ("eager", 0, "witness")]
+CHAINS = [("lazy", 3, "witness"), ("lazy", 3, "replay"), ("eager", 0, "witness")]
 
 
 @pytest.mark.parametrize(("redo", "later", "check"), CHAINS)
 def test_storage_is_resumed_where_memory_is_refuted(lab: Lab, redo: str, later: int, check: str) -> None:
-    """With lazy redo the record before is wrong, too; with eager redo it is not there, and the next anchor is not."""
+    """With lazy redo all records in memory are wrong; with eager redo it is not there, and the next anchor is not."""
     # Without the audit, which would find the change while the test waits for storage.
     settings = config(redo, resume_check=check, audit_budget=0.0, storage=StorageConfig(every_steps=4))
-    die_behind_the_change(lab, settings, later=later, actions={("forward", 6): until_stored(4)})
+    die_behind_the_change(
+        lab, settings, later=later, actions={("after commit", 2): until_ordered, ("forward", 6): until_stored(4)}
+    )
     ended = resume(lab, settings, unchecked=None)
     assert ended.restored_step in (4, 8)
     assert ended.verdict[0] == "equal"
@@ -80,7 +85,7 @@ def test_storage_is_resumed_where_memory_is_refuted(lab: Lab, redo: str, later: 
 
 def test_storage_that_is_damaged_keeps_no_state_of_memory_from_its_resume(lab: Lab) -> None:
     settings = config("eager", resume_check="witness", audit_budget=0.0, storage=StorageConfig(every_steps=6))
-    die_behind_the_change(lab, settings, actions={("forward", 8): until_stored(6)})
+    die_behind_the_change(lab, settings, actions={("after commit", 4): until_ordered, ("forward", 8): until_stored(6)})
     for file in (lab.run_dir / "storage" / "base").rglob("*.distcp"):
         with file.open("r+b") as opened:
             opened.seek(file.stat().st_size // 2)
