@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ from memckpt.state.tensors import has_usual_strides, is_dtensor, local, shard_of
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
 _log = logging.getLogger("memckpt")
+#: Name of a parameter that no module holds.
+_POSITION = re.compile(r"optimizer(\d+)\.group(\d+)\.param(\d+)")
 
 
 class LiveState:
@@ -339,12 +342,23 @@ class LiveState:
                 persistent = self._is_persistent(name)
                 found.append([name, kind, list(tensor.shape), dtype_name(tensor.dtype), on_host, persistent])
             elif tensor is not None:
-                found.append([name, "let go"])
+                found.append([name, "let go", list(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad])
             elif name in keys:
                 found.append([name, "tied", keys[name]])
             elif tensor is None:
                 found.append([name, "none"])
         return found
+
+    def _let_go(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, trained: bool) -> None:
+        """Make an optimizer step a parameter of its own where its module holds another one in its place."""
+        place = _POSITION.fullmatch(name)
+        if place is None or name in self.tensors():
+            return
+        optimizer, group, position = map(int, place.groups())
+        params = self.optimizers[optimizer].param_groups[group]["params"]
+        here = params[position]
+        params[position] = nn.Parameter(torch.zeros(shape, dtype=dtype, device=here.device), requires_grad=trained)
+        self._forget_names()
 
     def _is_persistent(self, name: str) -> bool:
         path, _, key = name.rpartition(".")
@@ -357,6 +371,9 @@ class LiveState:
             return
         device = next(iter(self.tensors().values())).device
         for name, kind, *rest in described:
+            if kind == "let go":
+                self._let_go(name, tuple(rest[0]), dtype_of(rest[1]), rest[2])
+                continue
             path, _, key = name.rpartition(".")
             module = self.tree.modules.get(path)
             if module is None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memckpt.capture.live_state import LiveState
+from memckpt.errors import ForeignStateError
 from memckpt.state import codec
 from memckpt.state.captured import filled
 from memckpt.state.optimizers import hyperparameters, odd_hyperparameters
@@ -81,6 +82,12 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
             values = {key: filled(value, group.get(key)) for key, value in saved.items()}
             odd = {key: group[key] for key in group if key != "params" and key not in values and _is_odd(group[key])}
             group.clear()
+            lacking = next((name for name in saved["params"] if name not in tensors), None)
+            if lacking is not None:
+                raise ForeignStateError(
+                    f"expected {lacking}, which the optimizer steps and no module holds any more, found nothing like "
+                    "it; replace the layer before restore(), as the run that is continued did, or use resume='never'"
+                )
             group.update({**odd, **values, "params": [tensors[name] for name in saved["params"]]})
         del groups_now[len(groups) :]
 

@@ -78,11 +78,14 @@ class Strangers:
         names, name = self._live.names(), type(optimizer).__qualname__
         groups = [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
         known = [one for group in groups for one in group if one]
+        given = {id(p) for one in self._live.optimizers for group in one.param_groups for p in group["params"]}
+        # One that takes the place of a given one is made by the script at a step that a resume does not repeat.
+        shares = any(id(param) in given for group in optimizer.param_groups for param in group["params"])
         if not known:
             # One that is made for an evaluation takes its steps between two commits.
             if self._unknown.setdefault(optimizer, self._commits) != self._commits:
                 self._tell(f"{name}, an optimizer of parameters that are in no module given to attach(), takes steps")
-        elif not all(map(all, groups)) or getattr(torch.optim, name, None) is not type(optimizer):
+        elif shares or not all(map(all, groups)) or getattr(torch.optim, name, None) is not type(optimizer):
             self._tell(f"{name}, which steps {known[0]}, is an optimizer that memckpt was not given")
         else:
             _log.warning(

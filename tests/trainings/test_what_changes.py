@@ -96,6 +96,13 @@ def replaced(process: Changing, step: int) -> None:
         process.model.frozen = copy.deepcopy(process.model.frozen)
 
 
+def new_head(process: Changing, step: int) -> None:
+    """The optimizer goes on stepping the parameters of the old layer, which no module holds."""
+    if step == 4:
+        process.model.last = nn.Linear(4, 2)
+        process.optimizer.add_param_group({"params": [*process.model.last.parameters()], "lr": 0.02})
+
+
 def tied(process: Changing, step: int) -> None:
     if step == 4:
         process.model.frozen.weight = process.model.first.weight
@@ -129,7 +136,7 @@ def second_optimizer(process: Changing, step: int) -> None:
 @pytest.mark.parametrize("check", ["off", "replay"])
 @pytest.mark.parametrize(
     "change",
-    [late_buffer, growing_cache, resized_in_place, replaced, tied, flags, second_optimizer],
+    [late_buffer, growing_cache, resized_in_place, replaced, new_head, tied, flags, second_optimizer],
     ids=lambda one: one.__name__,
 )
 def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:
