@@ -39,7 +39,7 @@ def main() -> int:
     ways: Counter[str] = Counter()
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context, import_everything, _FRAMEWORKS) as pool:
+    with ProcessPoolExecutor(args.processes, context, _prepare) as pool:
         outcomes = pool.map(_outcome, range(first, first + args.programs), [known] * args.programs)
         for number, (seed, script, verdict) in enumerate(outcomes, start=1):
             counted[verdict.kind] += 1
@@ -56,6 +56,11 @@ def main() -> int:
     for way, times in ways.most_common():
         print(f"{times:6}  {way}")
     return 1 if counted["wrong"] else 0
+
+
+def _prepare() -> None:
+    import_everything(*_FRAMEWORKS)
+    multiprocessing.set_start_method("fork", force=True)  # for loaders' workers, as in a process of a user's
 
 
 def _outcome(seed: int, known: tuple[str, ...]) -> tuple[int, str, Verdict]:

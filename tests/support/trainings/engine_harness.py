@@ -305,6 +305,8 @@ class Lab:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 left.append(f"process {child.pid} of {child.log.name}:\n{child.log.read_text()[-1500:]}")
+                kill_and_wait(child.pid)
+                child.wait()
         for pid in children() - self._strangers:
             name = command(pid)
             if not reap(pid, max(0.0, deadline - time.monotonic())):
