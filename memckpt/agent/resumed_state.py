@@ -89,7 +89,7 @@ class ResumedState:
 
 
 def _earlier(generation: Generation, record: int) -> Iterator[Before]:
-    """What the records before it are made from, newest first, as far back as the slots reach."""
+    """Windows of the records before it, newest first, as far back as the slots reach."""
     while not generation.why_not_repeated(record):
         yield _before(generation, record)
         record -= 1

@@ -384,7 +384,7 @@ class LiveState:
                     held.update({key: None} if key in held else {})
                 continue
             if kind == "tied":
-                module._parameters[key] = self.tensors()[rest[0]]  # type: ignore[assignment]
+                module._parameters[key] = self.tensors()[rest[0]]  # type: ignore[assignment]  # a parameter
                 continue
             shape, dtype, on_host, persistent = tuple(rest[0]), dtype_of(rest[1]), rest[2], rest[3]
             other = module._buffers if kind == "parameter" else module._parameters

@@ -208,7 +208,7 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> None:
         if name in carried and gradient is not None:
             values, at = carried[name]
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
-        give_gradient(param, gradient)  # type: ignore[arg-type]
+        give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
     live.left.known = described.get("known", False)
 
 
