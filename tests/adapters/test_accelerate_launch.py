@@ -110,7 +110,7 @@ def test_the_example_is_killed_and_goes_on(lab: Lab) -> None:
     with example(lab, "run", "--resume", "require") as (_, output):
         behind = int(output.until(r"after step (\d+)")[1])
         lines += output.rest()
-    assert behind >= 6
+    assert behind >= 5, "other arguments: the last step is repeated once more"
     assert computed(lines) == expected
     with example(lab, "run", "--resume", "never") as (_, output):
         assert computed(output.rest()) == expected
