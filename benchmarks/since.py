@@ -14,12 +14,12 @@ from benchmarks.harness.command import Options, run
 from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
 
-TITLE = "What observing and tuning a run costs a step"
-#: The last commit without journal, metrics, drill and warm restarts, and without tuning.
-BEFORE = "68db8e9"
+TITLE = "What evidence and audit cost a step"
+#: The last commit whose records carry no evidence, and whose runs have no auditor.
+BEFORE = "0f8fe7e"
 METHOD = f"""\
 A training of `benchmarks.stall`, whose steps are protected and not stored, in a process of its own: in turns this tree
-and the tree of commit {BEFORE}, the last one without journal, metrics and tuning, with the same Python and libraries.
+and the tree of commit {BEFORE}, the last one without evidence and audit, with the same Python and libraries.
 *stall* is what memckpt itself counts in the training thread, *commit* the part of it in which the rank state is made
 and sent; *step* is the time from one step to the next. Figures are medians over the processes; the ratio is the median
 over the pairs, the spread half the distance between its quartiles."""
