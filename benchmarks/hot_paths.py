@@ -1,32 +1,62 @@
-"""Microbenchmarks of the parts of a protected step."""
+"""Microbenchmarks of what every record passes: staging, redo, encoding, storage and the wire."""
 
 from __future__ import annotations
 
-import pickle
-import random
+import math
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+import xxhash
+import zmq
+from torch import Tensor, nn
 
 from benchmarks.harness.command import Options, run
 from benchmarks.harness.copies import SharedCopy, best_of, copy_bandwidth
 from benchmarks.harness.report import Report, millions
-from benchmarks.workloads.gpt import Trainee, protected, train
+from benchmarks.harness.scratch import scratch_directory
+from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, protected, train
 from memckpt import Session
 from memckpt.capture.digests import Digests
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.spec_request import SpecRequest
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.fragments import Candidate, decode_stripe, seal_stripe
+from memckpt.replication.transport.keys import Keys
+from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Transport
 from memckpt.state import codec, rng
-from memckpt.state.optimizers import hyperparameters
+from memckpt.state.layout import Layout
+from memckpt.state.optimizers import hyperparameters, rebuild_like
 from memckpt.state.records import RecordMeta, SubStep, decode_meta, encode_meta
+from memckpt.state.redo import RedoGroup, RedoTarget
+from memckpt.storage import dcp
+from memckpt.storage.local_store import LocalStore
 
-TITLE = "The pieces of a protected step, each by itself"
+TITLE = "The paths of a record, each by itself"
 METHOD = """\
-Best of several repetitions of each piece in a loop of its own, with a session attached to a GPT in lazy mode at T =
-8. Copies are given as bandwidth, beside a copy between private tensors and one into shared memory, and so
-are the digests that ranks take of averages they hold once. The rank state is
-what every commit carries beside tensors: random generators, hyperparameters and flags; beside the safe codec stands
-what `pickle` takes for the same values, without being safe to read."""
+Best of several repetitions of each piece in a loop of its own, with a session attached to a GPT in lazy mode at T = 8.
+Rates count the bytes given as size: what is copied, redone, encoded, written or sent. Beside a copy into a slot stand
+one between private tensors and one into shared memory; beside redo the optimizer's own `step()` on the same tensors;
+beside coding a checksum of the same stripes and their copy. The rank state is what every commit carries beside tensors:
+random generators, hyperparameters and flags. A write has checksums and is synced. What goes over the wire is encrypted;
+sender and receiver are two transports in one thread, over loopback."""
+#: Of coded stripes: k and m, and bytes.
+_CODE = (4, 2)
+_STRIPES = 256
+#: Of messages: their size, and the number that is sent.
+_PAYLOAD_BYTES = 128 << 10
+_MESSAGES = 256
+
+
+def add_rate(report: Report, name: str, seconds: float, nbytes: int) -> None:
+    """A row of a piece that works on bytes."""
+    report.add(
+        name, f"{nbytes / 2**20:.1f} MiB", f"{seconds * 1e6:.1f}", f"{nbytes / seconds / 1e9:.2f}",
+        what=name, nbytes=nbytes, seconds=seconds,
+    )  # fmt: skip
 
 
 def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: int) -> None:
@@ -59,11 +89,7 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
     ]
     with torch.no_grad():
         for name, action, size in pieces:
-            seconds = best_of(action, repetitions)
-            report.add(
-                name, f"{size / 2**20:.1f} MiB", f"{seconds * 1e6:.1f}", f"{size / seconds / 1e9:.2f}",
-                what=name, nbytes=size, seconds=seconds,
-            )  # fmt: skip
+            add_rate(report, name, best_of(action, repetitions), size)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
     session.commit()
@@ -77,19 +103,14 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
 
     state: Any = codec.decode(rank_state())
     encoded = codec.encode(state)
-    pickled = pickle.dumps(state)
     groups = codec.encode(hyperparameters(trainee.optimizer))
     meta = RecordMeta(1, 0, False, (SubStep(0, 0, groups),))
     packed = encode_meta(meta)
-    generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     pieces: list[tuple[str, Callable[[], object], str]] = [
         ("rank state: capture and encode", rank_state, f"{len(encoded):,} bytes"),
         ("of it: random generators", rng.capture, ""),
         ("rank state: encode alone", lambda: codec.encode(state), ""),
-        ("pickle.dumps of the same", lambda: pickle.dumps(state), f"{len(pickled):,} bytes"),
         ("rank state: decode", lambda: codec.decode(encoded), ""),
-        ("pickle.loads of the same", lambda: pickle.loads(pickled), ""),
-        ("pickle.dumps of the generators' own states", lambda: pickle.dumps(generators), ""),
         ("record's scalars: encode", lambda: encode_meta(meta), f"{len(packed):,} bytes"),
         ("record's scalars: decode", lambda: decode_meta(packed), ""),
     ]
@@ -111,16 +132,110 @@ def add_commits(report: Report, trainee: Trainee, session: Session, steps: int) 
     report.notes.append(f"commit() without anchors, mean of {steps} training steps: {milliseconds:.2f} ms.")
 
 
+def add_redo(report: Report, size: str, optimizer: str, repetitions: int) -> None:
+    """Redo of a record whose gradients are in memory, and the optimizer's own step, in one thread."""
+    trainee = Trainee(size, optimizer)
+    trainee.step()
+    request = SpecRequest("eager", 1, 2, local_ranks=(0,), world_size=1)
+    layout = Layout(LiveState(trainee.model, [trainee.optimizer], {}).spec(request))
+    live = dict(trainee.model.named_parameters())
+    gradients: list[Tensor] = []
+    targets: list[RedoTarget] = []
+    for index, spec in enumerate(layout.spec.params):
+        param = live[spec.tensor.name]
+        param.grad = torch.randn_like(param) * 1e-3
+        gradients.append(param.grad)
+        state = {key: value.clone() for key, value in trainee.optimizer.state[param].items()}
+        targets.append(RedoTarget(index, 0, param.numel(), nn.Parameter(param.detach().clone()), {0: state}))
+    group = RedoGroup(layout, targets, lambda _, groups: rebuild_like(trainee.optimizer, groups))
+    meta = RecordMeta(1, 0, False, (SubStep(0, 0, codec.encode(hyperparameters(trainee.optimizer))),))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    redo = best_of(lambda: group.apply(meta, lambda _, __, index, ___=None: gradients[index]), repetitions)
+    step = best_of(lambda: trainee.optimizer.step(), repetitions)
+    torch.set_num_threads(threads)
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    add_rate(report, f"redo of a record, {optimizer} AdamW", redo, nbytes)
+    add_rate(report, "step() of the same optimizer", step, nbytes)
+
+
+def add_coding(report: Report, repetitions: int) -> None:
+    """Stripes to pieces, and back from the pieces that take most work."""
+    stripes = torch.randint(0, 256, (_STRIPES, STRIPE_BYTES), dtype=torch.uint8).numpy()
+    with closing(Code(*_CODE)) as code:
+        about: dict[str, Any] = {"generation": "generation", "owner": (0,), "record": 1, "stripe": 0, "stripes": 1}
+        seal: Callable[[memoryview], Any] = partial(seal_stripe, code, **about)
+        sealed = [Candidate(f"node{piece}", *each) for piece, each in enumerate(seal(stripes[0].data))]
+        decode = partial(decode_stripe, code, sealed[-code.data :], length=STRIPE_BYTES, **about)
+        sides: dict[str, Callable[[memoryview], object]] = {
+            "encode": code.encode,
+            "encode and seal": seal,
+            "checksum and copy": lambda stripe: xxhash.xxh3_128_digest(bytes(stripe)),
+            "decode": lambda _: decode(),
+        }
+
+        def work(side: Callable[[memoryview], object]) -> None:
+            for stripe in stripes:
+                side(stripe.data)
+
+        for name, side in sides.items():
+            seconds = best_of(partial(work, side), repetitions)
+            add_rate(report, f"stripes, k={_CODE[0]}, m={_CODE[1]}: {name}", seconds, stripes.nbytes)
+
+
+def add_write(report: Report, size: str, repetitions: int) -> None:
+    """Parameters, to a store on a disk."""
+    tensors = {name: param.detach() for name, param in Trainee(size).model.named_parameters()}
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with scratch_directory() as directory:
+        store = LocalStore(directory)
+        seconds = best_of(lambda: dcp.save(store, "base", tensors, crc32=False), repetitions)
+    add_rate(report, "write of parameters to storage", seconds, nbytes)
+
+
+def add_wire(report: Report, repetitions: int) -> None:
+    """Messages from one transport to another one."""
+    keys, payload, body = Keys.make(), memoryview(bytes(_PAYLOAD_BYTES)), bytes(64)
+    limits = Limits(window_bytes=32 << 20)
+    with ExitStack() as stack:
+        ends = [Transport(name, Endpoint("127.0.0.1"), keys=keys, limits=limits) for name in ("sender", "receiver")]
+        poller = zmq.Poller()
+        for end in ends:
+            stack.callback(end.close)
+            end.register(poller)
+        sender, receiver = ends
+        sender.connect("receiver", receiver.address)
+
+        def send_all() -> None:
+            sent = received = 0
+            while received < _MESSAGES:
+                while sent < _MESSAGES and sender.room("receiver") >= len(payload) + len(body):
+                    sender.send("receiver", body, payload)
+                    sent += 1
+                for end in ends:
+                    while (event := end.receive()) is not None:
+                        received += isinstance(event, Delivery)
+                poller.poll(math.ceil(min(0.01, *(end.tend(time.monotonic()) for end in ends)) * 1000))
+
+        add_rate(report, "messages over the wire", best_of(send_all, repetitions), _MESSAGES * _PAYLOAD_BYTES)
+
+
 def main(options: Options) -> None:
     report = options.report(TITLE, METHOD, "what", "size", "microseconds", "GB/s")
     bandwidth = copy_bandwidth()
     report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s from private into shared memory.")
-    trainee = Trainee("demo" if options.quick else "30M")
+    size, repetitions = ("demo", 3) if options.quick else ("30M", 7)
+    trainee = Trainee(size)
     with protected(trainee, "lazy T=8") as session:
         train(trainee, session, 13)  # until every slot of the ring has been written
         add_copies(report, trainee, session, repetitions=5 if options.quick else 20)
         add_calls(report, trainee, session, repetitions=50 if options.quick else 300)
         add_commits(report, trainee, session, steps=5 if options.quick else 20)
+    for optimizer in OPTIMIZERS:
+        add_redo(report, size, optimizer, repetitions)
+    add_coding(report, repetitions)
+    add_write(report, size, repetitions)
+    add_wire(report, repetitions)
     report.write()
 
 

@@ -13,9 +13,7 @@ from benchmarks.harness.scratch import scratch_directory
 from benchmarks.harness.turns import start_server
 from benchmarks.workloads.peer_nodes import Nodes
 from benchmarks.workloads.peer_ranks import Started, Task
-from benchmarks.workloads.stripes import Source, sides_of
 from memckpt import ErasureConfig, MemckptConfig, StorageConfig
-from memckpt.replication.coding.code import Code
 
 TITLE = "Restoring lost nodes from their peers"
 METHOD = """\
@@ -33,9 +31,8 @@ over the kills, of the slowest rank that counts, in seconds:
 - *attached*: from a barrier of all ranks until memckpt had what there was to be restored at hand: where nodes are lost
   with the start of an agent and a replicator for them, connections, the plan, and *fetched*.
 
-The ratios are those of the medians of *restored*. *decode* is the rate in one thread, with checksums, of the pieces
-that take most work, apart from any network (`benchmarks.encode`); *fetched, MB/s* the rate at which a lost node's
-records came, over all of them where several are lost."""
+The ratios are those of the medians of *restored*. *fetched, MB/s* is the rate at which a lost node's records came, over
+all of them where several are lost."""
 NODES = 4
 PERIOD = 8
 #: Steps before a kill: a window, plus the slots in flight.
@@ -146,24 +143,15 @@ def from_file(size: str, kills: int) -> list[Restart]:
     return found
 
 
-def decode_rate(data: int) -> float:
-    """Bytes per second that one thread decodes in the worst case."""
-    source = Source(64 << 20)
-    with closing(Code(data, NODES - data)) as code:
-        decode = sides_of(code, source)["decode"]
-        return source.nbytes / statistics.median(source.time(decode) for _ in range(5))
-
-
 # The table
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of restarts; with the decoding rate for those from peers."""
+    """A row of restarts."""
 
     name: str
     restarts: list[Restart]
-    decode: float | None = None
 
 
 def add_rows(report: Report, rows: Sequence[Row]) -> None:
@@ -182,9 +170,7 @@ def add_rows(report: Report, rows: Sequence[Row]) -> None:
             row.name, *(f"{statistics.median(times):.3f}" if times else "-" for times in seconds.values()),
             *(f"{ratio:.2f}" for ratio in ratios.values()),
             f"{statistics.median(rates) / 1e6:.0f}" if rates else "-",
-            "-" if row.decode is None else f"{row.decode / 1e9:.2f}",
             source=row.name, seconds=seconds, fetched_bytes=fetched_bytes, ratios=ratios,
-            decode_bytes_per_second=row.decode,
         )  # fmt: skip
         print(f"{row.name}: restored in {restored[row.name]:.3f} s", flush=True)
 
@@ -204,9 +190,8 @@ def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None
             f"local memory, beside k={data}",
             *(f"peers, k={data}, m={tolerate}: {_NUMBERS[len(lost)]} lost" for lost in losses[1:]),
         ]
-        rate = decode_rate(data)
-        found = zip(names, losses, from_peers(size, data, losses, kills), strict=True)
-        rows += [Row(name, restarts, rate if lost else None) for name, lost, restarts in found]
+        found = zip(names, from_peers(size, data, losses, kills), strict=True)
+        rows += [Row(name, restarts) for name, restarts in found]
     numel = sum(started.numel for started in rows[0].restarts[0].started)
     rows += [Row(_STORAGE, from_storage(size, kills)), Row(_FILE, from_file(size, kills))]
     report.notes.append(f"{millions(numel)} parameters, sharded over {NODES} nodes; medians of {kills}.")
@@ -216,7 +201,7 @@ def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None
 def main(options: Options) -> None:
     report = options.report(
         TITLE, METHOD, "state from", "fetched, s", "into tensors, s", "restored, s", "attached, s",
-        "restored / storage's", "restored / torch.load's", "fetched, MB/s", "decode, GB/s",
+        "restored / storage's", "restored / torch.load's", "fetched, MB/s",
     )  # fmt: skip
     report.run["compute threads"] = f"{NODES} ranks of 1"
     start_server("benchmarks.workloads.peer_ranks")

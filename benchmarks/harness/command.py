@@ -6,8 +6,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.report import RESULTS, Report
@@ -22,14 +22,12 @@ class Options:
         quick: a small model and few repetitions.
         results: directory of the result files; quick runs do not overwrite the real ones.
         arguments: further arguments that repeat the run.
-        parts: the tables to make, of a benchmark that can make them one by one; empty: all.
     """
 
     name: str
     quick: bool
     results: Path
     arguments: str = ""
-    parts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, quick: bool, results: Path | None, arguments: str = "") -> Options:
@@ -44,23 +42,20 @@ class Options:
         )
 
 
-def parse(name: str, parts: Sequence[str] = ()) -> Options:
+def parse(name: str) -> Options:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     parser.add_argument("--quick", action="store_true", help="a small model and few repetitions, not for quoting")
     parser.add_argument("--results", type=Path, help="directory for the results (default: beside the benchmarks)")
-    if parts:
-        parser.add_argument("--what", nargs="+", choices=parts, default=(), help="tables to make (default: all)")
     args = parser.parse_args()
-    options = Options.of(name, args.quick, args.results)
-    return replace(options, parts=tuple(args.what)) if parts else options
+    return Options.of(name, args.quick, args.results)
 
 
-def run(name: str, main: Callable[[Options], None], parts: Sequence[str] = ()) -> None:
-    """Run one benchmark with the options of the command line; `parts`: tables that can be made one by one."""
+def run(name: str, main: Callable[[Options], None]) -> None:
+    """Run one benchmark with the options of the command line."""
     if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         # OpenMP has read its settings at the import of torch, so restart the process with them. Spinning threads would
         # take cores from the agent and from background work.
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]])
     logging.basicConfig(level=logging.WARNING)
-    main(parse(name, parts))
+    main(parse(name))

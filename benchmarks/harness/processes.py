@@ -1,4 +1,4 @@
-"""Processes of memckpt, seen from outside: their end, memory and CPU time."""
+"""Processes of memckpt, seen from outside: their output, end and CPU time."""
 
 from __future__ import annotations
 
@@ -70,15 +70,3 @@ def cpu_seconds(pid: int) -> float:
     stat = Path(f"/proc/{pid}/stat").read_text()
     user, system = stat[stat.rindex(")") + 2 :].split()[11:13]
     return (int(user) + int(system)) / _TICKS
-
-
-def proportional_bytes(pid: int) -> int:
-    """Proportional set size (PSS) of a process in bytes.
-
-    File-backed pages are left out: they are libraries, shared by every process that uses torch.
-    """
-    fields = {}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        name, kibibytes, _ = line.split()
-        fields[name] = int(kibibytes) * 1024
-    return fields["Pss_Anon:"] + fields["Pss_Shmem:"]

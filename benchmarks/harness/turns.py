@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from benchmarks.harness.processes import PATIENCE_SECONDS
@@ -70,12 +69,6 @@ class Worker:
         """Pid of the process."""
         pid: int = self._process.pid
         return pid
-
-    @property
-    def pipe(self) -> Connection:
-        """The end of the pipe that its messages come from."""
-        pipe: Connection = self._orders
-        return pipe
 
     def send(self, order: Any) -> None:
         """Send an order.
@@ -146,21 +139,6 @@ class Workers:
         if failures:
             raise next((error for error in failures if isinstance(error, MemoryError)), failures[0])
         return said
-
-    def receive_by(self, deadline: float) -> list[Any] | None:
-        """The next message of each, by a time of the monotonic clock; None: it has passed. Errors as for `receive`.
-
-        Messages that have come by then are dropped.
-        """
-        said: dict[Connection, Any] = {}
-        workers = {worker.pipe: worker for worker in self._workers}
-        while len(said) < len(workers):
-            left = deadline - time.monotonic()
-            ready = wait([pipe for pipe in workers if pipe not in said], max(0.0, left))
-            if not ready:
-                return None
-            said |= {pipe: workers[pipe].receive() for pipe in workers if pipe in ready}
-        return [said[pipe] for pipe in workers]
 
     @property
     def pids(self) -> list[int]:

@@ -37,24 +37,6 @@ class Nodes:
         self.started = self._ranks.receive()
         return self.started
 
-    def wait_ready_by(self, deadline: float) -> bool:
-        """Wait until all ranks are ready, or until a time of the monotonic clock; whether they are."""
-        started = self._ranks.receive_by(deadline)
-        self.started = started or []
-        return started is not None
-
-    def train_until_killed(self) -> None:
-        """Have the ranks train on; they take no orders any more."""
-        self._ranks.send(Order(until_killed=True))
-
-    def watch(self, deadline: float) -> None:
-        """Wait for a time of the monotonic clock, while the ranks train until they are killed.
-
-        Raises:
-            TrainingFailed: a rank has ended before.
-        """
-        self._ranks.receive_by(deadline)
-
     @property
     def numel(self) -> int:
         """Number of elements of all parameters, counted once."""
@@ -114,10 +96,7 @@ class Nodes:
 
     def kill(self, nodes: Sequence[int]) -> None:
         """Kill all ranks, as a launcher does when a node is lost, and the agents of the given nodes."""
-        self.kill_with([agent for node in nodes if (agent := self.started[node].agent) is not None])
-
-    def kill_with(self, agents: Sequence[int]) -> None:
-        """Kill all ranks, which may be starting, and agents."""
+        agents = [agent for node in nodes if (agent := self.started[node].agent) is not None]
         handles = []
         for pid in (*self._ranks.pids, *agents):
             with contextlib.suppress(ProcessLookupError):  # it has failed by itself

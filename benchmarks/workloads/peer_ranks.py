@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 import memckpt
@@ -37,9 +34,6 @@ Kind = Literal["fsdp", "ddp"]
 #: Time limit for any action of ranks or agents.
 PATIENCE = timedelta(seconds=120)
 
-#: The most steps of an attempt whose times are noted.
-_MOST_STEPS = 1 << 17
-
 # The first optimizer of a process imports torch's compiler: do it before processes are forked.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
@@ -55,7 +49,6 @@ class Task:
         hosts: address of each node in its own network namespace; empty: all are on this host's loopback.
         attempt: number of the attempt.
         load: whether ranks load saved plain checkpoints instead of resuming with memckpt.
-        device_seconds: part of each step in which a rank waits as for an accelerator, so that its core is free.
     """
 
     kind: Kind
@@ -66,7 +59,6 @@ class Task:
     hosts: tuple[str, ...] = ()
     attempt: int = 0
     load: bool = False
-    device_seconds: float = 0.0
 
     def node(self, rank: int) -> str:
         return f"node{rank}"
@@ -78,14 +70,6 @@ class Task:
     def file(self, rank: int) -> Path:
         """Path of a rank's plain checkpoint."""
         return self.directory / f"rank{rank}.pt"
-
-    def progress(self, new: bool = False) -> NDArray[np.float64]:
-        """When rank 0 began its first step in this attempt, and then the end of each step, in seconds since 1970.
-
-        Zeros are yet to come. The file is mapped, so that others see a step even if the rank is killed at its end.
-        """
-        file = self.directory / f"progress{self.attempt}"
-        return np.memmap(file, np.float64, "w+" if new else "r", shape=(_MOST_STEPS,))
 
     def config_of(self, rank: int) -> MemckptConfig | None:
         """The configuration with the node's address; its agent soon leaves if the measuring process is killed."""
@@ -99,12 +83,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Order:
-    """An order: run steps, of which `untimed` do not count; save a plain checkpoint; or train on until killed."""
+    """An order: run steps, of which `untimed` do not count; or save a plain checkpoint."""
 
     steps: int = 0
     untimed: int = 0
     save: bool = False
-    until_killed: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,8 +139,6 @@ class _Rank:
     def __init__(self, task: Task, rank: int) -> None:
         self._task, self._rank = task, rank
         self._session: Session | None = None
-        self._progress = task.progress(new=True) if rank == 0 else None
-        self._steps = 0
         model = make_model(task.size)
         self._training: Training
         self._protected: torch.nn.Module = model
@@ -213,8 +194,6 @@ class _Rank:
         if order.save:
             torch.save(self._tensors(), self._task.file(self._rank))
             return None
-        while order.until_killed:
-            self._step()
         for _ in range(order.untimed):
             self._step()
         stalled = stall_of(self._session)
@@ -227,16 +206,9 @@ class _Rank:
         return NodesBlock((ended - began) / order.steps, stall, perf_counter() - ended)
 
     def _step(self) -> None:
-        if self._progress is not None and self._steps == 0:
-            self._progress[0] = time.time()
-        if self._task.device_seconds:
-            time.sleep(self._task.device_seconds)  # stands for an accelerator's work, which uses no core
         self._training.step()
         if self._session is not None:
             self._session.commit()
-        self._steps += 1
-        if self._progress is not None:
-            self._progress[self._steps] = time.time()
 
     def _wait_acknowledged(self) -> None:
         session = self._session

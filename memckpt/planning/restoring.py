@@ -14,7 +14,7 @@ _PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 def record_redo_seconds(elements: float, pieces: float, on_host: bool) -> float:
     """Time to redo one record of a model of which nothing is measured yet, on the high side.
 
-    Source: docs/compression.md, "Anchors"; measured by ``python -m benchmarks.redo_rate``.
+    Source: docs/compression.md, "Anchors"; measured on one machine.
 
     Args:
         elements: number of elements of all parameters.
@@ -28,7 +28,7 @@ def record_redo_seconds(elements: float, pieces: float, on_host: bool) -> float:
 def redo_seconds(records: float, parameters: float, parameters_per_second: float) -> float:
     """Time to apply records to parameters.
 
-    Source: docs/compression.md, "Anchors"; measured by ``python -m benchmarks.redo_rate``.
+    Source: docs/compression.md, "Anchors"; measured on one machine.
 
     Args:
         records: number of records, of each parameter.
