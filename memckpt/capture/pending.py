@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.state.tensors import version
+from memckpt.state.bits import same_bits
+from memckpt.state.tensors import local, version
 
 _log = logging.getLogger("memckpt")
 #: Indices of the optimizers that own a parameter. Empty for flat parameters, which no optimizer owns directly: they
 #: step its shards.
 Family = tuple[int, ...]
-#: Consecutive ends of batches without a restore point before a warning.
-_MANY = 100
+#: Consecutive ends of batches without a restore point before a warning: where parameters change meanwhile, and always.
+_CHANGING, _MANY = 20, 100
+#: Elements of each parameter that are compared to see that.
+_ELEMENTS = 64
 
 
 class PendingGradients:
@@ -51,6 +54,8 @@ class PendingGradients:
         #: Whether gradients left at the end of a batch are discarded, as far as observed.
         self._thrown_away: dict[Family, bool] = {}
         self._blocked = 0
+        #: Elements of the parameters whose gradients have waited for half of `_CHANGING` ends of batches.
+        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: Called with the first gradient of a family: the family, its parameters, and the one that has got it.
         self.first: Callable[[Family, list[torch.Tensor], torch.Tensor], None] | None = None
         self.regroup()
@@ -93,6 +98,16 @@ class PendingGradients:
         for family in [one for one in self._waiting if number in one or not one]:
             del self._waiting[family]
 
+    def stepped_by_another(self, params: Sequence[torch.Tensor]) -> None:
+        """Note that an optimizer of no session has used the gradients of these parameters.
+
+        They are taken for discarded, unless they are seen to be used once more.
+        """
+        used = set(map(id, params))
+        for family in self._waiting:
+            if all(param.grad is None or id(param) in used for param in self._members.get(family, ())):
+                self._thrown_away.setdefault(family, True)
+
     # Restore points
 
     def at_restore_point(self) -> bool:
@@ -106,16 +121,36 @@ class PendingGradients:
         ]
         for family in [one for one, shows in self._waiting.items() if shows]:
             self._leave(family, assumed=not blocking)
-        self._blocked = self._blocked + 1 if blocking else 0
-        if self._blocked == _MANY:
-            names = ", ".join(sorted({type(self._optimizers[n]).__qualname__ for one in blocking for n in one}))
-            _log.warning(
-                "memckpt: none of the last %d batches ended at a restore point: gradients of %s wait for its step. "
-                "If they are discarded later, call commit(gradients_pending=False)",
-                _MANY,
-                names or "some optimizer",
-            )
+        self._count_blocked(blocking)
         return not blocking
+
+    def _count_blocked(self, blocking: Sequence[Family]) -> None:
+        """Count the batches in a row without a restore point, and warn where these are more than accumulations have."""
+        self._blocked = self._blocked + 1 if blocking else 0
+        if self._blocked == _CHANGING // 2:
+            members = [param for family in blocking for param in self._members.get(family, ())]
+            self._noted = [(param, local(param).flatten()[:_ELEMENTS].clone()) for param in members]
+        if self._blocked not in (_CHANGING, _MANY):
+            return
+        noted, self._noted = self._noted, []
+        changes = any(not same_bits(local(param).flatten()[:_ELEMENTS], before) for param, before in noted)
+        names = ", ".join(sorted({type(self._optimizers[n]).__qualname__ for one in blocking for n in one}))
+        waiting = f"gradients of {names or 'some optimizer'} wait for its step"
+        if changes:
+            _log.warning(
+                "memckpt: none of the last %d batches ended at a restore point, and nothing of them can be resumed: "
+                "%s, while something else trains its parameters. Give that optimizer to attach(), or call "
+                "commit(gradients_pending=False) behind each of its steps",
+                self._blocked,
+                waiting,
+            )
+        elif self._blocked == _MANY:
+            _log.warning(
+                "memckpt: none of the last %d batches ended at a restore point: %s. If they are discarded later, call "
+                "commit(gradients_pending=False)",
+                self._blocked,
+                waiting,
+            )
 
     def waive(self) -> None:
         """Ignore pending gradients: the caller of commit has declared that there are none."""

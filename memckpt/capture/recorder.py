@@ -51,6 +51,7 @@ class Recorder:
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
         self.pending.first = live.left.look
+        live.strangers.stepped = self.pending.stepped_by_another
         self.gradients = GradientStaging(live, copier, self.fail)
         #: Class name of an optimizer whose step is compiled; empty if there is none, None before the first step.
         self.compiled: str | None = None

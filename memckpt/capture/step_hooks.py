@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from memckpt.capture.recorder import Recorder
+from memckpt.capture.strangers import runs_within
 
 
 @_disable_dynamo
@@ -103,7 +104,7 @@ class StepFollower:
                 _call(self._before, optimizer)
             return None
         caller = sys._getframe(1)
-        if self._outermost is not None and _runs(self._outermost, caller):
+        if self._outermost is not None and runs_within(self._outermost, caller):
             return None
         self._outermost = caller
         closure = _closure_of(args, kwargs)
@@ -130,13 +131,6 @@ class StepFollower:
         if sys._getframe(1) is self._outermost:
             self._outermost = None
             self._after(optimizer)
-
-
-def _runs(frame: FrameType, caller: FrameType | None) -> bool:
-    """Whether a call is among those that have led to `caller`."""
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is frame
 
 
 class StepHooks:

@@ -7,7 +7,10 @@ given to the optimizer of that class and these parameters that takes its first s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -34,12 +37,17 @@ class Strangers:
 
     Args:
         live: the live state.
+
+    Attributes:
+        stepped: called with the parameters of such an optimizer, behind each of its steps.
     """
 
     def __init__(self, live: LiveState) -> None:
         self._live = live
         self._handles: list[Any] = []
-        self._inside = 0
+        #: By thread, the call of a given optimizer's step; that of the last one, if it raised.
+        self._outermost: dict[int, FrameType] = {}
+        self.stepped: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._commits = 0
         #: Names of their parameters by group, and their groups as they were first seen.
         self._carried: WeakKeyDictionary[Optimizer, tuple[list[list[str]], list[dict[str, Any]]]] = WeakKeyDictionary()
@@ -64,15 +72,22 @@ class Strangers:
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._inside or optimizer in _given:
-            # Inside another optimizer's step it is a part of that one.
-            self._inside += 1
+        caller, outermost = sys._getframe(1), self._outermost.get(threading.get_ident())
+        if outermost is not None and runs_within(outermost, caller):
+            return  # inside another optimizer's step it is a part of that one
+        if optimizer in _given:
+            self._outermost[threading.get_ident()] = caller
         elif optimizer not in self._carried:
             self._meet(optimizer)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and self._inside:
-            self._inside -= 1
+        if torch.compiler.is_compiling():
+            return
+        outermost = self._outermost.get(threading.get_ident())
+        if outermost is sys._getframe(1):
+            self._outermost.pop(threading.get_ident(), None)
+        elif outermost is None and self.stepped is not None and optimizer not in _given:
+            self.stepped([param for group in optimizer.param_groups for param in group["params"]])
 
     def _meet(self, optimizer: Optimizer) -> None:
         names, name = self._live.names(), type(optimizer).__qualname__
@@ -118,7 +133,7 @@ class Strangers:
 
     def describe(self) -> list[dict[str, Any]]:
         """Part of the rank state that :meth:`hold` reads; called in each commit."""
-        self._inside = 0  # a step that raised has no end
+        self._outermost.pop(threading.get_ident(), None)  # a step that raised has no end
         self._commits += 1
         if not self._carried:
             return list(self._held)
@@ -139,3 +154,10 @@ class Strangers:
         self._held = list(described)
         for optimizer, (groups, _) in self._carried.items():
             self._give_back(optimizer, type(optimizer).__qualname__, groups)
+
+
+def runs_within(frame: FrameType, caller: FrameType | None) -> bool:
+    """Whether a call is among those that have led to `caller`."""
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is frame

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn.utils import prune
 
 from memckpt.capture.live_state import LiveState
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.hand_loops import Process, survives
+from tests.support.trainings.hand_loops import Process, in_child, survives
 
 STEPS = 9
 KILLS = [("backward", 6), ("committed", 3)]
@@ -141,6 +143,73 @@ def second_optimizer(process: Changing, step: int) -> None:
 )
 def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:
     survives(lab, lambda process: process.train(change), KILLS, check, kind=Changing)
+
+
+class Replaced(Changing):
+    """From the fourth step on another optimizer takes the place of the given one, or nothing that torch knows."""
+
+    def go_on(self, steps: int, by_hand: bool) -> None:
+        report = self.session.restore()
+        self.note("report", None if report is None else (report.step, report.exact, report.reasons))
+        for step in range(1 if report is None else report.step + 1, steps):
+            if step >= 4 and isinstance(self.optimizer, torch.optim.Adam):
+                self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+            if step < 4 or not by_hand:
+                self.optimizer.zero_grad()
+            self.model(torch.full((3, 4), step / 8)).square().mean().backward()
+            if step < 4 or not by_hand:
+                self.optimizer.step()
+            else:
+                for param in self.model.parameters():
+                    if param.grad is not None:
+                        param.data -= 0.01 * param.grad
+            self.note(f"commit {step}", self.session.commit())
+            self.at("committed")
+        self.session.close()
+
+
+def test_an_optimizer_that_takes_the_place_of_the_given_one(lab: Lab) -> None:
+    """Its steps are restore points as before, and it is said at once that its state is not carried."""
+    noted = lab.directory / "noted"
+    logs = []
+    for kill, code in ((("committed", 7), -signal.SIGKILL), (None, 0)):
+        child = lab.fork(lambda dies=kill: Replaced(lab.run_dir, noted, dies, "off").go_on(9, False), "replaced")  # type: ignore[misc]
+        assert child.wait() == code, child.log.read_text()
+        logs.append(child.log.read_text())
+    lines = noted.read_text().splitlines()
+    assert [line for line in lines if line.startswith("commit") and not line.endswith("True")] == []
+    assert lines.count("report: None") == 1
+    (report,) = (line for line in lines if line.startswith("report: ("))
+    assert report.startswith("report: (7, False, ('SGD, which steps first.weight")
+    assert "SGD, which steps first.weight, is an optimizer that memckpt was not given" in logs[0]
+
+
+def test_training_that_goes_on_without_the_given_optimizer_is_said(lab: Lab) -> None:
+    log = in_child(lab, lambda: Replaced(lab.run_dir, lab.directory / "noted", None, "off").go_on(30, True))
+    assert log.count("none of the last 20 batches ended at a restore point, and nothing of them can be resumed") == 1
+    assert "gradients of Adam wait for its step, while something else trains its parameters" in log
+
+
+def test_steps_of_another_thread_are_not_inside_of_those_here(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    given, stranger = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, other))
+    strangers = LiveState(model, [given], {"other": other}).strangers
+    strangers.install()
+    met: list[int] = []
+    strangers.stepped = lambda params: met.append(len(params))
+
+    def step_there(*_: Any) -> None:
+        thread = threading.Thread(target=stranger.step)
+        thread.start()
+        thread.join()
+
+    given.register_step_pre_hook(step_there)
+    try:
+        given.step()
+        assert met == [2]
+        assert any("SGD, which steps" in one.getMessage() for one in caplog.records)
+    finally:
+        strangers.remove()
 
 
 class Wide(Changing):
