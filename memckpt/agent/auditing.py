@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from memckpt.agent.group_state import GroupState
 from memckpt.errors import AgentError
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import AuditorProcess
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, ForgetAudits

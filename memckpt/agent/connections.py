@@ -11,8 +11,8 @@ import socket
 from collections.abc import Callable, Iterator
 
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
-from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.attempt import TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.processes.listener import Listener, ServingAgent

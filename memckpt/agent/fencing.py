@@ -14,7 +14,7 @@ from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.observer import Observer
 from memckpt.errors import RunBusyError
-from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.trainer import Fencing, Hello

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from memckpt.journal.events import AnyEvent
-from memckpt.node.redo_news import RedoNews
+from memckpt.memory.redo_news import RedoNews
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
 from memckpt.protocol.status import MetricsSettings

@@ -15,11 +15,10 @@ from memckpt.agent.resumed_state import ResumedState
 from memckpt.agent.slots_wanted import SlotsWanted
 from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.generation import Generation, branch_off, describe
 from memckpt.memory.generation_regions import Allowance
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation, branch_off
-from memckpt.node.inventory import describe
-from memckpt.node.pending_generation import Difference, PendingGeneration
+from memckpt.memory.pending_generation import Difference, PendingGeneration
+from memckpt.processes.attempt import Attempt
 from memckpt.processes.seldom import Seldom
 from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.trainer import (

@@ -13,8 +13,8 @@ from memckpt.agent.group_host import Host
 from memckpt.agent.group_state import GroupState
 from memckpt.checkpointing.askers import Done
 from memckpt.errors import AgentError
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
+from memckpt.processes.attempt import Attempt
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Configure, Hello
 from memckpt.state.records import HeldRecords, RankGroup

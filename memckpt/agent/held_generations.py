@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from memckpt.errors import AgentError
+from memckpt.memory.generation import Generation
 from memckpt.memory.slots import AGREEMENT_RECORDS
-from memckpt.node.generation import Generation
 from memckpt.protocol.trainer import Drift
 from memckpt.state.records import RankGroup
 

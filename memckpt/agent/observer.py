@@ -40,8 +40,8 @@ from memckpt.journal.events import (
 )
 from memckpt.journal.journal import Journal
 from memckpt.journal.reading import latest_attempt
-from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.seldom import Seldom
 from memckpt.protocol import trainer as said
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent

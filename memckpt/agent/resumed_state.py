@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memckpt.errors import AgentError
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.protocol.trainer import Advanced, Before, Prepared
 
 

@@ -28,9 +28,9 @@ from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.life import LifePage, look_seconds
-from memckpt.node.attempt import Attempt, TrainerHandle
-from memckpt.node.redo_news import RedoNews, ReplicaCopied
+from memckpt.memory.redo_news import RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent

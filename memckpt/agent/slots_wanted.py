@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
+from memckpt.processes.attempt import Attempt
 
 
 class SlotsWanted:

@@ -13,8 +13,8 @@ import msgspec
 from memckpt.agent.group_state import GroupState
 from memckpt.agent.lifetime import Lifetime
 from memckpt.journal.events import Decision
-from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.attempt import TrainerHandle
 from memckpt.protocol.status import AuditStatus, PeersStatus, Status, StorageStatus
 from memckpt.protocol.trainer import Commit, Drift
 

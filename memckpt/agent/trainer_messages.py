@@ -16,8 +16,8 @@ from memckpt.agent.replication.peers import Peers
 from memckpt.agent.status import Figures
 from memckpt.errors import AgentError
 from memckpt.journal.events import Decision
-from memckpt.node.attempt import Attempt, TrainerHandle
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.messages import TrainerToAgent
 from memckpt.protocol.peers import AskPhases, Join, Listen
 from memckpt.protocol.recovery import Recover

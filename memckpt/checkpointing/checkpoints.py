@@ -17,7 +17,7 @@ from memckpt.checkpointing.run_storage import RunStorage
 from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.checkpointing.writer_jobs import Job, WriterJobs
 from memckpt.errors import MemckptError
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.storing import Saved, SaveFailed

@@ -14,8 +14,8 @@ from memckpt.checkpointing.writer_jobs import Job
 from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.budget import check_budget
+from memckpt.memory.generation import Generation
 from memckpt.memory.region import Region
-from memckpt.node.generation import Generation
 from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage.format import FORMAT_VERSION, Part

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memckpt.errors import AgentError
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout

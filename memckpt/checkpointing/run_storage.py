@@ -14,8 +14,8 @@ from memckpt.checkpointing.schedule import Schedule, alone
 from memckpt.checkpointing.storage_mode import Measured, choose_mode
 from memckpt.checkpointing.writer_jobs import Job
 from memckpt.config import StorageConfig, StorageMode
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
+from memckpt.processes.attempt import Attempt
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.status import StorageStatus

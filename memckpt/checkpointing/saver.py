@@ -24,8 +24,8 @@ from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.journal.events import Decision
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
+from memckpt.processes.attempt import Attempt
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from memckpt.checkpointing.storage_mode import Pace
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.planning.tuning import Follower, checkpoint_interval
+from memckpt.processes.attempt import Attempt
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.storing import Saved
 from memckpt.protocol.trainer import Observed

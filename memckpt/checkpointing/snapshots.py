@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from memckpt.checkpointing.askers import Asker
 from memckpt.checkpointing.flow import Answer
 from memckpt.memory.budget import check_budget
+from memckpt.memory.generation import Generation
+from memckpt.memory.redo_news import ReplicaCopied
 from memckpt.memory.region import Region
-from memckpt.node.generation import Generation
-from memckpt.node.redo_news import ReplicaCopied
 from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.storing import SaveFailed, SnapshotTaken, TakeSnapshot
 

@@ -15,8 +15,7 @@ from rich.markup import escape
 from memckpt.cli.alarms import alarms_of
 from memckpt.cli.common import AsJson, Url, count, directory_only, out, place_of, print_json
 from memckpt.errors import ConfigurationError
-from memckpt.memory.budget import available_bytes
-from memckpt.memory.cgroup import cpu_quota, memory_limits
+from memckpt.memory.budget import available_bytes, cpu_quota, memory_limits
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.urls import open_store
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.memory.cgroup import memory_limits
 
 _MIB = 2**20
 #: Fraction of the available memory left free for everything else.
@@ -42,3 +44,106 @@ def check_budget(needed: int, already_held: int, budget: int | None, detail: str
             f"{room / _MIB:.0f} MiB ({source}); lower anchor_period_steps or slots, choose redo='eager', raise the "
             "budget, or give the job more memory"
         )
+
+
+_MOUNT = Path("/sys/fs/cgroup")
+_PROC = Path("/proc/self/cgroup")
+#: Version 1 expresses "no limit" as a number beyond all memory.
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The memory limit of one control group, and the bytes that may still be allocated below it."""
+
+    limit: int
+    left: int
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of a version's files and fields."""
+
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+def _directories(controller: str, proc: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
+    """The control groups around this process, innermost first, each with whether it is of version 2.
+
+    In a container the path may lead nowhere: the container's own group is then mounted at the top, which is the last
+    one here.
+    """
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        second = controllers == ""
+        if not second and controller not in controllers.split(","):
+            continue
+        top = mount if second else mount / controller
+        inner = top / path.lstrip("/")
+        for directory in (inner, *inner.parents):
+            yield directory, second
+            if directory == top:
+                break
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(directory: Path, names: _Names) -> int:
+    """Bytes of page cache charged to a group: a job that reads much fills its limit with it, at no loss."""
+    try:
+        lines = (directory / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(maxsplit=1) for line in lines)
+    return sum(int(fields.get(name, 0)) for name in names.reclaimable)
+
+
+def memory_limits(proc: Path = _PROC, mount: Path = _MOUNT) -> list[MemoryLimit]:
+    """All memory limits that apply to this process; empty if there are none."""
+    limits = []
+    for directory, second in _directories("memory", proc, mount):
+        names = _V2 if second else _V1
+        limit, used = _number(directory / names.limit), _number(directory / names.used)
+        if limit is not None and used is not None and limit < _NO_LIMIT:
+            limits.append(MemoryLimit(limit, max(0, min(limit, limit - used + _reclaimable(directory, names)))))
+    return limits
+
+
+def _quota(directory: Path, second: bool) -> float | None:
+    try:
+        if second:
+            quota, period = (directory / "cpu.max").read_text().split()
+        else:
+            quota = (directory / "cpu.cfs_quota_us").read_text().strip()
+            period = (directory / "cpu.cfs_period_us").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return int(quota) / int(period) if quota.isdigit() else None  # "max", or -1: no limit
+
+
+def cpu_quota(proc: Path = _PROC, mount: Path = _MOUNT) -> float | None:
+    """Cores' worth of time that this process may use; None without a limit."""
+    quotas = [_quota(directory, second) for directory, second in _directories("cpu", proc, mount)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: its affinity, or less if a control group limits it."""
+    cores, quota = float(len(os.sched_getaffinity(0))), cpu_quota()
+    return cores if quota is None else min(cores, quota)

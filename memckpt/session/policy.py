@@ -20,7 +20,7 @@ from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.compression.reduction import Reducer
 from memckpt.config import MemckptConfig, RedoMode
-from memckpt.memory.cgroup import usable_cores
+from memckpt.memory.budget import usable_cores
 from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import is_elementwise, is_importable
 

@@ -11,7 +11,7 @@ import pytest
 
 from memckpt.agent.fencing import Fence
 from memckpt.errors import RunBusyError
-from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import Channel

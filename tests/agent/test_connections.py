@@ -13,8 +13,8 @@ import pytest
 from memckpt.agent import connections as connections_module
 from memckpt.agent.connections import Connection, Connections
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.attempt import TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message

@@ -15,7 +15,7 @@ from memckpt.agent.group_state import GroupState
 from memckpt.agent.group_states import GroupStates
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
-from memckpt.node.attempt import Attempt
+from memckpt.processes.attempt import Attempt
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Commit, Configure, GenerationCommit, Hello, Launcher, Prepare, Resume

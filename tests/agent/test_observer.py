@@ -31,8 +31,8 @@ from memckpt.journal.events import (
 )
 from memckpt.journal.events import Protected as ProtectedEvent
 from memckpt.journal.reading import read_journal
-from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.status import PeersStatus, Status, StorageStatus
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Commit, Configure, Credit, Drift, Gap, Launcher, Protected

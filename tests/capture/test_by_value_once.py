@@ -27,11 +27,11 @@ from memckpt.checkpointing.askers import Run
 from memckpt.checkpointing.flow import carry_on
 from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.processes.attempt import Attempt
 from memckpt.protocol.storing import SnapshotTaken
 from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare
 from memckpt.recovery.plan import common_records

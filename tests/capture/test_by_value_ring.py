@@ -22,10 +22,10 @@ from memckpt.capture.spec_request import SpecRequest
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
 from memckpt.protocol.recovery import FromNode, WantedState
 from memckpt.protocol.trainer import Commit, GenerationCommit

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance
-from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import RecordMeta, encode_meta

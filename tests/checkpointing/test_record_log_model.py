@@ -21,7 +21,7 @@ from memckpt.checkpointing import record_log
 from memckpt.checkpointing.record_log import RecordLog
 from memckpt.checkpointing.writer import records
 from memckpt.errors import StorageError
-from memckpt.node.generation import branch_off
+from memckpt.memory.generation import branch_off
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.state.records import Branch, Timeline, decode_meta, timeline_of
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name, rank_state_name

@@ -17,7 +17,7 @@ from memckpt.checkpointing import schedule as schedule_module
 from memckpt.checkpointing.schedule import Schedule
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.protocol.storing import Saved
 from memckpt.protocol.trainer import Observed
 from memckpt.state.spec import StateSpec

@@ -20,7 +20,7 @@ from memckpt.cli.checks import Check
 from memckpt.cli.storage_checks import DiskFacts, StoreFacts
 from memckpt.config import ErasureConfig
 from memckpt.errors import AgentError, ConfigurationError
-from memckpt.memory import cgroup
+from memckpt.memory import budget
 from memckpt.processes.address import AgentAddress
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import keep_run
@@ -380,10 +380,10 @@ def test_warnings_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_quota_and_affinity_make_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr(cgroup, "cpu_quota", lambda: 1.5)
-    assert cgroup.usable_cores() == 1.5
-    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
-    assert cgroup.usable_cores() == 4.0
+    monkeypatch.setattr(budget, "cpu_quota", lambda: 1.5)
+    assert budget.usable_cores() == 1.5
+    monkeypatch.setattr(budget, "cpu_quota", lambda: None)
+    assert budget.usable_cores() == 4.0
 
 
 @pytest.mark.parametrize(("number", "text"), [(41, "41"), (8_320, "8.3K"), (999_999, "1000.0K"), (3_200_000, "3.2M")])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.memory.cgroup import MemoryLimit, cpu_quota, memory_limits
+from memckpt.memory.budget import MemoryLimit, cpu_quota, memory_limits
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.memory import reservation
-from memckpt.memory.reservation import Reservation
+from memckpt.memory import pending_generation
+from memckpt.memory.pending_generation import Reservation
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyOpened, StandbyRefused
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process import fragment_memory
@@ -48,8 +48,8 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     kernel = Kernel()
-    monkeypatch.setattr(reservation, "_fallocate", kernel.fallocate)
-    monkeypatch.setattr(reservation, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(pending_generation, "_fallocate", kernel.fallocate)
+    monkeypatch.setattr(pending_generation, "CHUNK_BYTES", CHUNK)
     yield kernel
     kernel.go_on()
 

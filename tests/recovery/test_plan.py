@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.node.generation import branch_off
+from memckpt.memory.generation import branch_off
 from memckpt.recovery.plan import (
     NewAttempt,
     Plan,

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from memckpt.node.generation import branch_off
+from memckpt.memory.generation import branch_off
 from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import serves
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, StartOver, make_plan

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memckpt.agent.replication.standby import EXTRA_SLOTS
 from memckpt.memory import budget
 from memckpt.memory.region import Region
-from memckpt.node.replica import Replica
+from memckpt.memory.replica import Replica
 from memckpt.protocol.standby import OpenStandby, StandbyFailed, StandbyOpened, StandbyRecord, StandbyRefused
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from memckpt.agent.replication.standby import EXTRA_SLOTS
-from memckpt.node.replica import Replica
+from memckpt.memory.replica import Replica
 from memckpt.replication.transport.wire import NotStored
 from memckpt.state.records import RecordMeta
 from tests.support.cluster.standby_lab import MODES, OPTIMIZERS, check_all, pair, refusals, stored

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memckpt import StorageConfig
-from memckpt.node.replica import Replica
+from memckpt.memory.replica import Replica
 from memckpt.replication.coding.placement import place
 from memckpt.state.records import RecordMeta
 from tests.support.cluster.peers_lab import (

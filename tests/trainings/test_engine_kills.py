@@ -14,7 +14,7 @@ import pytest
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentError
-from memckpt.node import replica
+from memckpt.memory import replica
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
 from memckpt.session import conversation, session

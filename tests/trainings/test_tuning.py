@@ -13,8 +13,8 @@ import pytest
 
 from memckpt.config import AgentConfig, StorageConfig
 from memckpt.errors import MemoryBudgetError
-from memckpt.node.pending_generation import PendingGeneration
-from memckpt.node.replica import Replica
+from memckpt.memory.pending_generation import PendingGeneration
+from memckpt.memory.replica import Replica
 from memckpt.planning.tuning import Change, LayoutSettings, LayoutTuner, Measured
 from memckpt.recovery import restore
 from memckpt.recovery.restore import Restorer

@@ -8,7 +8,7 @@ from memckpt.agent.group_state import GroupState
 from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import SendGeneration, StateTaken
 from memckpt.protocol.standby import CloseStandby

@@ -17,7 +17,7 @@ from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.phases import PhasesPage
-from memckpt.node.redo_news import RedoNews
+from memckpt.memory.redo_news import RedoNews
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.messages import ReplicatorToAgent
 from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PhasesAre

@@ -10,7 +10,7 @@ import msgspec
 
 from memckpt.agent.group_state import GroupState
 from memckpt.errors import AgentError, MemckptError
-from memckpt.node.generation import Generation
+from memckpt.memory.generation import Generation
 from memckpt.protocol.messages import AgentToReplicator
 from memckpt.protocol.recovery import (
     BadSourceSeen,

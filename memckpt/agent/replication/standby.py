@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memckpt.node.generation import Generation
-from memckpt.node.inventory import describe
+from memckpt.memory.generation import Generation, describe
 from memckpt.protocol.standby import OpenStandby, StandbyRecord
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import HeldRecords, RankGroup, RecordMeta, decode_meta

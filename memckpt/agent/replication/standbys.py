@@ -20,9 +20,9 @@ import msgspec
 
 from memckpt.agent.replication.standby import StandbyReplica, as_standby
 from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance
-from memckpt.node.generation import Generation
-from memckpt.node.redo_news import RedoNews
+from memckpt.memory.redo_news import RedoNews
 from memckpt.protocol.standby import (
     CloseStandby,
     OpenStandby,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from memckpt.node.generation import branch_off
+from memckpt.memory.generation import branch_off
 from memckpt.protocol.peers import PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.recovery import FromFragments
 from memckpt.protocol.replication import GiveUp, StateTaken, TakeState

@@ -19,10 +19,10 @@ from memckpt.capture.copier import HostCopier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.region import Region
-from memckpt.node.generation import Generation
-from memckpt.node.replica import Replica
+from memckpt.memory.replica import Replica
 from memckpt.protocol.messages import Message
 from memckpt.protocol.standby import (
     CloseStandby,

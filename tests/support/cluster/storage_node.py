@@ -16,11 +16,11 @@ from typing import Any
 
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.errors import AgentGoneError
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.node.attempt import Attempt
-from memckpt.node.generation import Generation
+from memckpt.processes.attempt import Attempt
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import (

@@ -335,7 +335,7 @@ def collect(child: Child, report: Path) -> Ended:
 
 def import_ahead() -> None:
     """Import the modules that a first optimizer imports (seconds), so that children need not. Trains nothing."""
-    from memckpt.node import replica
+    from memckpt.memory import replica
 
     assert replica is not None
     assert session_module is not None

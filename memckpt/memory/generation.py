@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
+from memckpt.memory.ledger import Ledger, RankStates
+from memckpt.memory.redo_news import RedoNews
 from memckpt.memory.slots import SlotRing, max_local_ranks
-from memckpt.node.ledger import Ledger, RankStates
-from memckpt.node.redo_news import RedoNews
 from memckpt.protocol.trainer import Commit, Drift, GenerationCommit
-from memckpt.protocol.writer import (
-    LogRecord,
-)
+from memckpt.protocol.writer import LogRecord
 from memckpt.state.layout import Layout
-from memckpt.state.records import Branch, Timeline
+from memckpt.state.records import Branch, HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 if TYPE_CHECKING:
-    from memckpt.node.replica import Replica
+    from memckpt.memory.replica import Replica
 
 
 class Generation:
@@ -64,7 +62,7 @@ class Generation:
         try:
             self.ring = SlotRing(self.regions.slots, self.layout, number)
             if self.regions.replica is not None:
-                from memckpt.node.replica import Replica
+                from memckpt.memory.replica import Replica
 
                 self.replica = Replica(
                     self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify, number
@@ -400,3 +398,38 @@ def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> 
     """History of an attempt that goes on from `record` on a timeline of its own."""
     left = [Branch(one.timeline, record if one.left_at is None else min(one.left_at, record)) for one in history]
     return (*left, Branch(timeline, None))
+
+
+def describe(
+    spec: StateSpec,
+    node: str,
+    ranks: RankGroup,
+    history: tuple[Branch, ...],
+    steps: Mapping[int, int],
+    newest: int,
+    standby: bool = False,
+) -> HeldRecords:
+    """Describe records that can be produced while nothing comes.
+
+    Args:
+        spec: of the state, as its owner has it.
+        node: that holds them.
+        ranks: whose state they are.
+        history: of their timelines.
+        steps: of each record that can be produced, oldest first.
+        newest: the newest record that all of the ranks have committed, where any can be produced.
+        standby: whether a standby replica holds them for ranks of another node.
+    """
+    return HeldRecords(
+        node=node,
+        records=tuple(steps),
+        steps=tuple(steps.values()),
+        ranks=ranks,
+        history=history,
+        world_size=spec.world_size,
+        digest=spec.digest(),
+        sharding=spec.sharding(),
+        newest=newest if steps else 0,
+        replicas=spec.replicas,
+        standby=standby,
+    )

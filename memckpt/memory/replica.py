@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from memckpt.errors import AgentError
+from memckpt.memory.redo_news import RedoNews, ReplicaCopied
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.node.redo_news import RedoNews, ReplicaCopied
 from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state import codec
 from memckpt.state.bits import ulp_distance

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from memckpt.agent.group_states import GroupStates
 from memckpt.errors import MemoryBudgetError
+from memckpt.memory.generation import Generation
 from memckpt.memory.region import Region
-from memckpt.node.attempt import Attempt, TrainerHandle
-from memckpt.node.generation import Generation
+from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, Gap, GenerationCommit, Hello, Launcher, NeedSlots, Prepare, SlotsMade
 from memckpt.recovery.plan import common_records

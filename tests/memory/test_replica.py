@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from memckpt.errors import AgentError
+from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance
-from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state import codec
