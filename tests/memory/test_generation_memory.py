@@ -163,7 +163,7 @@ ORDINARY = {("lazy", "committed"), ("lazy", "asked"), ("eager", "asked")}
     ("redo", "phase"),
     [
         pytest.param(redo, phase, marks=() if (redo, phase) in ORDINARY else pytest.mark.slow)
-        for redo in ("lazy", "eager", "capture")
+        for redo in ("lazy", "eager")
         for phase in PHASES
     ],
 )
