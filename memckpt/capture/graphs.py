@@ -11,7 +11,7 @@ from memckpt.errors import UnsupportedError, UsageError
 
 STEP = (
     "an optimizer's step is being recorded into a CUDA graph, and its replays run no hooks: no record would hold them; "
-    "step outside of the graph, or have the state captured (redo='capture')"
+    "step outside of the graph, or have the state copied (redo='snapshot')"
 )
 
 

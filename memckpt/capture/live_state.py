@@ -487,7 +487,7 @@ class LiveState:
             by_value_slots=request.by_value_slots(by_value, shared, slots),
             shared=shared,
             apart=tuple(sorted(self.growth.apart)),
-            encodings=tuple(encodings) if any(encodings) and request.mode != "capture" else (),
+            encodings=tuple(encodings) if any(encodings) and request.mode != "snapshot" else (),
             late=tuple(sorted(self.growth.late)),
         )
 
@@ -523,7 +523,7 @@ class LiveState:
         for index, group_index in owners:
             optimizer = self.optimizers[index]
             group = optimizer.param_groups[group_index]
-            captured = request.mode == "capture"
+            captured = request.mode == "snapshot"
             described_state = describe_state(optimizer, param, group, self._dry_runs[index], captured)
             specs.append(OwnerSpec(index, group_index, described_state.tensors, described_state.keys))
             whole = whole or not is_elementwise(optimizer)
@@ -537,7 +537,7 @@ class LiveState:
     def _optimizer_spec(self, index: int, request: SpecRequest) -> OptimizerSpec:
         optimizer = self.optimizers[index]
         # Captured attributes are in the rank state: they change, and the layout must not.
-        kept = attributes(optimizer)[0] if request.mode != "capture" else {}
+        kept = attributes(optimizer)[0] if request.mode != "snapshot" else {}
         return OptimizerSpec(
             module=type(optimizer).__module__,
             qualname=type(optimizer).__qualname__,

@@ -75,9 +75,9 @@ class SlotWriter:
         self.mine = [stager == rank for stager in self.layout.stagers]
         self.leads = spec.local_ranks[0] == rank
         #: Whether state is captured: nothing is redone, and state without room in the layout is encoded.
-        self.captures = spec.mode == "capture"
+        self.snapshots = spec.mode == "snapshot"
         #: Marks of gradients that are complete in their slots; None if none are staged.
-        self.landings = None if self.captures else Landings(self._slots, self.layout, generation, rank)
+        self.landings = None if self.snapshots else Landings(self._slots, self.layout, generation, rank)
         # Plain lists for look-ups at every gradient: backward evicts our data from the CPU's caches.
         self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
         self.members = [self.layout.optimizer_params(number) for number in range(len(spec.optimizers))]
@@ -237,7 +237,7 @@ class SlotWriter:
                 value = state.get(spec.key)
                 view = views[position]
                 position += 1
-                if not isinstance(value, torch.Tensor) or (self.captures and not fits_room(value, param, spec)):
+                if not isinstance(value, torch.Tensor) or (self.snapshots and not fits_room(value, param, spec)):
                     missing.append((piece.param, owner.optimizer, spec.key))
                     continue
                 if mine:
@@ -257,9 +257,9 @@ class SlotWriter:
         known = {spec.key for owner in self.spec.params[param].owners for spec in owner.state}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                if key not in known and (not self.captures or _is_large(value, self.params[param])):
+                if key not in known and (not self.snapshots or _is_large(value, self.params[param])):
                     raise LayoutChangedError(f"new optimizer state {key!r} of {self.spec.params[param].tensor.name}")
-            elif not self.captures or not codec.unencodable_paths(value):
+            elif not self.snapshots or not codec.unencodable_paths(value):
                 # Captured values that cannot be encoded here go into the rank state, or are reported.
                 plain.setdefault(param, {}).setdefault(optimizer, {})[key] = value
 
@@ -327,9 +327,9 @@ class SlotWriter:
         self.stage_by_value(record)
         return tuple(metas), (), b""
 
-    def is_captured(self, record: int) -> bool:
+    def is_snapshot(self, record: int) -> bool:
         """Whether the state after `record` is due to be captured; the start of a generation always is captured."""
-        return self.captures and record % self.spec.every == 0
+        return self.snapshots and record % self.spec.every == 0
 
     def capture(self, record: int) -> bytes:
         """Write this rank's part of the state after `record` over the older of the two captures.

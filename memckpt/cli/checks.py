@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from memckpt.cli.common import count
 from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, MirrorConfig, RedoMode
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS
-from memckpt.state.layout import CAPTURES
+from memckpt.state.layout import SNAPSHOTS
 from memckpt.user_messages import nbytes_text
 
 Outcome = Literal["ok", "warning", "problem"]
@@ -130,8 +130,8 @@ def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfi
 
 def bytes_per_parameter(mode: RedoMode) -> float:
     """Bytes per parameter of base and log with the default settings, and of the copy that is written to storage."""
-    if mode == "capture":
-        return (CAPTURES + 1) * STATE_BYTES
+    if mode == "snapshot":
+        return (SNAPSHOTS + 1) * STATE_BYTES
     period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().records_in_flight
     record = 4 + STATE_BYTES / period
     held = STATE_BYTES + slots * record if mode == "eager" else (period + slots) * record
@@ -144,7 +144,7 @@ def check_memory(available: int, limit: int | None) -> Check:
     room = {mode: available * 0.95 / bytes_per_parameter(mode) / 1e6 for mode in get_args(RedoMode)}
     text = (
         f"{nbytes_text(available)} available{under}; minus the memory of training itself, that is room for "
-        f"{room['lazy']:.0f}M parameters (lazy), {room['eager']:.0f}M (eager) or {room['capture']:.0f}M (capture), "
+        f"{room['lazy']:.0f}M parameters (lazy), {room['eager']:.0f}M (eager) or {room['snapshot']:.0f}M (snapshot), "
         "fp32 with Adam"
     )
     if available < _LITTLE_MEMORY:

@@ -161,7 +161,7 @@ def holes_text(verdict: Verdict) -> Text:
     more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     effect = "" if verdict.outcome == "different" else " In these steps that had no effect on what was trained."
     hidden = any(OF_OPTIMIZER in each.name for each in verdict.holes)
-    captured = ' An optimizer\'s steps depend on its own: redo="capture" carries them.' if hidden else ""
+    captured = ' An optimizer\'s steps depend on its own: redo="snapshot" carries them.' if hidden else ""
     return Text.assemble(
         ("Not restored: ", "bold red" if not effect else "bold yellow"),
         f"{'; '.join(named[:_NAMED])}{more}. It changes in training and is in no state that a resume puts back: make "

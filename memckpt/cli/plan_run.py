@@ -18,7 +18,7 @@ from memckpt.processes.address import AgentAddress
 _WATCH_SECONDS, _LOOK_SECONDS = 10.0, 0.2
 #: T and D of a run are not shown. With the defaults, bytes of base and log, and of a record, for each parameter with
 #: Adam and fp32.
-_HELD_BYTES = {"lazy": 60.5, "eager": 25.125, "capture": 24.0}
+_HELD_BYTES = {"lazy": 60.5, "eager": 25.125, "snapshot": 24.0}
 _RECORD_BYTES = {"lazy": 5.5, "eager": 4.375}
 
 

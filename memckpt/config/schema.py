@@ -12,8 +12,8 @@ from typing import Literal
 from memckpt.config.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError
 
-RedoMode = Literal["eager", "lazy", "capture"]
-RedoChoice = Literal["auto", "eager", "lazy", "capture"]
+RedoMode = Literal["eager", "lazy", "snapshot"]
+RedoChoice = Literal["auto", "eager", "lazy", "snapshot"]
 TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
@@ -27,8 +27,8 @@ DomainLevel = Literal["auto", "node", "rack", "zone"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
-#: A captured record has the whole state, so its period is always 1.
-DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "capture": 1}
+#: A snapshot has the whole state, so its period is always 1.
+DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "snapshot": 1}
 #: D, the number of records in flight.
 DEFAULT_SLOTS = 3
 #: With peers a window of T + D records is held in other nodes' memory in every mode.
@@ -262,13 +262,13 @@ class MemckptConfig:
     Args:
         redo: ``"eager"`` applies each record to a replica at once (least memory, part of a core);
             ``"lazy"`` keeps the last records and applies them at restore (no work besides the copies);
-            ``"capture"`` copies the whole state every `capture_every_steps` steps without redo, for optimizers whose
+            ``"snapshot"`` copies the whole state every `snapshot_every_steps` steps without redo, for optimizers whose
             steps cannot be redone; ``"auto"`` chooses and reports why.
         tap: ``"auto"`` copies gradients as backward produces them, compares them with those that the optimizer used,
             and changes to ``"step"`` if they differ; ``"step"`` copies them at the optimizer's step.
         anchor_period_steps: T, in steps; None: the default of the redo mode.
         slots: D, records in flight: one being filled, one waiting, one being applied; None: 3, and what tuning finds.
-        capture_every_steps: N, interval of captures in steps; a crash loses fewer than N steps.
+        snapshot_every_steps: N, interval of snapshots in steps; a crash loses fewer than N steps.
         agent: settings of the agent.
         peers: records in other nodes' memory, an ErasureConfig or a MirrorConfig; None: none.
         storage: checkpoints beyond this node's memory; None: none are written or read.
@@ -294,7 +294,7 @@ class MemckptConfig:
     tap: TapChoice = "auto"
     anchor_period_steps: int | None = None
     slots: int | None = None
-    capture_every_steps: int = 10
+    snapshot_every_steps: int = 10
     agent: AgentConfig = field(default_factory=AgentConfig)
     peers: ErasureConfig | MirrorConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
@@ -308,15 +308,15 @@ class MemckptConfig:
     log_metrics: bool = True
 
     def __post_init__(self) -> None:
-        known = ("auto", "eager", "lazy", "capture")
-        _require(self.redo in known, "redo", "'auto', 'eager', 'lazy' or 'capture'", self.redo)
+        known = ("auto", "eager", "lazy", "snapshot")
+        _require(self.redo in known, "redo", "'auto', 'eager', 'lazy' or 'snapshot'", self.redo)
         _require(self.tap in ("auto", "step"), "tap", "'auto' or 'step'", self.tap)
         period = self.anchor_period_steps
         _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
         slots = self.slots
         _require(slots is None or 2 <= slots <= 64, "slots", "None or 2 to 64", slots)
-        every = self.capture_every_steps
-        _require(1 <= every <= 1_000_000, "capture_every_steps", "1 to 1000000", every)
+        every = self.snapshot_every_steps
+        _require(1 <= every <= 1_000_000, "snapshot_every_steps", "1 to 1000000", every)
         _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
         peers, kinds = self.peers, (ErasureConfig, MirrorConfig)
         _require(peers is None or isinstance(peers, kinds), "peers", "None, an ErasureConfig or a MirrorConfig", peers)
@@ -327,7 +327,9 @@ class MemckptConfig:
         _require(compression is None or isinstance(compression, compressors), "compression", expected, compression)
         # The step's tap leaves DDP's averages to DDP, which does not compress.
         _require(compression is None or self.tap == "auto", "tap", "'auto' with compression", self.tap)
-        _require(compression is None or self.redo != "capture", "compression", "None with redo='capture'", compression)
+        _require(
+            compression is None or self.redo != "snapshot", "compression", "None with redo='snapshot'", compression
+        )
         _require(self.tuning in ("auto", "off"), "tuning", "'auto' or 'off'", self.tuning)
         budget, mtbf = self.overhead_budget, self.mtbf_seconds
         _require(0 < budget <= 1, "overhead_budget", "more than 0, at most 1", budget)
@@ -354,7 +356,7 @@ class MemckptConfig:
 
     def anchor_period(self, mode: RedoMode) -> int:
         """T for the chosen redo mode."""
-        if mode == "capture":
+        if mode == "snapshot":
             return DEFAULT_ANCHOR_PERIOD[mode]
         default = DEFAULT_ANCHOR_PERIOD[mode] if self.peers is None else _PEERS_ANCHOR_PERIOD
         return self.anchor_period_steps or default

@@ -184,11 +184,11 @@ class Generation:
         return min(self.ledger.committed.values(), default=0)
 
     def _captured(self) -> list[int]:
-        """In mode ``"capture"``: the newest records with a slot, oldest first; one more than there are slots.
+        """In mode ``"snapshot"``: the newest records with a slot, oldest first; one more than there are slots.
 
         A rank may have begun to fill the slot of a record that another one has not committed yet.
         """
-        if self.spec.mode != "capture" or self.base is None:
+        if self.spec.mode != "snapshot" or self.base is None:
             return []
         every = self.spec.every
         known = self.ledger.records_with_states
@@ -227,7 +227,7 @@ class Generation:
         if self.base is None:
             return []
         newest, common = self.newest, self.common
-        if self.spec.mode == "capture":
+        if self.spec.mode == "snapshot":
             return [record for record in self._captured() if record <= common and self._is_whole(record)]
         # The slot of newest + 1 had this record. While training waits for peers it still has, and then the watermark
         # may be as old as that.
@@ -274,7 +274,7 @@ class Generation:
         """
         assert self.base is not None
         ledger = self.ledger
-        if self.spec.mode == "capture":
+        if self.spec.mode == "snapshot":
             return {number: ledger.sendable(number) for number in self._captured() if self._is_whole(number)}
         found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
         virtual = range(self.base - self.spec.period + 1, self.base + 1)
@@ -325,8 +325,8 @@ class Generation:
 
     def why_not_repeated(self, record: int) -> str:
         """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
-        if self.spec.mode == "capture" and self.spec.every > 1:
-            return f"state is captured every {self.spec.every} steps, and no step is redone"
+        if self.spec.mode == "snapshot" and self.spec.every > 1:
+            return f"state is copied every {self.spec.every} steps, and no step is redone"
         if record == self.base and self._fetched:
             return f"record {record} came from other nodes, without the one before it"
         if record == self.base:
@@ -357,7 +357,7 @@ class Generation:
 
     def following(self, record: int) -> dict[int, dict[int, bytes]]:
         """Rank states of the records after a captured one, by record and rank."""
-        return self.ledger.rank_states_after(record) if self.spec.mode == "capture" else {}
+        return self.ledger.rank_states_after(record) if self.spec.mode == "snapshot" else {}
 
     def log_record(self, record: int) -> LogRecord | None:
         """Everything but the tensors of a record that was made in this generation, if all of it is still known."""
@@ -366,7 +366,7 @@ class Generation:
     @property
     def records_held(self) -> int:
         """How many records' tensors are still in the log; the slot that is being filled is not among them."""
-        if self.spec.mode == "capture":
+        if self.spec.mode == "snapshot":
             return min(len(self._captured()), self.layout.ring)
         return sum(1 for record in self.ledger.metas if record > self.newest + 1 - self.layout.ring)
 
@@ -379,7 +379,7 @@ class Generation:
 
     def newest_step(self) -> int | None:
         """The step of the newest record whose state is held."""
-        if self.spec.mode == "capture":
+        if self.spec.mode == "snapshot":
             held = [record for record in self._captured() if self.ledger.knows(record)]
             return self.ledger.step_of(held[-1]) if held else None
         return self.ledger.newest_step

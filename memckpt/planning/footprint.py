@@ -25,7 +25,7 @@ from memckpt.config import (
 )
 from memckpt.planning.checks import require_count, require_number
 from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
-from memckpt.state.layout import CAPTURES
+from memckpt.state.layout import SNAPSHOTS
 from memckpt.state.spec import ITEM_BYTES
 
 #: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
@@ -75,7 +75,7 @@ class Held:
 
 def ring_records(mode: RedoMode, period: int, slots: int) -> int:
     """Number of records that the ring in a node's memory holds. Source: ``Layout.ring``."""
-    return {"lazy": period + slots, "eager": slots, "capture": CAPTURES}[mode]
+    return {"lazy": period + slots, "eager": slots, "snapshot": SNAPSHOTS}[mode]
 
 
 def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
@@ -83,8 +83,8 @@ def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
 
     Source: docs/configuration.md, "Memory": lazy (T + D)(g + s/T), eager s + D (g + s/T), capture 2 s per parameter.
     """
-    if mode == "capture":
-        return CAPTURES * held.whole_bytes
+    if mode == "snapshot":
+        return SNAPSHOTS * held.whole_bytes
     ring = ring_records(mode, held.period, held.slots) * held.record_bytes
     return ring + (held.whole_bytes if mode == "eager" else 0.0)
 
@@ -95,8 +95,8 @@ def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig | MirrorConfig, h
     Source: docs/operations.md, "What it takes": (k + m - 1)/k (T + D)(g + s/T) per parameter, a mirror (M - 1)(s +
     (D + 2)(g + s/T)). Captured states are kept three at a time (``sizes_of``), by mirrors, too.
     """
-    if mode == "capture":
-        return _sent(peers) * (1 + CAPTURES) * held.whole_bytes
+    if mode == "snapshot":
+        return _sent(peers) * (1 + SNAPSHOTS) * held.whole_bytes
     if isinstance(peers, MirrorConfig):
         replica = held.whole_bytes + (held.slots + 2) * held.record_bytes
         return (peers.copies - 1) * replica

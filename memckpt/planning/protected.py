@@ -42,7 +42,7 @@ _REDONE: tuple[tuple[RedoMode, int | None], ...] = (
     ("lazy", None), ("lazy", 4), ("lazy", 16), ("lazy", 32), ("eager", None), ("eager", 16), ("eager", 32),
 )  # fmt: skip
 #: A scheme of last resort: the whole state every N steps.
-_LOCAL = (*_REDONE, ("capture", None))
+_LOCAL = (*_REDONE, ("snapshot", None))
 _DATA, _TOLERATED = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)
 #: Differences of ETTR below this one do not matter.
 SAME_ETTR = 1e-3
@@ -211,7 +211,7 @@ def _setting(
     residual: float = 0.0,
 ) -> Planned:
     """One setting of this product, evaluated for the job; `residual`: bytes of left-out parts of gradients."""
-    every = capture_every(job) if mode == "capture" else 0
+    every = capture_every(job) if mode == "snapshot" else 0
     config = _config(job, mode, period, peers, log, every)
     held = Held(
         parameters=job.node_parameters,
@@ -347,7 +347,7 @@ def _config(
     return MemckptConfig(
         redo=mode,
         anchor_period_steps=period,
-        capture_every_steps=every or MemckptConfig.capture_every_steps,
+        snapshot_every_steps=every or MemckptConfig.snapshot_every_steps,
         agent=AgentConfig(memory_budget_bytes=None if budget is None else int(budget)),
         peers=peers,
         storage=StorageConfig(mode="log" if log else "auto"),

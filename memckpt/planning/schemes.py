@@ -64,7 +64,7 @@ def make_plan(job: Job) -> Plan:
     if len(exact) < len(alike):
         words.append("that is exact and protects every step" if _every_step(recommended) else "that is exact")
     if not _every_step(recommended) and recommended.config is not None:
-        words.append(f"which protects one step in {recommended.config.capture_every_steps}, as the budgets allow")
+        words.append(f"which protects one step in {recommended.config.snapshot_every_steps}, as the budgets allow")
     if not recommended.keeps_memory:
         words.append(f"but memory is lost with a probability of {recommended.monthly_loss:.2g} a month")
     others = max((row for row in rows if row.config is None), key=lambda row: row.expectation.ettr)
@@ -77,4 +77,4 @@ def make_plan(job: Job) -> Plan:
 
 def _every_step(row: Planned) -> bool:
     """Whether each step is recorded, and not each N-th state captured."""
-    return row.config is not None and row.config.redo != "capture"
+    return row.config is not None and row.config.redo != "snapshot"

@@ -206,7 +206,7 @@ class Restorer:
             for owner in spec.owners:
                 held = self._optimizers[owner.optimizer].state.get(self._params[index], {})
                 found = self._target.before.get((index, owner.optimizer), {})
-                if self._layout.spec.mode == "capture":
+                if self._layout.spec.mode == "snapshot":
                     # State without a slot is restored, and compared, with the captured state of the optimizers
                     # themselves.
                     known = {*held, *(one.key for one in owner.state)}

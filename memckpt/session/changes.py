@@ -43,7 +43,7 @@ class Changes:
     def watch(self, writer: SlotWriter) -> None:
         """Take the current values of a generation's tensors as unchanged."""
         # State that is captured need not be watched: it is copied whatever has changed it.
-        self._recorder.watch = None if writer.captures else ParameterWatch(writer, self._optimizers)
+        self._recorder.watch = None if writer.snapshots else ParameterWatch(writer, self._optimizers)
         self._static = StaticWatch(writer)
 
     def forget(self) -> None:
@@ -74,8 +74,8 @@ class Changes:
         self._told += 1
         if self._told <= _TELL:
             again = (
-                "; this happens again and again and costs a copy of the whole state each time: redo='capture' copies "
-                "it every capture_every_steps steps only. An optimizer that memckpt was not given does this, too, and "
+                "; this happens again and again and costs a copy of the whole state each time: redo='snapshot' copies "
+                "it every snapshot_every_steps steps only. An optimizer that memckpt was not given does this, too, and "
                 "its state is not restored"
             )
             _log.warning(

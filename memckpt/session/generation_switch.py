@@ -18,7 +18,7 @@ Events, each a method of :class:`GenerationSwitch`, and the state that follows:
 - ``obey``, the agent orders a generation of all local ranks: DUE.
 - ``tune``, the tuner has other settings: DUE with the next record, on all ranks.
 - ``distrust``, the audit has found that steps are not redone as they were: DUE, with gradients taken later; if that was
-  so before, no change, and DUE in mode ``"capture"`` where all ranks agree on that.
+  so before, no change, and DUE in mode ``"snapshot"`` where all ranks agree on that.
 - ``lose_replica``, the agent's redo has failed: no change. The record has a problem, and the next generation is lazy.
 - ``rejoin``, another agent is there: DUE. Ranks that share slots are EMPTY until this agent orders a generation.
 - ``capture_last``, training has ended: no change.
@@ -177,11 +177,11 @@ class GenerationSwitch:
             return  # it is acted upon already
         self._distrusted = drift.generation
         found = drift_text(drift)
-        if self._recorder.streams and self._mode.mode != "capture":
+        if self._recorder.streams and self._mode.mode != "snapshot":
             self._tap.take_later(
                 f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "
                 "a change of gradients that nobody saw. Each step waits for the copy of its gradients now. If it comes "
-                'again, the whole state is captured. redo="capture" does that from the start'
+                'again, the whole state is copied. redo="snapshot" does that from the start'
             )
             self._recorder.fail(found)
         else:
@@ -260,7 +260,7 @@ class GenerationSwitch:
         Captured records must be common to all ranks. So a generation of some ranks begins with a record that the other
         ranks capture, too.
         """
-        if self.request.mode != "capture" or len(self._ranks.unit) == self._ranks.world_size:
+        if self.request.mode != "snapshot" or len(self._ranks.unit) == self._ranks.world_size:
             return record
         every = self.request.every
         return -(-record // every) * every

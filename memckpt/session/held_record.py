@@ -101,7 +101,7 @@ class InMemory:
     def steps(self) -> tuple[Layout, RecordMeta, GradientSource] | None:
         assert self._writer is not None
         before = self._regions.message.before
-        if before is None or not before.meta or self._writer.captures:
+        if before is None or not before.meta or self._writer.snapshots:
             return None
         layout = self._writer.layout
         return layout, decode_meta(before.meta), StagedGradients(self._regions.slots.map, layout)

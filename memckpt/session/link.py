@@ -284,7 +284,7 @@ class AgentLink:
             The seconds that it took.
         """
         started = time.perf_counter()
-        if self.waits and spec.mode == "capture":
+        if self.waits and spec.mode == "snapshot":
             if record % spec.every == 0:
                 self.client.wait_for_watermark(max(record - spec.every, began))
         elif self.waits:

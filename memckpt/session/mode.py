@@ -57,24 +57,24 @@ class ModeChoice:
         ]
         everybody = ranks.gather((own, bool(untested)))
         chosen = next(
-            (each for wanted in ("capture", "lazy") for each, _ in everybody if each[0] == wanted),
+            (each for wanted in ("snapshot", "lazy") for each, _ in everybody if each[0] == wanted),
             own,
         )
         #: Mode and reason that apply where redo is possible.
         self._redone = chosen
         self.mode: RedoMode = chosen[0]
         self.reason = chosen[1]
-        if self.mode == "capture":
-            self.every = config.capture_every_steps
+        if self.mode == "snapshot":
+            self.every = config.snapshot_every_steps
         elif any(each for _, each in everybody):
             names = ", ".join(sorted({type(live.optimizers[index]).__qualname__ for index in untested})) or "optimizers"
-            self.mode, self.reason = "capture", f"the redo of {names} is tested in the first {STEPS} steps"
+            self.mode, self.reason = "snapshot", f"the redo of {names} is tested in the first {STEPS} steps"
             self._test = SelfTest(live, untested)
 
     @property
     def redoes(self) -> bool:
         """Whether steps are redone from gradients, now or after the self-test."""
-        return self._redone[0] != "capture"
+        return self._redone[0] != "snapshot"
 
     @property
     def settings(self) -> LayoutSettings:
@@ -96,7 +96,7 @@ class ModeChoice:
         self.tuned = settings
         if settings.mode != self._redone[0]:
             self._redone = settings.mode, reason
-            if self.mode != "capture":
+            if self.mode != "snapshot":
                 self.mode, self.reason = self._redone
 
     def request(self, asynchronous: bool, settings: LayoutSettings | None = None) -> SpecRequest:
@@ -166,7 +166,7 @@ class ModeChoice:
             if reason:
                 self._capture(reason)
                 return
-            if self._test is not None and mode is not None and mode != "capture":
+            if self._test is not None and mode is not None and mode != "snapshot":
                 self._redo()
                 return
 
@@ -177,11 +177,11 @@ class ModeChoice:
 
     def distrust(self, reason: str) -> None:
         """Have all ranks capture state from the next look on: what redo gives is wrong, and gradients are not why."""
-        if self.mode != "capture" and not self._distrusted:
+        if self.mode != "snapshot" and not self._distrusted:
             self._distrusted = reason
             when = "" if self._ranks.world_size == 1 else f", within {_LOOK_RECORDS} steps"
             _log.warning(
-                "memckpt: %s, once more. Resumes are not exact until the whole state is captured in place of redo%s. "
+                "memckpt: %s, once more. Resumes are not exact until the whole state is copied in place of redo%s. "
                 "An optimizer whose steps depend on more than gradients, groups and state does this, and a hook that "
                 "changes parameters unseen",
                 reason,
@@ -201,7 +201,7 @@ class ModeChoice:
         """
         if self._find_compiled(compiled) or self._find_distrusted(record):
             return True
-        if changing and self.mode != "capture" and self._ranks.world_size == 1:
+        if changing and self.mode != "snapshot" and self._ranks.world_size == 1:
             self._cannot_redo(changing)
             return True
         if self._test is None:
@@ -223,7 +223,7 @@ class ModeChoice:
         record with a step. A rank that compiles later cannot make the others capture, and writes a generation after
         each of its steps.
         """
-        if self.mode == "capture" and self._test is None:
+        if self.mode == "snapshot" and self._test is None:
             return False
         if self._live.not_redoable and not self._live.sharded:  # found while training runs, on all replicas alike
             self._cannot_redo(next(iter(self._live.not_redoable.values())))
@@ -240,7 +240,7 @@ class ModeChoice:
 
     def _find_distrusted(self, record: int) -> bool:
         """Switch to capture if the audit of some rank's node has found that redo is wrong. Returns True if it has."""
-        if self.mode == "capture" or (self._ranks.world_size > 1 and record % _LOOK_RECORDS):
+        if self.mode == "snapshot" or (self._ranks.world_size > 1 and record % _LOOK_RECORDS):
             return False
         reason = next(filter(None, self._ranks.gather(self._distrusted)), "")
         if reason:
@@ -250,7 +250,7 @@ class ModeChoice:
     def _cannot_redo(self, reason: str) -> None:
         self._capture(reason)
         _log.warning(
-            "memckpt: steps cannot be redone here: %s; the whole state is captured every %d steps instead, so that a "
+            "memckpt: steps cannot be redone here: %s; the whole state is copied every %d steps instead, so that a "
             "crash may lose up to %d",
             reason,
             self.every,
@@ -259,7 +259,7 @@ class ModeChoice:
 
     def _capture(self, reason: str) -> None:
         self.end()
-        self.mode, self.reason, self.every = "capture", reason, self._config.capture_every_steps
+        self.mode, self.reason, self.every = "snapshot", reason, self._config.snapshot_every_steps
         self.not_redoable = reason
 
     def _redo(self) -> None:

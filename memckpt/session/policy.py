@@ -61,15 +61,15 @@ def choose_redo(
     Returns:
         The mode, and the reason in words.
     """
-    if config.redo == "capture":
-        return "capture", "as configured"
+    if config.redo == "snapshot":
+        return "snapshot", "as configured"
     for index, reason in live.not_redoable.items():
         if config.redo != "auto":
             name = type(live.optimizers[index]).__qualname__
             _log.warning(
-                "memckpt: redo=%r is not possible with %s and 'capture' is used: %s", config.redo, name, reason
+                "memckpt: redo=%r is not possible with %s and 'snapshot' is used: %s", config.redo, name, reason
             )
-        return "capture", reason
+        return "snapshot", reason
     if not any(p.requires_grad for optimizer in live.optimizers for g in optimizer.param_groups for p in g["params"]):
         return _lazy_instead(config, "no parameter requires a gradient, so that a replica would be empty")
     for optimizer in live.optimizers:

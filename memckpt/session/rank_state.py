@@ -140,7 +140,7 @@ class RankState:
             raise ConfigurationError(
                 f"register({name!r}, attributes={list(attributes)}): expected another object than the optimizer "
                 f"{kind}, as its steps may depend on its attributes: carried by themselves they do not reach a redo. "
-                "Use redo='capture', which carries them"
+                "Use redo='snapshot', which carries them"
             )
         if attributes:
             obj = AttributesOf(name, obj, attributes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memckpt.session.resume_check import ResumeCheck
-from memckpt.state.layout import CAPTURES, Layout
+from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
 from memckpt.user_messages import short_number
 
@@ -96,9 +96,9 @@ def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, cave
     layout = Layout(spec)
     whole = sum(math.prod(param.tensor.whole_shape) for param in spec.params)
     shards = "" if whole == layout.numel else f", of which this rank holds {short_number(layout.numel)}"
-    if spec.mode == "capture":
+    if spec.mode == "snapshot":
         steps = "every step" if spec.every == 1 else f"one step of {spec.every}"
-        how = f"state capture ({reason}), {CAPTURES} copies"
+        how = f"snapshots ({reason}), {SNAPSHOTS} copies"
     else:
         steps = "every step"
         how = f"{spec.mode} redo ({reason}), tap: {tap}, T={spec.period}, D={spec.slots}"

@@ -79,8 +79,8 @@ class ResumeProof:
         if self.check.kind == "off" or chosen.following:
             return
         self._witness = witness = Witness(self._training.copier)
-        if writer.captures:
-            witness.decline("state is captured, gradients are not, and no step behind the captured one is known")
+        if writer.snapshots:
+            witness.decline("state is copied, gradients are not, and no step behind the captured one is known")
         elif isinstance(tap, BucketTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
             witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
         elif self._rank_state.never_repeatable:

@@ -119,13 +119,13 @@ class Staging:
         """Whether the current record can be committed as it is."""
         if self.writer is None or self._recorder.problem is not None:
             return False
-        return self.writer.captures or self._recorder.writer is not None
+        return self.writer.snapshots or self._recorder.writer is not None
 
     def begin_record(self, record: int) -> None:
         """Open a record's slot and stage its anchors, before the next step changes the state."""
         writer = self.writer
         assert writer is not None
-        if writer.captures:
+        if writer.snapshots:
             # Gradients and steps are not recorded: the state is copied at the end of the record.
             self._recorder.begin(None, record)
             return
@@ -143,7 +143,7 @@ class Staging:
 
     def stage_by_value(self, record: int) -> None:
         """Copy by-value tensors at the end of the record, or the whole state where it is to be captured."""
-        if self.writer is not None and self.writer.captures:
+        if self.writer is not None and self.writer.snapshots:
             self._capture(self.writer, record)
             return
         writer = self._recorder.writer
@@ -184,13 +184,13 @@ class Staging:
         With redo the recorded steps show that; captured records have none.
         """
         writer = self.writer
-        if writer is None or not writer.is_captured(record):
+        if writer is None or not writer.is_snapshot(record):
             return False
         return self._live.spec(request).structure() != writer.spec.structure()
 
     def _capture(self, writer: SlotWriter, record: int) -> None:
         self._captured = None
-        if not writer.is_captured(record) or self._recorder.problem is not None:
+        if not writer.is_snapshot(record) or self._recorder.problem is not None:
             return
         try:
             with torch.no_grad():
@@ -201,7 +201,7 @@ class Staging:
 
     def owes(self, record: int) -> bool:
         """Whether a record is committed without a capture, since only every N-th one is captured."""
-        return self.writer is not None and self.writer.captures and not self.writer.is_captured(record)
+        return self.writer is not None and self.writer.snapshots and not self.writer.is_snapshot(record)
 
     @property
     def moved(self) -> bool:
@@ -248,7 +248,7 @@ class Staging:
         assert writer is not None
         self._copier.wait_before_changes()  # the next forward may change by-value tensors
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
-        if writer.captures:
+        if writer.snapshots:
             return self._seal_captured(writer, point, stalled * 1e3)
         missing, plain = self._anchored
         rank_state = self._completed(point, writer, False)
@@ -282,7 +282,7 @@ class Staging:
             raise
         if not writer.leads:
             metas, missing, plain = (), (), b""
-        rank_state = self._completed(point, writer, writer.captures).encode()
+        rank_state = self._completed(point, writer, writer.snapshots).encode()
         commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
@@ -302,7 +302,7 @@ class Staging:
                 pass  # replied as `missed`: the agent asks again, and the next record shows the change
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
-                beside = self._completed(point, writer, True).encode() if writer.captures else b""
+                beside = self._completed(point, writer, True).encode() if writer.snapshots else b""
                 seconds = time.perf_counter() - started
                 taken = SnapshotTaken(record, order.number, seconds, False, *parts, rank_state=beside)
             finally:

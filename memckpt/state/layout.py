@@ -18,8 +18,8 @@ Where a record is addressed as one range (pieces for peers), its by-value tensor
 its slot.
 
 The gradient arena has one area for each optimizer sub-step that a record may contain; landings mark the complete
-gradients of each optimizer's first one. In mode ``"capture"`` there is neither: only every N-th record has a slot, with
-the anchors of everything, and two slots are filled alternately.
+gradients of each optimizer's first one. In mode ``"snapshot"`` there is neither: only every N-th record has a slot,
+with the anchors of everything, and two slots are filled alternately.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LANDING_HEAD_BYTES = 64
 #: Pieces of parameters cut at multiples of this many elements give the same bits in fp32 as whole ones (vector tails).
 CUT_ELEMENTS = 32
 
-#: Captures of the whole state in memory: the newest, and the previous one while that is being written.
-CAPTURES = 2
+#: Snapshots of the whole state in memory: the newest, and the previous one while that is being written.
+SNAPSHOTS = 2
 
 
 def aligned(size: int, unit: int = ALIGN) -> int:
@@ -68,9 +68,9 @@ class Layout:
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec
-        self.ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "capture": CAPTURES}[spec.mode]
+        self.ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "snapshot": SNAPSHOTS}[spec.mode]
         #: By optimizer: number of its steps that a record has room for.
-        self.sub_step_room = [0 if spec.mode == "capture" else one.sub_steps for one in spec.optimizers]
+        self.sub_step_room = [0 if spec.mode == "snapshot" else one.sub_steps for one in spec.optimizers]
         self._optimizer_params: list[list[int]] = [[] for _ in spec.optimizers]
         for index, param in enumerate(spec.params):
             for owner in param.owners:
@@ -78,7 +78,7 @@ class Layout:
         self._place_gradients()
         self._place_pieces()
         #: Bytes of a local rank's landings: a head, and a word per parameter.
-        self.landing_bytes = 0 if spec.mode == "capture" else aligned(LANDING_HEAD_BYTES + 8 * len(spec.params))
+        self.landing_bytes = 0 if spec.mode == "snapshot" else aligned(LANDING_HEAD_BYTES + 8 * len(spec.params))
         landings = self.landing_bytes * len(spec.local_ranks)
         self.slot_bytes = aligned(HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + landings, PAGE)
         self._place_by_value()
@@ -126,7 +126,7 @@ class Layout:
         spec = self.spec
         total = sum(param.tensor.numel for param in spec.params)
         limit = max(aligned(total // (4 * spec.period), CUT_ELEMENTS), CUT_ELEMENTS * 128)
-        if spec.mode == "capture":
+        if spec.mode == "snapshot":
             limit = total  # a single record carries them all: nothing to balance
         pieces: list[tuple[int, int, int, int]] = []  # bytes, param, start, stop
         for index, param in enumerate(spec.params):

@@ -151,7 +151,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `static`: tensors that no optimizer steps (frozen parameters), staged once per generation. `by_value`: tensors
     (buffers, averaged models) staged with every record by every local rank.
 
-    `every`: N in mode ``"capture"``: records whose number is a multiple of N are captured.
+    `every`: N in mode ``"snapshot"``: records whose number is a multiple of N are captured.
 
     `local_ranks`: the ranks of this node that hold the same shards and share each record's slot.
     `replicas`: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.

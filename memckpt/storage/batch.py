@@ -67,8 +67,8 @@ class FileTensor:
 
 def not_loggable(spec: StateSpec) -> str:
     """The reason why records of this layout cannot be logged; empty if they can."""
-    if spec.mode == "capture":
-        return "the state is captured because steps are not redone, and a log is useless without redo"
+    if spec.mode == "snapshot":
+        return "the state is copied because steps are not redone, and a log is useless without redo"
     for tensor in [*(param.tensor for param in spec.params), *spec.by_value]:
         if tensor.dtype not in _DTYPES:
             return f"{tensor.name} is {tensor.dtype}, which safetensors does not support"

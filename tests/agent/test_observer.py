@@ -244,9 +244,9 @@ def test_a_generation_at_each_step_leaves_room_for_what_else_there_is(run: Run) 
     for record in range(1, 101):
         run.now += 0.5
         if record == 50:
-            run.status = msgspec.structs.replace(run.status, mode="capture")
+            run.status = msgspec.structs.replace(run.status, mode="snapshot")
         run.observer.told((0,), Protected(record, record))
     told = [one for one in run.events() if isinstance(one, ProtectedEvent)]
     assert [each.record for each in told] == [*range(1, 12), 50]
-    assert told[-1].mode == "capture"
+    assert told[-1].mode == "snapshot"
     assert run.observer.counts["protected"] == 100

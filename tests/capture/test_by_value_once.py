@@ -89,7 +89,7 @@ def test_an_average_of_100_million_parameters_on_8_ranks() -> None:
     "request_of",
     [
         {"mode": "eager"},
-        {"mode": "capture", "period": 1, "every": 5},
+        {"mode": "snapshot", "period": 1, "every": 5},
         {"reads_late": True},
         {"local_ranks": (0,)},
     ],

@@ -74,7 +74,7 @@ def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
     "request_of",
     [
         {"mode": "eager"},
-        {"mode": "capture", "period": 1, "every": 5},
+        {"mode": "snapshot", "period": 1, "every": 5},
         {"reads_late": True},
     ],
 )

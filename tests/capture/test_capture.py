@@ -40,9 +40,9 @@ def test_what_an_optimizer_hides_is_found_and_captured(lab: Lab, case: Case, eve
     kills = [("backward", 11), ("after commit", 14), ("in commit", 21)]
     # The test is over with step 3 at the latest, and the generation of its end is a capture; so is that of a resume.
     expected = [last_captured(10, every, 3), last_captured(14, every, 3), last_captured(20, every, 3)]
-    attempts = lab.survives(case, config("lazy", capture_every_steps=every), kills, expected=expected)
+    attempts = lab.survives(case, config("lazy", snapshot_every_steps=every), kills, expected=expected)
     assert "steps cannot be redone here" in attempts[0].log
-    assert [attempt.mode for attempt in attempts] == ["capture"] * 4
+    assert [attempt.mode for attempt in attempts] == ["snapshot"] * 4
     assert "steps cannot be redone here" not in attempts[1].log  # it is known by then
 
 
@@ -50,15 +50,15 @@ def test_what_an_optimizer_hides_is_found_and_captured(lab: Lab, case: Case, eve
 def test_until_the_test_is_over_every_step_is_captured(lab: Lab, step: int) -> None:
     """In the second step its count shows; from then on state is captured as configured."""
     kills = [("after commit", step), ("before batch", 3)]
-    lab.survives(COUNTING, config("lazy", capture_every_steps=100), kills, expected=[step, 2])
+    lab.survives(COUNTING, config("lazy", snapshot_every_steps=100), kills, expected=[step, 2])
 
 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_an_optimizer_that_can_be_redone_is(lab: Lab, redo: str) -> None:
     kills = [("after commit", 1), ("backward", 3), ("after commit", 7), ("in commit", 12)]
-    attempts = lab.survives(HONEST, config(redo, capture_every_steps=100), kills)
+    attempts = lab.survives(HONEST, config(redo, snapshot_every_steps=100), kills)
     # The first two were killed within its test: what they held was captured, and the test began anew.
-    assert [attempt.mode for attempt in attempts] == ["capture", "capture", "capture", redo, redo]
+    assert [attempt.mode for attempt in attempts] == ["snapshot", "snapshot", "snapshot", redo, redo]
     assert attempts[-1].end["mode"] == redo
     assert not any("cannot be redone" in attempt.log for attempt in attempts)
 
@@ -68,7 +68,7 @@ def test_an_optimizer_that_can_be_redone_is(lab: Lab, redo: str) -> None:
 def test_lbfgs(lab: Lab, case: Case, every: int) -> None:
     kills = [("before step", 3), ("after commit", 6), ("after step", 10)]
     expected = [last_captured(2, every, 1), last_captured(6, every, 1), last_captured(9, every, 1)]
-    attempts = lab.survives(case, config("auto", capture_every_steps=every), kills, expected=expected)
+    attempts = lab.survives(case, config("auto", snapshot_every_steps=every), kills, expected=expected)
     assert "LBFGS evaluates the loss several times" in attempts[0].of("attached")[0]["text"]
 
 
@@ -78,15 +78,15 @@ def test_a_compiled_step_is_captured(lab: Lab, case: Case) -> None:
     importlib.import_module("torch._dynamo")  # here, so that children need not
     attempts = lab.survives(case, config("lazy"), [("before step", 8)])
     assert "the step of AdamW is compiled (torch.compile)" in attempts[0].log
-    assert [attempt.end["mode"] for attempt in attempts[-1:]] == ["capture"]
+    assert [attempt.end["mode"] for attempt in attempts[-1:]] == ["snapshot"]
 
 
 @EVERY
 def test_capture_as_configured(lab: Lab, every: int) -> None:
     kills = [("after commit", 2), ("backward", 7), ("after commit", 12), ("in commit", 18)]
     expected: list[int | None] = [last_captured(step, every, 1) for step in (2, 6, 12, 17)]
-    attempts = lab.survives(PLAIN, config("capture", capture_every_steps=every), kills, expected=expected)
-    assert "state capture (as configured)" in attempts[0].of("attached")[0]["text"]
+    attempts = lab.survives(PLAIN, config("snapshot", snapshot_every_steps=every), kills, expected=expected)
+    assert "snapshots (as configured)" in attempts[0].of("attached")[0]["text"]
     lost = [attempt.of("restored")[0]["lost"] for attempt in attempts[1:]]
     assert lost == [step - back for step, back in zip((2, 6, 12, 17), expected, strict=True) if back is not None]
 
@@ -104,7 +104,7 @@ def test_a_kill_while_a_capture_is_written_resumes_from_the_one_before(lab: Lab,
 
         setattr(SlotWriter, name, dying)
 
-    settings = config("capture", capture_every_steps=4)
+    settings = config("snapshot", snapshot_every_steps=4)
     died = lab.train(PLAIN, settings, prepare=prepare)
     assert died.of("killed")[0]["step"] == 16
     final = lab.train(PLAIN, settings, seed=2)
@@ -114,14 +114,16 @@ def test_a_kill_while_a_capture_is_written_resumes_from_the_one_before(lab: Lab,
 
 
 def test_another_interval_or_mode_after_a_resume(lab: Lab) -> None:
-    first = lab.train(PLAIN, config("capture", capture_every_steps=4), actions={("backward", 7): kill_self})
+    first = lab.train(PLAIN, config("snapshot", snapshot_every_steps=4), actions={("backward", 7): kill_self})
     second = lab.train(
-        PLAIN, config("capture", capture_every_steps=5), seed=2, actions={("after commit", 11): kill_self}
+        PLAIN, config("snapshot", snapshot_every_steps=5), seed=2, actions={("after commit", 11): kill_self}
     )
     assert second.restored_step == 4
     third = lab.train(PLAIN, config("lazy"), seed=3, actions={("after commit", 13): kill_self})
     assert third.restored_step == 10
-    fourth = lab.train(PLAIN, config("capture", capture_every_steps=10), seed=4, actions={("backward", 16): kill_self})
+    fourth = lab.train(
+        PLAIN, config("snapshot", snapshot_every_steps=10), seed=4, actions={("backward", 16): kill_self}
+    )
     assert fourth.restored_step == 13
     final = lab.train(PLAIN, config("lazy"), seed=5)
     assert final.restored_step == 14  # its generation's beginning
@@ -131,11 +133,11 @@ def test_another_interval_or_mode_after_a_resume(lab: Lab) -> None:
 def test_parameters_are_unfrozen_while_state_is_captured(lab: Lab) -> None:
     """They were static, and change in step 9: a generation begins there, and they have their place in it."""
     kills = [("after commit", 11), ("backward", 19)]
-    lab.survives(UNFREEZING, config("lazy", capture_every_steps=4), kills, expected=[9, 16])
+    lab.survives(UNFREEZING, config("lazy", snapshot_every_steps=4), kills, expected=[9, 16])
 
 
 def test_training_survives_its_agent(lab: Lab) -> None:
-    settings = config("capture", capture_every_steps=4)
+    settings = config("snapshot", snapshot_every_steps=4)
     died = lab.train(PLAIN, settings, actions={("backward", 6): kill_agent, ("before step", 10): kill_self})
     assert "protected again from step 6 on" in died.log
     final = lab.train(PLAIN, settings, seed=2)
@@ -147,8 +149,8 @@ def test_training_survives_its_agent(lab: Lab) -> None:
 
 
 def stored(**settings: Any) -> Any:
-    every = settings.pop("capture_every_steps", 4)
-    return config("lazy", capture_every_steps=every, storage=StorageConfig(**settings))
+    every = settings.pop("snapshot_every_steps", 4)
+    return config("lazy", snapshot_every_steps=every, storage=StorageConfig(**settings))
 
 
 def end_agent(lab: Lab) -> None:
@@ -173,14 +175,14 @@ def test_what_no_trainer_came_back_for_is_resumed_from_storage(lab: Lab, case: C
     # Step 8 was captured for memory. The first checkpoint may be later: it is of a step that its order was in time for.
     assert final.restored_step == max(map(int, written)) >= 8
     assert "resuming from storage" in final.log
-    assert final.mode == "capture"
+    assert final.mode == "snapshot"
     lab.check_same(case, died, final)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [COUNTING, pytest.param(QUASI_CASES[0], marks=pytest.mark.slow)], ids=by_name)
 def test_a_snapshot_between_two_captures_is_resumed_from_storage(lab: Lab, case: Case) -> None:
-    settings = stored(capture_every_steps=100, every_steps=7)
+    settings = stored(snapshot_every_steps=100, every_steps=7)
 
     actions: Actions = {
         ("after commit", 4): until_ordered,
@@ -197,8 +199,8 @@ def test_a_snapshot_between_two_captures_is_resumed_from_storage(lab: Lab, case:
 
 def test_the_final_step_is_in_storage(lab: Lab) -> None:
     case = Case("counting-11", COUNTING.build, steps=11)
-    done = lab.train(case, stored(capture_every_steps=100, min_seconds=3600.0))
-    again = lab.train(case, stored(capture_every_steps=100, min_seconds=3600.0), seed=2)
+    done = lab.train(case, stored(snapshot_every_steps=100, min_seconds=3600.0))
+    again = lab.train(case, stored(snapshot_every_steps=100, min_seconds=3600.0), seed=2)
     assert again.restored_step == 11
     lab.check_same(case, done, again)
 

@@ -19,7 +19,7 @@ _references: dict[Any, list[Any]] = {}
 
 
 def job_of(lab: Lab, redo: str = "lazy", every: int = 4, **settings: Any) -> Job:
-    return Job(fresh_directory(lab), lab.run_dir, config(redo, capture_every_steps=every), **settings)
+    return Job(fresh_directory(lab), lab.run_dir, config(redo, snapshot_every_steps=every), **settings)
 
 
 def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> str:
@@ -56,7 +56,7 @@ def test_a_step_that_asks_other_ranks_is_captured_and_never_tried_alone(lab: Lab
 def test_one_rank_whose_test_fails_is_enough(lab: Lab, nodes: bool) -> None:
     job = job_of(lab, nodes=nodes, optimizer=Momentum, fails_test=1)
     logs = survives(lab, job, [Death(0, 2, "backward"), Death("all", 6, "stepped")], [1, 4])
-    assert logs.count("it has failed here; the whole state is captured") == 2
+    assert logs.count("it has failed here; the whole state is copied") == 2
 
 
 def test_all_ranks_pass_and_redo(lab: Lab) -> None:
@@ -69,16 +69,16 @@ def test_ranks_that_differ_by_a_capture_go_back_to_a_common_one(lab: Lab, place:
     """Rank 0 dies around its commit of record 8, which is captured; the other one may have it or not."""
     # Steps are counted from 0: record 8 is that of step 7.
     expected = {"backward": 4, "stepped": 4, "committed": 8}[place]
-    survives(lab, job_of(lab, "capture", nodes=True), [Death(0, 7, place)], [expected])
+    survives(lab, job_of(lab, "snapshot", nodes=True), [Death(0, 7, place)], [expected])
 
 
 def test_three_ranks_reduce_in_the_layout_they_had(lab: Lab) -> None:
-    survives(lab, job_of(lab, "capture", world_size=3), [Death(2, 6), Death(0, 10, "backward")], [4, 8])
+    survives(lab, job_of(lab, "snapshot", world_size=3), [Death(2, 6), Death(0, 10, "backward")], [4, 8])
 
 
 def test_a_new_agent_waits_for_a_capture_that_all_make(lab: Lab) -> None:
     """Between two captures only one node would have what it began with."""
-    job = job_of(lab, "capture", nodes=True)
+    job = job_of(lab, "snapshot", nodes=True)
     first = replace(job, deaths=[Death("agent", 5), Death("all", 9)])
     assert run(lab, first) == [-9, -9]
     logs = "".join(child.log.read_text() for child in lab._children)

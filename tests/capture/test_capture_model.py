@@ -25,7 +25,7 @@ def spec_of(ranks: int, every: int) -> StateSpec:
         optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
         static=(),
         by_value=(),
-        mode="capture",
+        mode="snapshot",
         period=1,
         slots=3,
         local_ranks=tuple(range(ranks)),

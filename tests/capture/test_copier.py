@@ -51,11 +51,11 @@ def test_lazy(lab: Lab, name: str, tap: str) -> None:
     lab.survives(CASES[name], config("lazy", tap=tap), kills_of(name), expected=RESUMED)
 
 
-@pytest.mark.parametrize("redo", ["eager", "capture"])
+@pytest.mark.parametrize("redo", ["eager", "snapshot"])
 @pytest.mark.parametrize("name", ["interrupted", "zeroed-in-place"])
 def test_other_modes(lab: Lab, name: str, redo: str) -> None:
     # A capture that was not committed any more has taken the place of the one before the last.
-    none = ["is not held any more"] if redo == "capture" else []
+    none = ["is not held any more"] if redo == "snapshot" else []
     lab.survives(CASES[name], config(redo), kills_of(name), expected=RESUMED, unchecked=none)
 
 

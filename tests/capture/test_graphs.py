@@ -72,7 +72,7 @@ class Still(Graphed):
         return torch.randn(16, 40), torch.randint(0, 10, (16,))
 
 
-@pytest.mark.parametrize("redo", ["lazy", "capture"])
+@pytest.mark.parametrize("redo", ["lazy", "snapshot"])
 def test_a_backward_in_a_graph_is_taken_after_the_step(lab: Lab, redo: str) -> None:
     lab.survives(Case("graphed", Still), config(redo), [("after commit", 7), ("before step", 12)])
 

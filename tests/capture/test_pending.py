@@ -28,7 +28,7 @@ def check_every(period: int, attempts: Sequence[Ended]) -> None:
     assert all(done == (step % period == 0) for step, done in committed(attempts).items())
 
 
-@pytest.mark.parametrize("redo", ["lazy", "eager", "capture"])
+@pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 def test_gradients_wait_for_the_optimizer_that_owns_them(lab: Lab, redo: str) -> None:
     """Another one's step is none of theirs."""
     kills = [("after commit", 6), ("backward", 12), ("after commit", 15)]
@@ -44,7 +44,7 @@ def test_gradients_wait_whose_reduction_is_put_off(lab: Lab, kind: str) -> None:
     check_every(3, attempts)
 
 
-@pytest.mark.parametrize("redo", ["lazy", "capture"])
+@pytest.mark.parametrize("redo", ["lazy", "snapshot"])
 @pytest.mark.parametrize("case", [ZEROED_IN_PLACE, SPARSE_ZEROED_IN_PLACE], ids=lambda case: case.name)
 def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo: str) -> None:
     # Before the layer was used for the first time, and behind its use.

@@ -71,8 +71,8 @@ def test_a_view_names_everything_that_is_known() -> None:
 def test_how_often_state_is_captured_and_why() -> None:
     proved = an_agent(check="step 9 was repeated: 2 parameters are equal, bit for bit")
     assert re.search(r"check +│ step 9 was repeated: 2 parameters are equal", text_of(a_view(proved)))
-    captured = an_agent(mode="capture", every=10, mode_reason="LBFGS [evaluates]", applied=None)
-    assert "capture of every 10th step (LBFGS [evaluates])" in text_of(a_view(captured))
+    captured = an_agent(mode="snapshot", every=10, mode_reason="LBFGS [evaluates]", applied=None)
+    assert "snapshot of every 10th step (LBFGS [evaluates])" in text_of(a_view(captured))
 
 
 @pytest.mark.parametrize(

@@ -119,14 +119,14 @@ def test_memory() -> None:
     assert "64.0 GiB available;" in plenty.text
     assert "(cgroup limit 1.0 GiB)" in little.text
     assert "900M parameters (lazy)" in plenty.text
-    assert "1813M (capture)" in plenty.text
+    assert "1813M (snapshot)" in plenty.text
 
 
 def test_bytes_per_parameter_are_those_of_the_documentation() -> None:
     """docs/configuration.md#memory: base and log, and 12 while a checkpoint is on its way to storage."""
     assert round(checks.bytes_per_parameter("eager"), 1) == 25.1 + 12
     assert round(checks.bytes_per_parameter("lazy"), 1) == 60.5 + 12
-    assert checks.bytes_per_parameter("capture") == 24 + 12
+    assert checks.bytes_per_parameter("snapshot") == 24 + 12
 
 
 def test_locked_memory_matters_with_cuda_only() -> None:

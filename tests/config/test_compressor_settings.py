@@ -94,7 +94,7 @@ def test_a_ratio_that_cannot_be_is_named(kind: Any, wrong: Any) -> None:
         (lambda: MemckptConfig(compression="topk"), "such as TopK(ratio=0.01), found 'topk'"),  # type: ignore[arg-type]
         (lambda: MemckptConfig(compression=TopK), "such as TopK(ratio=0.01), found <class "),  # type: ignore[arg-type]
         (lambda: MemckptConfig(compression=LossyConfig()), "such as TopK(ratio=0.01), found LossyConfig("),  # type: ignore[arg-type]
-        (lambda: MemckptConfig(compression=TopK(), redo="capture"), "expected None with redo='capture', found TopK("),
+        (lambda: MemckptConfig(compression=TopK(), redo="snapshot"), "expected None with redo='snapshot', found TopK("),
         (lambda: MemckptConfig(compression=TopK(), tap="step"), "tap: expected 'auto' with compression, found 'step'"),
     ],
 )  # fmt: skip

@@ -111,11 +111,15 @@ def test_every_setting_has_a_variable() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("MEMCKPT_REDO", "fast", "MEMCKPT_REDO: expected 'auto', 'eager', 'lazy' or 'capture', found 'fast'"),
-        ("MEMCKPT_CAPTURE_EVERY_STEPS", "three", "MEMCKPT_CAPTURE_EVERY_STEPS: expected a whole number, found 'three'"),
+        ("MEMCKPT_REDO", "fast", "MEMCKPT_REDO: expected 'auto', 'eager', 'lazy' or 'snapshot', found 'fast'"),
+        (
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS",
+            "three",
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, found 'three'",
+        ),
         ("MEMCKPT_SLOTS", "1", "MEMCKPT_SLOTS: expected None or 2 to 64, found 1"),
-        ("MEMCKPT_CAPTURE_EVERY_STEPS", "none", "MEMCKPT_CAPTURE_EVERY_STEPS: expected a whole number, found 'none'"),
-        ("MEMCKPT_CAPTURE_EVERY_STEPS", "", "MEMCKPT_CAPTURE_EVERY_STEPS: expected a whole number, found ''"),
+        ("MEMCKPT_SNAPSHOT_EVERY_STEPS", "none", "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, found 'none'"),
+        ("MEMCKPT_SNAPSHOT_EVERY_STEPS", "", "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, found ''"),
         ("MEMCKPT_ANCHOR_PERIOD_STEPS", "x", "expected a whole number or 'none', found 'x'"),
         ("MEMCKPT_AGENT_THREADS", "0", "MEMCKPT_AGENT_THREADS: expected 1 or more, found 0"),
         ("MEMCKPT_STORAGE_URL", "", "MEMCKPT_STORAGE_URL: expected a text or 'none', found ''"),

@@ -25,7 +25,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "tap": ("step", "step"),
     "anchor_period_steps": ("5", 5),
     "slots": ("4", 4),
-    "capture_every_steps": ("25", 25),
+    "snapshot_every_steps": ("25", 25),
     "resume_check": ("require", "require"),
     "accept_changes": ("true", True),
     "log_metrics": ("false", False),
@@ -220,7 +220,7 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memckpt-redo", "often"], "--memckpt-redo: expected 'auto', 'eager', 'lazy' or 'capture', found 'often'"),
+        (["--memckpt-redo", "often"], "--memckpt-redo: expected 'auto', 'eager', 'lazy' or 'snapshot', found 'often'"),
         (["--memckpt-slots", "many"], "argument --memckpt-slots: expected a whole number or 'none', found 'many'"),
         (["--memckpt-storage-every-steps", "x"], "every-steps: expected a whole number or 'none', found 'x'"),
         (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on, off or none, found 'maybe'"),
@@ -271,7 +271,7 @@ def test_how_to_resume(text: object, value: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"slotz": 1}, "slotz: expected one of redo, tap, anchor_period_steps, slots, capture_every_steps, agent,"),
+        ({"slotz": 1}, "slotz: expected one of redo, tap, anchor_period_steps, slots, snapshot_every_steps, agent,"),
         ({"agent": {"thread": 1}}, "agent.thread: expected one of threads, linger_seconds"),
         ({"slots": "3"}, "slots: expected None or int, found '3'"),
         ({"slots": True}, "slots: expected None or int, found True"),

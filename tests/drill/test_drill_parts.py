@@ -310,7 +310,7 @@ def test_of_an_optimizer_only_its_own_attributes_are_named_and_their_remedy(tmp_
     run = a_run(tmp_path, plain())
     hole = Difference(0, 3, 3, "attribute", "calls of optimizer Counted", None, "0 in place of 3")
     text = holes_text(replace(judge(run, run, run, 4), holes=[hole])).plain
-    assert 'redo="capture" carries them' in text
+    assert 'redo="snapshot" carries them' in text
 
 
 def test_that_storage_was_not_tried_is_said() -> None:

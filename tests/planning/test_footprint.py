@@ -57,11 +57,11 @@ def held(period: int, slots: int, gradient_bytes: float = 4.0) -> Held:
 
 
 @pytest.mark.parametrize(("period", "slots"), [(8, 3), (4, 2), (32, 5)])
-@pytest.mark.parametrize("mode", ["lazy", "eager", "capture"])
+@pytest.mark.parametrize("mode", ["lazy", "eager", "snapshot"])
 def test_base_and_log_are_those_of_the_layout(mode: RedoMode, period: int, slots: int) -> None:
-    layout = Layout(a_spec(mode, 1 if mode == "capture" else period, slots))
+    layout = Layout(a_spec(mode, 1 if mode == "snapshot" else period, slots))
     assert base_and_log_bytes(mode, held(period, slots)) == pytest.approx(layout.total_bytes, rel=0.01)
-    if mode != "capture":
+    if mode != "snapshot":
         assert held(period, slots).record_bytes == pytest.approx(layout.slot_bytes, rel=0.01)
     assert held(period, slots).whole_bytes == pytest.approx(layout.state_bytes, rel=0.01)
 
@@ -93,9 +93,9 @@ def test_windows_of_other_nodes_are_what_holders_reserve(data: int, tolerate: in
     reserved = (data + tolerate - 1) * sizes.kept * sizes.stripes * STRIPE_BYTES / data
     peers = ErasureConfig(data=data, tolerate=tolerate)
     assert kept_for_others_bytes("lazy", peers, held(8, 3)) == pytest.approx(reserved, rel=0.02)
-    captured = sizes_of(a_spec("capture", 1, 3), private=False)
+    captured = sizes_of(a_spec("snapshot", 1, 3), private=False)
     reserved = (data + tolerate - 1) * captured.kept * captured.stripes * STRIPE_BYTES / data
-    assert kept_for_others_bytes("capture", peers, held(8, 3)) == pytest.approx(reserved, rel=0.02)
+    assert kept_for_others_bytes("snapshot", peers, held(8, 3)) == pytest.approx(reserved, rel=0.02)
 
 
 def test_a_standby_replica_is_an_eager_generation_with_two_more_slots() -> None:

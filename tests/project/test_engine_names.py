@@ -77,7 +77,7 @@ def test_every_error_has_a_place_in_the_tree_and_kinds_an_exit_code_of_their_own
         (MemckptConfig, {"tap": "hook"}, "tap"),
         (MemckptConfig, {"slots": 1}, "slots"),
         (MemckptConfig, {"anchor_period_steps": 0}, "anchor_period_steps"),
-        (MemckptConfig, {"capture_every_steps": 0}, "capture_every_steps"),
+        (MemckptConfig, {"snapshot_every_steps": 0}, "snapshot_every_steps"),
         (MemckptConfig, {"agent": None}, "agent"),
         (AgentConfig, {"threads": 0}, "agent.threads"),
         (AgentConfig, {"linger_seconds": -1.0}, "agent.linger_seconds"),

@@ -93,7 +93,7 @@ def test_what_a_sample_does_not_see_is_found_in_the_first_resume(lab: Lab, name:
 
 @pytest.mark.parametrize("name", ["none", *CAPTURED])
 def test_a_fault_in_captured_state_is_found_by_its_sample(lab: Lab, name: str) -> None:
-    _, resumed = resume_with(lab, "witness", *CAPTURED.get(name, (None, None)), redo="capture")
+    _, resumed = resume_with(lab, "witness", *CAPTURED.get(name, (None, None)), redo="snapshot")
     assert resumed.verdict[0] == ("equal" if name == "none" else "different"), resumed.log
     if name == "none":
         lab.check_same(CASE, resumed)

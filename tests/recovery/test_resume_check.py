@@ -252,16 +252,16 @@ def test_a_replica_that_nobody_asked_to_stay_behind_has_gone_past(lab: Lab) -> N
 
 
 def test_a_captured_state_is_proved_by_the_rank_state_of_the_next_step(lab: Lab) -> None:
-    settings = config("capture", capture_every_steps=4)
+    settings = config("snapshot", snapshot_every_steps=4)
     ended = _resumed(lab, 11, settings)
     assert ended.verdict[0] == "equal"
     assert "was taken again, and compared by a sample" in ended.verdict[1]
 
 
 def test_without_what_comes_behind_it_a_captured_state_is_proved_by_its_sample(lab: Lab) -> None:
-    ended = _resumed(lab, 8, config("capture", capture_every_steps=4))
+    ended = _resumed(lab, 8, config("snapshot", snapshot_every_steps=4))
     assert ended.verdict[0] == "equal"
-    assert ended.verdict[1].endswith("; no step was compared: state is captured every 4 steps, and no step is redone")
+    assert ended.verdict[1].endswith("; no step was compared: state is copied every 4 steps, and no step is redone")
 
 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])

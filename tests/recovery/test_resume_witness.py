@@ -305,7 +305,7 @@ def test_where_no_step_can_be_repeated_it_is_what_is_left(lab: Lab) -> None:
 
 @pytest.mark.parametrize("fault", [None, other_data])
 def test_of_captured_state_the_next_commit_is_compared(lab: Lab, fault: Callable[[Control], None] | None) -> None:
-    settings = config("capture", capture_every_steps=4, **WITNESS)
+    settings = config("snapshot", snapshot_every_steps=4, **WITNESS)
     died = lab.train(PLAIN, settings, actions={("backward", 11): kill_self})
     assert len(died.of("killed")) == 1
     actions = {} if fault is None else {("after step", 9): fault}

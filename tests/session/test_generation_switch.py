@@ -36,7 +36,7 @@ class Notes:
         self.mode: Any = SimpleNamespace(
             mode=mode,
             reason="",
-            redoes=mode != "capture",
+            redoes=mode != "snapshot",
             not_redoable="",
             every=every,
             request=lambda asynchronous: SimpleNamespace(mode=self.mode.mode, every=self.mode.every),
@@ -166,13 +166,13 @@ def test_a_second_order_for_a_generation_that_has_begun_begins_no_other() -> Non
 
 @pytest.mark.parametrize(("local", "after"), [(1, 8), (2, 7)])
 def test_captured_generations_of_some_of_the_ranks_begin_with_a_record_that_all_capture(local: int, after: int) -> None:
-    notes = Notes(ranks=2, local=local, mode="capture", every=4)
+    notes = Notes(ranks=2, local=local, mode="snapshot", every=4)
     notes.switch.obey(Begin(7, "asked for"))
     assert notes.switch.after == after
 
 
 def test_the_end_of_the_self_test_begins_a_generation_in_its_mode() -> None:
-    notes = Notes(mode="capture").opened()
+    notes = Notes(mode="snapshot").opened()
     notes.tested, notes.mode.mode = True, "lazy"
     notes.switch.end_self_test(2)
     assert (notes.switch.state, notes.switch.request.mode) == (DUE, "lazy")
@@ -210,7 +210,7 @@ def test_without_slots_there_is_nothing_to_write_to() -> None:
 
 @pytest.mark.parametrize(
     ("held", "anew", "state", "after"),
-    [("lazy", False, OPEN, None), ("lazy", True, DUE, 6), ("capture", False, DUE, 6)],
+    [("lazy", False, OPEN, None), ("lazy", True, DUE, 6), ("snapshot", False, DUE, 6)],
 )
 def test_a_held_generation_goes_on_with_the_same_settings(
     held: str, anew: bool, state: SwitchState, after: int | None

@@ -51,7 +51,7 @@ def test_attributes_of_a_protected_optimizer_are_refused_with_what_carries_them(
     rank_state = RankState(live, HostCopier(), torch.device("cpu"))
     for each in optimizers:
         vars(each)["boost"] = 1.0
-    with pytest.raises(ConfigurationError, match=r"the optimizer SGD, .* redo='capture'"):
+    with pytest.raises(ConfigurationError, match=r"the optimizer SGD, .* redo='snapshot'"):
         rank_state.register("opt", optimizers[0], ["boost"])
     rank_state.register("opt", optimizers[1], ["boost"])  # which steps nothing that is protected
 

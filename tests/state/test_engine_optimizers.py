@@ -57,7 +57,7 @@ def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
     local = case.name == "local"
     # An own class is tested in its first three steps, in which the first two attempts are killed.
     tested = 3 if case.name in ("own", "local") else 0
-    assert [attempt.mode for attempt in attempts[:tested]] == ["capture"] * tested
+    assert [attempt.mode for attempt in attempts[:tested]] == ["snapshot"] * tested
     for attempt in attempts[tested:]:
         assert attempt.mode == ("lazy" if local else "eager")
         if local:

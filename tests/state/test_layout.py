@@ -45,7 +45,7 @@ def specs(draw: Any) -> StateSpec:
                 state.append(StateTensorSpec("row_var", (7,), "float32", False, False))
             owners.append(OwnerSpec(index, 0, tuple(state)))
         params.append(ParamSpec(tensor, tuple(owners), draw(st.booleans()), draw(st.sampled_from([0, 0, 1000]))))
-    mode = draw(st.sampled_from(["lazy", "eager", "capture"]))
+    mode = draw(st.sampled_from(["lazy", "eager", "snapshot"]))
     slots = draw(st.integers(2, 5))
     by_value = draw(tensors("buffer", 3))
     return StateSpec(
@@ -55,8 +55,8 @@ def specs(draw: Any) -> StateSpec:
         by_value=by_value,
         shared=tuple(one.name for one in by_value if draw(st.booleans())),
         mode=mode,
-        period=1 if mode == "capture" else draw(st.integers(1, 9)),
-        every=draw(st.integers(1, 20)) if mode == "capture" else 1,
+        period=1 if mode == "snapshot" else draw(st.integers(1, 9)),
+        every=draw(st.integers(1, 20)) if mode == "snapshot" else 1,
         slots=slots,
         by_value_slots=draw(st.sampled_from([0, slots + 1])) if mode == "lazy" else 0,
         local_ranks=tuple(range(draw(st.integers(1, 3)))),
@@ -69,7 +69,7 @@ def ranges_in_slot(layout: Layout, record: int) -> list[tuple[int, int, str]]:
     spec = layout.spec
     found = [(0, HEADER_BYTES, "header")]
     for index, optimizer in enumerate(spec.optimizers):
-        for sub_step in range(0 if spec.mode == "capture" else optimizer.sub_steps):
+        for sub_step in range(0 if spec.mode == "snapshot" else optimizer.sub_steps):
             for param in layout.optimizer_params(index):
                 start = layout.gradient_offset(index, sub_step, param)
                 found.append((start, start + spec.grad_bytes(param), f"gradient {index} {sub_step} {param}"))
@@ -141,9 +141,9 @@ def test_every_element_is_anchored_once_in_a_period(spec: StateSpec) -> None:
 @settings(max_examples=100, deadline=None)
 def test_slots_replica_and_static_tensors_do_not_overlap(spec: StateSpec) -> None:
     layout = Layout(spec)
-    ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "capture": 2}[spec.mode]
+    ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "snapshot": 2}[spec.mode]
     # Captured records: the first one, and multiples of N from then on.
-    records = range(100, 100 + ring) if spec.mode != "capture" else (101, 101 // spec.every * spec.every + spec.every)
+    records = range(100, 100 + ring) if spec.mode != "snapshot" else (101, 101 // spec.every * spec.every + spec.every)
     offsets = {layout.slot_offset(record) for record in records}
     assert len(offsets) == ring
     assert layout.slot_bytes % PAGE == 0

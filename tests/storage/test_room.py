@@ -49,7 +49,7 @@ def test_what_is_held_already_needs_no_other_room(monkeypatch: pytest.MonkeyPatc
     """The agent of the last attempt has what is short now; an optimizer of the user's own is tested before."""
     monkeypatch.setattr(room, "available_bytes", lambda: 50 << 20)
     choice = choose(own)
-    assert choice.mode == ("capture" if own else "eager")
+    assert choice.mode == ("snapshot" if own else "eager")
     choice.resume("lazy", "")
     assert (choice.mode, choice.reason) == ("lazy", "as before: what it takes is held already")
     choice = choose()

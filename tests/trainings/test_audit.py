@@ -57,7 +57,7 @@ def test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again(
     assert int(found[1]) <= since + (6 if name == "hidden-write" else 2) * PERIOD
     resumed = lab.train(case, settings, seed=1001)
     assert resumed.of("restored")[0]["exact"]
-    assert resumed.end["mode"] == "capture" or name == "hidden-write"  # new generations look for that one in full
+    assert resumed.end["mode"] == "snapshot" or name == "hidden-write"  # new generations look for that one in full
     lab.check_same(case, resumed)
 
 
@@ -95,7 +95,7 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab) -> None:
     resumed = lab.train(case, settings, seed=1001, actions={("after commit", step): wait for step in range(1, STEPS)})
     assert not resumed.of("restored")[0]["exact"]
     assert "training does not go on exactly: the audit found" in resumed.log
-    assert resumed.end["mode"] == "capture"
+    assert resumed.end["mode"] == "snapshot"
 
 
 def test_a_class_that_only_the_script_has_is_named(lab: Lab) -> None:

@@ -78,12 +78,12 @@ def test_step_tap_is_exact(lab: Lab, case: Case) -> None:
 @pytest.mark.parametrize("case", STEP_CASES, ids=names)
 def test_steps_are_recorded_as_they_are_really_taken(lab: Lab, case: Case, redo: str) -> None:
     attempts = lab.survives(case, config(redo), [("after commit", 5), ("before batch", 8), ("after commit", 15)])
-    assert {attempt.mode for attempt in attempts} <= {redo, "capture"}  # the latter during a self-test
+    assert {attempt.mode for attempt in attempts} <= {redo, "snapshot"}  # the latter during a self-test
 
 
 def test_what_changes_at_every_step_is_captured(lab: Lab) -> None:
     case = by_hand("every step")
-    lab.survives(case, config("lazy", capture_every_steps=4), [("after commit", 11)], expected=[8])
+    lab.survives(case, config("lazy", snapshot_every_steps=4), [("after commit", 11)], expected=[8])
 
 
 @pytest.mark.thinned(2)
@@ -104,7 +104,7 @@ def test_gradients_of_another_dtype_than_their_parameters(lab: Lab, case: Case, 
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("redo", ["lazy", "eager", "capture"])
+@pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 @pytest.mark.parametrize("case", MOMENTUM_ENCODER_CASES, ids=names)
 def test_frozen_tensors_that_are_written_behind_the_counters_back(lab: Lab, case: Case, redo: str) -> None:
     attempts = lab.survives(case, config(redo), [("after commit", 2), ("before step", 9), ("after commit", 12)])

@@ -21,7 +21,7 @@ KILLS = [("after commit", 3), ("backward", 6), ("after commit", 7), ("before ste
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("redo", ["lazy", "eager", "capture"])
+@pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 @pytest.mark.parametrize("case", [INFERENCE_TENSORS, DOUBLE_COMPLEX], ids=lambda case: case.name)
 def test_tensors_of_other_kinds(lab: Lab, case: Case, redo: str) -> None:
     attempts = lab.survives(case, config(redo), KILLS)

@@ -110,7 +110,7 @@ def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) ->
 @slow
 @pytest.mark.parametrize("setup", WHOLE, ids=named)
 def test_the_state_of_optimizers_that_need_whole_tensors_is_captured(lab: Lab, setup: Setup) -> None:
-    job = job_of(lab, setup, config(capture_every_steps=1))
+    job = job_of(lab, setup, config(snapshot_every_steps=1))
     survives(lab, job, [Death("all", 2, "backward"), Death("all", 8, "stepped")])
 
 

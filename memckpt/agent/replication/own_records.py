@@ -56,7 +56,7 @@ class OwnRecords:
             sent = whole
         while sent < whole:
             sent += 1
-            if held.spec.mode == "capture" and sent % held.spec.every:
+            if held.spec.mode == "snapshot" and sent % held.spec.every:
                 continue  # it is not captured
             record = held.log_record(sent)
             if record is None:

@@ -226,7 +226,7 @@ class Peers:
         for unit in self._job.units:
             group = self._group(unit.ranks) if self._job.nodes[unit.node].name == node else None
             held = group.held if group is not None else None
-            if group is not None and held is not None and held.complete and held.spec.mode != "capture":
+            if group is not None and held is not None and held.complete and held.spec.mode != "snapshot":
                 group.saver.copy_for_peers(held, record, partial(self._state_taken, group, record))
             elif self._job.nodes[unit.node].name == node:
                 self._replicator.send(StateMissed(record))

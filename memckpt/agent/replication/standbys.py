@@ -144,7 +144,7 @@ class StandbyReplicas:
     def _make(self, message: OpenStandby) -> StandbyReplica:
         if message.attempt != self.attempt:
             raise AgentError("it belongs to another attempt than the one that runs here")
-        if message.spec.mode == "capture":
+        if message.spec.mode == "snapshot":
             raise AgentError("its steps cannot be redone")
         from memckpt.state.optimizers import resolve  # imports torch
 

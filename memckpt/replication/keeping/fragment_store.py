@@ -197,7 +197,7 @@ class FragmentStore(RecordStore):
                 self._forget(window)
             else:
                 # One more than a state takes, for who repeats a step: where a slot is needed, the oldest goes first.
-                window.drop_up_to(self.watermark - told.period * told.every - (not window.captures))
+                window.drop_up_to(self.watermark - told.period * told.every - (not window.snapshots))
 
     def forget_before(self, owner: RankGroup, base: int) -> None:
         """Drop an owner's generations of this attempt that begin before `base`."""

@@ -129,9 +129,9 @@ class KeptWindow:
             self._find_records()
 
     @property
-    def captures(self) -> bool:
+    def snapshots(self) -> bool:
         """Whether each record is a state by itself."""
-        return self.spec.mode == "capture"
+        return self.spec.mode == "snapshot"
 
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""

@@ -8,7 +8,7 @@ from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.transport.wire import Window
-from memckpt.state.layout import CAPTURES, Layout
+from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
 
 #: Bytes of room for what belongs to a record beside its slot; more is reserved when more comes.
@@ -44,14 +44,14 @@ def sizes_of(spec: StateSpec, private: bool, cut: bool = False) -> WindowSizes:
     """
     layout = Layout(spec)
     period = 1 if private else spec.period
-    capture = spec.mode == "capture"
+    capture = spec.mode == "snapshot"
     record_bytes = layout.by_value_area()[1]
     if not private:
         record_bytes += layout.anchor_bytes + (0 if cut else layout.gradient_bytes)
     static_bytes = 0 if private else layout.static_bytes
     return WindowSizes(
         period=period,
-        kept=period + (0 if cut else CAPTURES if capture else spec.slots),
+        kept=period + (0 if cut else SNAPSHOTS if capture else spec.slots),
         every=spec.every if capture else 1,
         record_bytes=record_bytes,
         static=static_bytes > 0,

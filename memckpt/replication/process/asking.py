@@ -108,7 +108,7 @@ class Asking:
         except ValueError as error:
             return f"{node}: the layout of ranks {list(ranks)} cannot be read: {error}"
         ours, theirs = (
-            (one.params, one.optimizers, one.static, one.period, one.mode == "capture") for one in (spec, other)
+            (one.params, one.optimizers, one.static, one.period, one.mode == "snapshot") for one in (spec, other)
         )
         return "" if ours == theirs else f"ranks {list(ranks)} on {node} are protected with another layout"
 

@@ -89,7 +89,7 @@ class NodePlan:
             static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
-            standby=self.job.scheme == "mirror" and not (private or cut) and spec.mode != "capture",
+            standby=self.job.scheme == "mirror" and not (private or cut) and spec.mode != "snapshot",
             cut=cut,
         )
 

@@ -43,7 +43,7 @@ class OwnGenerations:
     def can_be_cut(self, ranks: RankGroup) -> bool:
         """Whether the unit's state can be copied and cut into virtual records."""
         source = self._sources.get(ranks)
-        return source is not None and source.spec.mode != "capture"
+        return source is not None and source.spec.mode != "snapshot"
 
     def begins_in_replica(self, ranks: RankGroup) -> bool:
         """Whether the virtual records with which the unit's generation begins are cut from its replica."""

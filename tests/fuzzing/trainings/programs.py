@@ -45,7 +45,7 @@ class Settings:
         named = [f'redo="{self.redo}"']
         named += [f"anchor_period_steps={self.period}"] if self.period else []
         named += [f"slots={self.slots}"] if self.slots else []
-        named += [f"capture_every_steps={self.every}"] if self.redo == "capture" else []
+        named += [f"snapshot_every_steps={self.every}"] if self.redo == "snapshot" else []
         named += [f'tap="{self.tap}"'] if self.tap != "auto" else []
         named += [f'resume_check="{self.check}"'] if self.check else []
         named += ["storage=None"] if not self.storage else ["storage=memckpt.StorageConfig(every_steps=3)"]
@@ -246,7 +246,7 @@ def simpler(program: Program) -> Iterator[Program]:
 def _settings(draw: st.DrawFn) -> Settings:
     storage = draw(st.integers(0, 9)) == 9
     return Settings(
-        redo=draw(st.sampled_from(["lazy", "lazy", "eager", "capture"])),
+        redo=draw(st.sampled_from(["lazy", "lazy", "eager", "snapshot"])),
         period=draw(st.sampled_from([None, 1, 2, 4, 7])),
         slots=draw(st.sampled_from([None, None, 2, 5])),
         every=draw(st.sampled_from([1, 1, 3])),

@@ -93,7 +93,7 @@ def phased_in_trainers(run_dir: Path | None, behind: int) -> Callable[[Any], Opt
         def near() -> bool:
             nonlocal late
             status = ask_status(AgentAddress.of(run_dir)) if run_dir is not None and CLOCK.steps > 4 else None
-            if status is None or status.mode == "capture":
+            if status is None or status.mode == "snapshot":
                 return True
             if status.audit is None:
                 return False
@@ -133,7 +133,7 @@ def wait_for_audit(behind: int) -> Action:
         last = control.session._last
         record = 0 if last is None else last.record
         since = record - control.session._switch.began
-        if writer is None or writer.captures or since < 2:
+        if writer is None or writer.snapshots or since < 2:
             return True
         audit = audit_of(control)
         if audit is None:

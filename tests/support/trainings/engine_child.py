@@ -34,7 +34,7 @@ def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfi
     agent = settings.pop("agent", AgentConfig(linger_seconds=60))
     settings.setdefault("storage", None)  # its effects have tests of their own
     settings.setdefault("resume_check", "replay")  # each resume proves itself, and `survives` checks the verdict
-    settings.setdefault("capture_every_steps", 1)  # captured state loses no step either
+    settings.setdefault("snapshot_every_steps", 1)  # captured state loses no step either
     values: dict[str, Any] = {"redo": redo, "anchor_period_steps": period, "agent": agent, **settings}
     return MemckptConfig(**values)
 

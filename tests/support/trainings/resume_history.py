@@ -102,7 +102,7 @@ class History:
             found.append(f"a generation began at record {record}")
         every = self._begun.get(max((one for one in self._begun if one <= record), default=0), 1)
         if every > 1 and record == self._newest:
-            found.append(f"state is captured every {every} steps")
+            found.append(f"state is copied every {every} steps")
         if self._repeated and record == self._newest:
             # A replica advances by that record; a process that dies before its next commit leaves it there.
             found.append(f"the replica has gone past record {record - 1}: its step was repeated before")
