@@ -124,7 +124,7 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
 
 def until_stored(session: Session, step: int) -> None:
     while (session.stored_step or 0) < step:
-        if not select.select([session._link.client.channel], [], [], 120)[0]:
+        if not select.select([session._link.connection.channel], [], [], 120)[0]:
             raise RuntimeError(f"step {step} does not get to storage")
         session._protection.listen()
 

@@ -87,7 +87,7 @@ def train(training: Training, session: Session, steps: int) -> None:
 def catch_up(session: Session) -> None:
     """Wait until an eager agent has applied all records. Uses a private interface."""
     if session.mode == "eager" and session._link.up:
-        session._link.client.wait_applied(int(session.metrics()["step"]))
+        session._link.wait_applied(int(session.metrics()["step"]))
 
 
 @contextmanager

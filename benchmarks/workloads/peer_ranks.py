@@ -26,7 +26,7 @@ from benchmarks.workloads.rank_gpt import ReplicatedTraining, ShardedTraining
 from memckpt import AgentConfig, MemckptConfig, Session
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.protocol.recovery import Recover, Recovered
-from memckpt.session.agent_client import AgentClient
+from memckpt.session.link import AgentLink
 from memckpt.state.tensors import local
 
 #: FSDP2, block by block, or DDP.
@@ -213,7 +213,7 @@ class _Rank:
     def _wait_acknowledged(self) -> None:
         session = self._session
         if session is not None and self._task.config is not None and self._task.config.peers is not None:
-            session._link.client.wait_for_watermark(int(session.metrics()["step"]))
+            session._link.wait_for_watermark(int(session.metrics()["step"]))
 
     def close(self) -> None:
         if self._session is not None:
@@ -224,21 +224,21 @@ class _Rank:
 def _timed_recovery() -> Iterator[dict[str, Any]]:
     """Measures the fetches of a rank's agent in the block: seconds and bytes."""
     found: dict[str, Any] = {}
-    client_class: Any = AgentClient
-    recover = client_class.recover
+    link_class: Any = AgentLink
+    recover = link_class.recover
 
-    def timed(client: AgentClient, message: Recover, progress: Any) -> Recovered:
+    def timed(link: AgentLink, message: Recover, progress: Any) -> Recovered:
         began = perf_counter()
-        answer: Recovered = recover(client, message, progress)
+        answer: Recovered = recover(link, message, progress)
         if message.fetch:
             found.update(fetching=perf_counter() - began, fetched_bytes=answer.nbytes)
         return answer
 
-    client_class.recover = timed
+    link_class.recover = timed
     try:
         yield found
     finally:
-        client_class.recover = recover
+        link_class.recover = recover
 
 
 def run_rank(task: Task, rank: int, orders: Connection) -> None:

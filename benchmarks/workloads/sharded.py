@@ -135,7 +135,7 @@ class Memckpt(Protection):
     def settle(self) -> None:
         """Wait until an eager agent has applied all records but the newest, which other ranks may lack."""
         if self.session.mode == "eager":
-            self.session._link.client.wait_applied(int(self.session.metrics()["step"]) - 1)
+            self.session._link.wait_applied(int(self.session.metrics()["step"]) - 1)
 
     def stall(self) -> dict[str, float]:
         return stall_of(self.session)

@@ -2,7 +2,7 @@
 
 A trainer rank's life: Hello -> Inventory; then Prepare or Resume -> Prepared; then Commit after Commit (and
 GenerationCommit where a new generation begins), with Credit and news coming back (`Notice` in
-`session/agent_client.py`); at the end Goodbye.
+`session/connection.py`); at the end Goodbye.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
-from memckpt.session.agent_regions import PreparedRegions
+from memckpt.session.connection import PreparedRegions
 from memckpt.session.drift import drift_text
 from memckpt.session.report import HeldState
 from memckpt.session.staging import RestorePoint

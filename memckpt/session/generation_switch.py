@@ -35,8 +35,8 @@ import time
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.processes.seldom import Seldom
 from memckpt.protocol.trainer import Begin, Drift, Void
-from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.changes import Changes
+from memckpt.session.connection import PreparedRegions
 from memckpt.session.drift import drift_text
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
@@ -288,8 +288,8 @@ class GenerationSwitch:
         if len(self._ranks.unit) == 1:
             self.after = turn
             return
-        changing, client = frozenset(self._live.growth.changing), self._link.client
-        self.obey(client.ask_for_generation(max(turn, record + 1), reason, changing, self._tap.later))
+        changing = frozenset(self._live.growth.changing)
+        self.obey(self._link.ask_for_generation(max(turn, record + 1), reason, changing, self._tap.later))
 
     # Writing
 
@@ -300,7 +300,7 @@ class GenerationSwitch:
         started = time.perf_counter()
         writer, commit = self._staging.write_generation(self._regions(record), point)
         try:
-            self._link.client.applied = record
+            self._link.connection.applied = record
             self._link.send(commit)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
@@ -324,7 +324,7 @@ class GenerationSwitch:
         writer = self._staging.writer
         assert writer is not None
         if not writer.whole:
-            if not self._link.client.make_slots(writer.generation):
+            if not self._link.make_slots(writer.generation):
                 self._staging.drop()
                 self._recorder.begin(None, record)
                 return

@@ -15,7 +15,7 @@ from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import LiveCopies
 from memckpt.recovery.restore import Restorer
-from memckpt.session.agent_regions import PreparedRegions
+from memckpt.session.connection import PreparedRegions
 from memckpt.session.link import AgentLink
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
@@ -109,7 +109,7 @@ class InMemory:
     def advance(self) -> bool:
         if self._regions.replica is not None:
             try:
-                self._advanced = self._link.client.advance(self._record)
+                self._advanced = self._link.advance(self._record)
             except AgentGoneError as error:
                 _log.warning("memckpt: the agent has gone while record %d was repeated: %s", self._record, error)
                 return False

@@ -90,7 +90,7 @@ class Information:
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         lag = 0.0
         if self._link.up and self._switch.request.mode == "eager":
-            lag = float(max(0, self._recorder.record - 1 - self._link.client.applied))
+            lag = float(max(0, self._recorder.record - 1 - self._link.connection.applied))
         return {
             "stall_ms": stalled * 1e3,
             "lag_steps": lag,
@@ -105,7 +105,7 @@ class Information:
         protection, writer = self._protection, self._staging.writer
         lag = 0.0
         if self._peers.active and self._link.up:
-            lag = float(max(0, self._recorder.record - 1 - self._link.client.watermark))
+            lag = float(max(0, self._recorder.record - 1 - self._link.connection.watermark))
         return {
             "stored_step": float(protection.stored_step or 0),
             "stored_age_s": time.monotonic() - protection.stored_at,

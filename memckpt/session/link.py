@@ -1,9 +1,10 @@
-"""A session's link to its node's agent: made, used for commits, lost and made again."""
+"""A session's client of its node's agent: found or started, asked, given commits, lost and found again."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,24 +13,37 @@ from dataclasses import replace
 import torch
 
 from memckpt.config import MemckptConfig
-from memckpt.errors import AgentGoneError, StorageError
+from memckpt.errors import AgentError, AgentGoneError, MemoryBudgetError, StorageError
 from memckpt.journal.events import TrainerEvent
-from memckpt.processes.address import AgentAddress
+from memckpt.memory.phases import PhasesPage
+from memckpt.memory.region import Region
+from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.backoff import Backoff
+from memckpt.protocol.channel import TrainerChannel
 from memckpt.protocol.messages import TrainerToAgent
-from memckpt.protocol.status import MetricsSettings
+from memckpt.protocol.peers import AskPhases, Listen, Listening, PhasesAre
+from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
+from memckpt.protocol.status import MetricsSettings, StatusRequest
+from memckpt.protocol.storing import RecordSaved, SaveRecord
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
+    Advance,
+    Advanced,
     Arithmetic,
+    Begin,
     Configure,
     Hello,
     Inventory,
+    NeedGeneration,
+    NeedSlots,
     Note,
     Preempted,
     Prepare,
+    Prepared,
+    Refused,
     Resume,
 )
-from memckpt.session.agent_client import AgentClient, Notice
-from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
+from memckpt.session.connection import AgentConnection, Notice, PreparedRegions, SnapshotOrder, refusal
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.records import Timeline
 from memckpt.state.search_path import user_search_path
@@ -40,10 +54,24 @@ _log = logging.getLogger("memckpt")
 _LEAVING_SECONDS = 10.0
 #: Longest time, in seconds, from when an agent that dies closes its connections to its end: it may hold much memory.
 _DYING_SECONDS = 10.0
+#: Time limit on the redo of a record, as a multiple of the limit on an answer.
+_RECORD_LIMITS = 10
+#: Interval of warnings while training waits for peers.
+_PATIENCE_SECONDS = 30.0
+#: Time that training waits for the answer of a lost agent; later commits poll without waiting.
+PROBE_SECONDS = 1.0
+#: Pause after a failed attempt, as a multiple of the attempt's duration.
+_PAUSE_PER_COST = 10.0
+#: Pauses before an agent is used that has stood still repeatedly: the first, the longest; and the time without a stop
+#: after which the next one counts as a first.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _STEADY_SECONDS = 60.0, 3600.0, 1800.0
 
 
 class AgentLink:
-    """Owns the connection and the thread that sends commits whose copies end later. Not thread-safe.
+    """A rank's requests and commits to its agent, over one connection after the other. Not thread-safe.
+
+    Owns the connection, and the thread that sends commits whose copies end later. A dead agent is noticed at the next
+    use: each request may raise AgentGoneError.
 
     Args:
         address: address of the agent.
@@ -56,6 +84,7 @@ class AgentLink:
         claimed: whether the store says that it is this run's.
         waited_for_redo: seconds that training has waited for the agent's redo.
         waits: whether training waits for acknowledgements of peers.
+        reconnection: schedule of connecting again.
     """
 
     def __init__(self, address: AgentAddress, ranks: Ranks, config: MemckptConfig, accelerated: bool = False) -> None:
@@ -69,21 +98,23 @@ class AgentLink:
         self.claimed = False
         self.waited_for_redo = 0.0
         self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
+        # Where training waits for peers, other nodes wait for this one until it is overdue.
+        self.reconnection = Reconnection(address, pauses=not self.waits)
         self._timeline: Timeline | None = None
-        self._client: AgentClient | None = None
+        self._connection: AgentConnection | None = None
         self._sender: threading.Thread | None = None
         self._send_problem: AgentGoneError | None = None
 
     @property
     def up(self) -> bool:
-        """Whether there is a connection; a dead agent is noticed at the next use."""
-        return self._client is not None
+        """Whether there is a connection."""
+        return self._connection is not None
 
     @property
-    def client(self) -> AgentClient:
+    def connection(self) -> AgentConnection:
         """The connection; there must be one."""
-        assert self._client is not None
-        return self._client
+        assert self._connection is not None
+        return self._connection
 
     @property
     def attempt(self) -> int:
@@ -92,35 +123,18 @@ class AgentLink:
 
     @property
     def agent_pid(self) -> int | None:
-        return self._client.agent_pid if self._client is not None else None
+        return self._connection.agent_pid if self._connection is not None else None
 
-    # Requests
-
-    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> Inventory:
-        """Connect to the agent, starting it if there is none, and introduce this rank; what the node holds."""
-        self._client = AgentClient.connect(self._address, self._config)
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            nonce=self._ranks.nonce,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            local_ranks=self._ranks.local_ranks,
-            unit=self._ranks.unit,
-            launcher=find_launcher(self._ranks.world_size),
-            fingerprint=tuple(spec.fingerprint()),
-            rejoining=rejoining,
-            next_record=next_record,
-            fence_seconds=self._config.fence_seconds,
-            liveness_seconds=self._config.liveness_seconds,
-            accelerated=self._accelerated,
-        )
-        return self._client.hello(hello)
+    # Start
 
     def begin(self, spec: StateSpec) -> Inventory:
-        """Connect as :meth:`connect` does when an attempt begins, and have all in storage that is on its way there.
+        """Connect when an attempt begins, and have all in storage that is on its way there; what the node holds.
 
         An agent of this node that was told to end answers no more, while it writes what it holds. One that was told so
         after it had taken the connection, or has died since, is left for another one.
+
+        Raises:
+            RunBusyError: another live trainer holds the run.
         """
         try:
             inventory = self.connect(spec, next_record=0, rejoining=False)
@@ -155,24 +169,43 @@ class AgentLink:
         self.connect(spec, next_record, rejoining=True)
         self.configure(self._timeline)
 
+    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> Inventory:
+        """Connect to the agent, starting it if there is none, and introduce this rank; what the node holds."""
+        self._connection = connection = AgentConnection.open(self._address, self._config)
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            nonce=self._ranks.nonce,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            local_ranks=self._ranks.local_ranks,
+            unit=self._ranks.unit,
+            launcher=find_launcher(self._ranks.world_size),
+            fingerprint=tuple(spec.fingerprint()),
+            rejoining=rejoining,
+            next_record=next_record,
+            fence_seconds=self._config.fence_seconds,
+            liveness_seconds=self._config.liveness_seconds,
+            accelerated=self._accelerated,
+        )
+        inventory, fds = connection.request(hello, Inventory)
+        connection.watch_life(fds[0])
+        return inventory
+
     def configure(self, timeline: Timeline) -> None:
         """Send the run's settings and this attempt's timeline."""
         self._timeline = timeline
-        linger, storage = self._config.linger_seconds, self._storage
+        agent, storage = self._config, self._storage
         if storage is not None:
             storage = replace(storage, owner=self.owner or None)
-        paths, claimed = user_search_path(), self.claimed
-        threads, agent = torch.get_num_threads(), self._config
-        metrics = MetricsSettings(agent.metrics_port, agent.metrics_host, agent.metrics_file)
-        self.client.configure(
+        self.send(
             Configure(
-                linger,
+                agent.linger_seconds,
                 timeline,
                 storage,
-                threads,
-                search_path=paths,
-                claimed=claimed,
-                metrics=metrics,
+                torch.get_num_threads(),
+                search_path=user_search_path(),
+                claimed=self.claimed,
+                metrics=MetricsSettings(agent.metrics_port, agent.metrics_host, agent.metrics_file),
                 audit=self._audit,
                 arithmetic=Arithmetic(
                     torch.backends.cpu.get_cpu_capability(),
@@ -182,6 +215,8 @@ class AgentLink:
                 ),
             )
         )
+
+    # Generations
 
     def prepare(
         self,
@@ -206,43 +241,86 @@ class AgentLink:
             MemoryBudgetError: it does not fit.
         """
         assert self._timeline is not None
-        timeline = self._timeline
         threads, budget = self._config.threads, self._config.memory_budget_bytes
-        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason, whole, optional))
+        message = Prepare(spec, self._timeline, threads, budget, discard, record, reason, whole, optional)
+        while True:
+            regions = self._request_regions(message)
+            if (regions.message.begins, regions.message.spec) == (record, spec):
+                return regions
+            regions.close()  # the answer to a question that was given up
 
     def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
         """Have the agent produce the state after a record; with `repeat` the state before it as well."""
-        return self.client.resume(Resume(record, timeline, self._config.linger_seconds, repeat))
+        return self._request_regions(Resume(record, timeline, self._config.linger_seconds, repeat))
 
-    # News and commits
+    def _request_regions(self, message: Prepare | Resume) -> PreparedRegions:
+        connection = self.connection
+        answer, fds = connection.request(message, Prepared)
+        connection.applied = max(connection.applied, answer.record)
+        return PreparedRegions(answer, Region.open_all(fds))
+
+    def advance(self, record: int) -> Advanced:
+        """Advance the replica to the resumed record; waits until all local ranks have asked."""
+        answer, _ = self.connection.request(Advance(record), Advanced)
+        return answer
+
+    def ask_for_generation(
+        self, record: int, reason: str, changing: frozenset[str] = frozenset(), later: str = ""
+    ) -> Begin:
+        """Have all local ranks begin a new generation after `record` or later. Returns the order that they all get."""
+        connection = self.connection
+        order, _ = connection.request(NeedGeneration(record, reason, changing, later), Begin)
+        while order.record < record:  # the answer to an earlier question, which another rank's order had met
+            connection.notices.append(order)
+            order, _ = connection.receive_answer(Begin)
+        return order
+
+    def make_slots(self, generation: int) -> bool:
+        """Allocate the slots of a generation whose start is written; waits for all local ranks, and for others.
+
+        Returns:
+            False if another generation follows, so that nothing is staged in this one.
+
+        Raises:
+            MemoryBudgetError: the slots do not fit. The start of the generation is kept.
+        """
+        connection, limit = self.connection, self._config.start_seconds
+        self.send(NeedSlots(generation))
+        until = time.monotonic() + limit
+        while generation not in connection.slots_made:
+            if connection.alarmed:
+                return False
+            received = connection.poll(max(0.0, until - time.monotonic()))
+            if received is None:
+                # The agent's loop runs, and a rank is not through its record: then both generations are held.
+                self.send(NeedSlots(generation, now=True))
+                received = connection.ask_for_life(limit)
+            connection.keep_news(*received)
+        made = connection.slots_made.pop(generation)
+        if made.problem:
+            raise MemoryBudgetError(made.problem)
+        return not made.dropped
+
+    # Commits
 
     def notices(self) -> list[Notice]:
-        """Notices of the agent since the last call, without waiting. Raises AgentGoneError if it is gone."""
+        """Notices of the agent since the last call, without waiting."""
         if self._send_problem is not None:
             problem, self._send_problem = self._send_problem, None
             raise problem
-        return self._client.notices() if self._client is not None else []
-
-    def take_order(self, record: int) -> SnapshotOrder | None:
-        """The order for a snapshot after `record` or an earlier one; the caller closes it. None if there is none."""
-        return self._client.take_order(record) if self._client is not None else None
+        return self._connection.read_notices() if self._connection is not None else []
 
     def send(self, message: TrainerToAgent) -> None:
-        self.client.send(message)
-
-    def note(self, event: TrainerEvent) -> None:
-        """Tell the run's journal; nothing happens where there is no agent."""
-        if self._client is not None:
-            with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
-                self._client.send(Note(event))
+        """Send a message that has no answer."""
+        self.connection.send(message)
 
     def send_later(self, make: Callable[[], TrainerToAgent]) -> None:
         """Make and send a message in a thread, as `make` waits for copies from an accelerator."""
-        client = self.client
+        connection = self.connection
 
         def run() -> None:
             try:
-                client.send(make())
+                connection.send(make())
             except AgentGoneError as error:
                 self._send_problem = error
             except Exception as error:  # raised at the next commit, in the training thread
@@ -253,19 +331,62 @@ class AgentLink:
         self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
         self._sender.start()
 
-    def tell_preempted(self) -> None:
-        """Tell the agent that this rank got SIGTERM. Called from a signal handler."""
-        if self._client is not None:
-            try:
-                self._client.send(Preempted())
-            except AgentGoneError as error:
-                _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
-
     def finish_sending(self) -> None:
         """Wait until the last commit has been sent."""
         if self._sender is not None:
             self._sender.join()
             self._sender = None
+
+    def tell_journal(self, event: TrainerEvent) -> None:
+        """Tell the run's journal; nothing happens where there is no agent."""
+        if self._connection is not None:
+            with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
+                self._connection.send(Note(event))
+
+    def tell_preempted(self) -> None:
+        """Tell the agent that this rank got SIGTERM. Called from a signal handler."""
+        if self._connection is not None:
+            try:
+                self._connection.send(Preempted())
+            except AgentGoneError as error:
+                _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
+
+    def take_order(self, record: int) -> SnapshotOrder | None:
+        """The order for a snapshot after `record` or an earlier one; the caller closes it. None if there is none."""
+        order = self._connection.order if self._connection is not None else None
+        if order is None or order.record > record:
+            return None
+        self.connection.order = None
+        return order
+
+    def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:
+        """Have the agent write a record to a store; notices about other checkpoints are kept.
+
+        Args:
+            record: number of the record.
+            url: URL of the store.
+            timeout: time limit, in seconds.
+            name: name of the store, in words.
+
+        Raises:
+            StorageError: it could not be written, or not in time.
+        """
+        connection = self.connection
+        self.send(SaveRecord(record, url))
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            received = connection.channel.poll(left)
+            if received is None:
+                break
+            saved, _ = received
+            if isinstance(saved, RecordSaved):
+                if saved.problem:
+                    raise StorageError(f"what is held in memory does not get to {name}: {saved.problem}")
+                return
+            connection.keep_news(*received)
+        raise StorageError(f"what is held in memory has not got to {name} within {timeout:.0f} s")
+
+    # Waits before a slot is used again
 
     def wait_for_room(self, record: int, spec: StateSpec, began: int) -> float:
         """Wait until the slot of `record` is free.
@@ -286,47 +407,229 @@ class AgentLink:
         started = time.perf_counter()
         if self.waits and spec.mode == "snapshot":
             if record % spec.every == 0:
-                self.client.wait_for_watermark(max(record - spec.every, began))
+                self.wait_for_watermark(max(record - spec.every, began))
         elif self.waits:
             standing = 1 + spec.trails if spec.mode == "eager" else 0
-            self.client.wait_for_watermark(record - spec.slots + standing)
+            self.wait_for_watermark(record - spec.slots + standing)
         if spec.mode == "eager":
             waited = time.perf_counter()
-            self.client.wait_applied(record - spec.slots)
+            self.wait_applied(record - spec.slots)
             self.waited_for_redo += time.perf_counter() - waited
         return time.perf_counter() - started
 
-    def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:
-        """Have the agent write a record to a store.
-
-        Args:
-            record: number of the record.
-            url: URL of the store.
-            timeout: time limit, in seconds.
-            name: name of the store, in words.
+    def wait_for_watermark(self, record: int) -> None:
+        """Wait until peers have acknowledged `record` for every node, or waits are suspended; logs warnings meanwhile.
 
         Raises:
-            StorageError: it could not be written, or not in time.
+            AgentGoneError: the agent is gone, or stands still.
         """
-        saved = self.client.save_record(record, url, timeout)
-        if saved is None:
-            raise StorageError(f"what is held in memory has not got to {name} within {timeout:.0f} s")
-        if saved.problem:
-            raise StorageError(f"what is held in memory does not get to {name}: {saved.problem}")
+        connection, waited = self.connection, 0
+        while connection.watermark < record and not connection.waits_suspended:
+            if connection.alarmed:
+                return
+            received = connection.poll(_PATIENCE_SECONDS)
+            if received is not None:
+                connection.keep_news(*received)
+                continue
+            waited += 1
+            _log.warning(
+                "memckpt: training waits for peers since %.0f s: record %d is to be acknowledged for every node, %d "
+                "is; see `memckpt status`",
+                waited * _PATIENCE_SECONDS,
+                record,
+                connection.watermark,
+            )
+            connection.keep_news(*connection.ask_for_life(self._config.start_seconds))
+
+    def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the replica has applied `record`; returns early after an alarm, or where `give_up()` is true.
+
+        Raises:
+            AgentGoneError: the agent is gone, stands still, or applies no record for ten time limits.
+        """
+        connection = self.connection
+        limit, applied = _RECORD_LIMITS * self._config.start_seconds, connection.applied
+        until = time.monotonic() + limit
+        while connection.applied < record:
+            if connection.alarmed or give_up():
+                return
+            if connection.applied > applied:
+                applied, until = connection.applied, time.monotonic() + limit
+            if time.monotonic() >= until:
+                raise AgentGoneError(f"it answers, and has applied no record for {limit:g} s")
+            connection.keep_news(*connection.receive())
+
+    # Peers
+
+    def listen(self, message: Listen) -> Listening:
+        """Have the node listen for its peers. Returns the records of theirs that it keeps."""
+        answer, _ = self.connection.request(message, Listening)
+        return answer
+
+    def open_phases(self) -> tuple[PhasesPage, int]:
+        """Page on which this rank marks the phases of its steps, which the caller closes, and its index there."""
+        answer, fds = self.connection.request(AskPhases(), PhasesAre)
+        return PhasesPage.open(fds[0]), answer.position
+
+    def recover(self, message: Recover, progress: Callable[[RecoveryProgress], None]) -> Recovered:
+        """Have the agent fetch states that this node lacks, and serve those that others lack.
+
+        There is no time limit, as a state may be large and the network slow. A warning is logged now and then.
+
+        Args:
+            message: the states.
+            progress: called with each progress message.
+
+        Raises:
+            MemckptError: the agent refuses; the message says why.
+        """
+        connection, waited = self.connection, 0
+        connection.send(message)
+        while True:
+            received = connection.poll(_PATIENCE_SECONDS)
+            if received is None:
+                waited += 1
+                _log.warning(
+                    "memckpt: the agent (pid %d) fetches from peers, and has said nothing for %.0f s; see its log",
+                    connection.agent_pid,
+                    waited * _PATIENCE_SECONDS,
+                )
+                continue
+            waited = 0
+            match received[0]:
+                case RecoveryProgress() as news:
+                    progress(news)
+                case Recovered() as answer:
+                    return answer
+                case Refused() as answer:
+                    raise refusal(answer)
+                case _:
+                    connection.keep_news(*received)
 
     # End
 
     def abandon(self, dismiss: bool = False) -> None:
         """Close the connection without a goodbye; with `dismiss`, an agent that was started for it leaves at once."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.abandon(dismiss)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close(dismiss)
 
     def close(self, finished: bool) -> None:
         """Say goodbye; with `finished` wait until the agent has written the final step to storage and leaves."""
-        client, self._client = self._client, None
-        if client is None:
+        self.reconnection.close()
+        connection, self._connection = self._connection, None
+        if connection is None or connection.channel.fileno() < 0:
             return
         if finished and self._storage is not None and self._ranks.rank == self._ranks.local_ranks[0]:
             _log.info("memckpt: the final step is being brought to storage")
-        client.close(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)
+        try:
+            connection.say_goodbye(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)
+        finally:
+            connection.close()
+
+
+class Reconnection:
+    """Decides, at each commit without an agent, whether to try again: at once where it died, rarely where it stands.
+
+    Training waits for an agent that stands still once. After that each commit polls for the answer to a question. Owns
+    a connection, which :meth:`close` closes.
+
+    Args:
+        address: address of the agent.
+        patience: time that the first question waits for an answer, in seconds.
+        pauses: False for no pauses, where other nodes wait for this one until it is overdue.
+        clock: returns the current time, in seconds.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        patience: float = PROBE_SECONDS,
+        pauses: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._patience = patience
+        self._pauses = pauses
+        self._clock = clock
+        self._question: TrainerChannel | None = None
+        self._not_before = self._began = clock()
+        self._failures = Backoff(clock, at_once=0, steady=math.inf)
+        self._stumbles = Backoff(clock, steady=math.inf)
+        self._stops = Backoff(
+            clock, at_once=1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS, steady=_STEADY_SECONDS
+        )
+
+    def due(self) -> bool:
+        """Whether to try now: no agent answers the address, so that one can be started, or one answers the question."""
+        self._began = self._clock()
+        if self._began < self._not_before:
+            return False
+        try:
+            return self._ask() if self._question is None else self._answered_late(self._question)
+        except AgentGoneError as error:
+            # It has died since; or it accepts nothing, and the next commit must not wait for that, either.
+            died = self._question is not None
+            self.close()
+            if not died:
+                self.note_failure(error)
+            return died
+        except AgentError as error:
+            self.close()
+            self.note_failure(error)
+            return False
+
+    def _ask(self) -> bool:
+        sock = self._address.connect()
+        if sock is None:
+            return True
+        self._question = TrainerChannel(sock)
+        self._question.send(StatusRequest(), timeout=self._patience)
+        if self._question.poll(self._patience) is not None:
+            self.close()
+            return True
+        _log.warning(
+            "memckpt: the agent (pid %d) stands still: it has not answered for %g s; training goes on without "
+            "protection, and uses it again when it answers",
+            peer(sock)[0],
+            self._patience,
+        )
+        return False
+
+    def _answered_late(self, question: TrainerChannel) -> bool:
+        if question.poll() is None:
+            return False
+        self.close()
+        pause = self._stops.died() if self._pauses else 0.0
+        self._not_before = self._clock() + pause
+        if pause:
+            _log.warning(
+                "memckpt: the agent answers again; it has stood still several times, and is used again in %.0f s", pause
+            )
+        return pause == 0.0
+
+    def note_success(self) -> None:
+        """The session has an agent again."""
+        self._failures.reset()
+        self._stops.started()
+
+    def note_failure(self, error: Exception) -> None:
+        """An attempt has failed: pause."""
+        now = self._clock()
+        pause = max(self._failures.died(), _PAUSE_PER_COST * (now - self._began)) if self._pauses else 0.0
+        self._not_before = now + pause
+        _log.warning("memckpt: no agent (%s); trying again in %.0f s", error, pause)
+
+    def note_stumble(self) -> None:
+        """Protecting a step has failed for another reason: try again at once, then after growing pauses."""
+        self._stumbles.started()
+        pause = self._stumbles.died()
+        self._not_before = self._clock() + pause
+        if pause:
+            _log.warning("memckpt: that happens again and again; trying again in %.0f s", pause)
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        question, self._question = self._question, None
+        if question is not None:
+            question.close()

@@ -215,7 +215,7 @@ class PeerRecovery:
 
     def _ask(self, message: Recover) -> Recovered:
         with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
-            return self._link.client.recover(message, lambda news: advance(news.nbytes))
+            return self._link.recover(message, lambda news: advance(news.nbytes))
 
 
 def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSource]]:

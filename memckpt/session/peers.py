@@ -127,7 +127,7 @@ class Peers:
             threads=threads,
             liveness_seconds=self._agent.liveness_seconds,
         )
-        return self._link.client.listen(self._listen) if self._leads else None
+        return self._link.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
         from memckpt.replication.transport.envelope import WIRE_VERSION
@@ -180,8 +180,8 @@ class Peers:
         )
         assert self._ranks.node in names
         job = self._job
-        self._ranks.together(lambda: self._link.client.send(Join(job)) if self._leads else None)
-        self._link.client.watermark = job.record or 0
+        self._ranks.together(lambda: self._link.send(Join(job)) if self._leads else None)
+        self._link.connection.watermark = job.record or 0
 
     def _sent_units(self, config: ErasureConfig | MirrorConfig) -> tuple[PeerUnit, ...]:
         """Units that are sent: only their private parts, where more nodes of a group hold them than can be lost."""
@@ -222,7 +222,7 @@ class Peers:
         """Mark the phases of steps for the replicator, which holds traffic back during reductions."""
         self.stop_marking(recorder)
         if self._config is not None:
-            self._page, position = self._link.client.open_phases()
+            self._page, position = self._link.open_phases()
             recorder.marks = PhaseMarks(PhaseWriter(self._page, position), recorder.record)
 
     def stop_marking(self, recorder: Recorder) -> None:
@@ -237,9 +237,9 @@ class Peers:
     def rejoin(self) -> None:
         """Tell a new agent of this attempt's peers."""
         if self._listen is not None and self._job is not None:
-            self._link.client.listen(self._listen)
+            self._link.listen(self._listen)
             # The watermark is known to the other nodes: this one starts from nothing.
-            self._link.client.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
+            self._link.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
 
 
 def _try_code(config: ErasureConfig | MirrorConfig) -> None:

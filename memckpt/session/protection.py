@@ -15,7 +15,6 @@ from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.peers import Peers
-from memckpt.session.reconnection import Reconnection
 from memckpt.session.staging import RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
@@ -29,7 +28,7 @@ class Protection:
     """Ends each record, with or without an agent. An error of the protection never reaches the user's training.
 
     Without an agent, or after an error, training is *unprotected*: no record is staged, the gap is logged and counted,
-    and each commit asks `reconnection` whether to try again. The next generation ends the gap.
+    and each commit asks the link whether to try again. The next generation ends the gap.
 
     Args:
         training: training that is protected.
@@ -37,7 +36,6 @@ class Protection:
         staging: owner of the current generation's writer, which is closed with the connection.
         switch: commits records, and begins generations.
         peers: joined again by a new agent.
-        reconnection: schedule of reconnections.
 
     Attributes:
         link: connection to the agent.
@@ -56,7 +54,6 @@ class Protection:
         staging: Staging,
         switch: GenerationSwitch,
         peers: Peers,
-        reconnection: Reconnection,
     ) -> None:
         self._training = training
         self._recorder = training.recorder
@@ -64,7 +61,6 @@ class Protection:
         self._staging = staging
         self._switch = switch
         self._peers = peers
-        self._reconnection = reconnection
         self._told: set[str] = set()
         #: The framework's step number of a record, less the record's; the difference stays while training runs.
         self._steps_ahead = 0
@@ -84,7 +80,7 @@ class Protection:
         if self.unprotected_since is not None or not self.link.up or self._switch.state is not SwitchState.OPEN:
             return False
         settled = self._recorder.record - self._switch.began >= SETTLED_RECORDS
-        return settled and (not self._peers.active or self.link.client.whole)
+        return settled and (not self._peers.active or self.link.connection.whole)
 
     # Records
 
@@ -135,7 +131,7 @@ class Protection:
         self._broken_records = self._broken_records + 1 if self._recorder.broken else 0
         if self._broken_records == _MOST_BROKEN:
             self._broken_records = 0
-            self._reconnection.stumbled()
+            self.link.reconnection.note_stumble()
             raise MemckptError(self._recorder.broken)
         if self._switch.end_record(point):
             self._end_gap(point)
@@ -147,7 +143,7 @@ class Protection:
             _log.warning("memckpt: protected again from step %d on; %d %s not", point.step, gap, what)
             self.unprotected_since = None
             if self._training.ranks.rank == self._training.ranks.local_ranks[0]:
-                self.link.note(GapEnded(point.step, gap))
+                self.link.tell_journal(GapEnded(point.step, gap))
 
     def leave_record(self, record: int) -> None:
         """Begin the next record, with nothing staged, unless it has begun already."""
@@ -209,11 +205,11 @@ class Protection:
             self._told.add(reason)
             _log.warning("memckpt: %s; please report it", reason, exc_info=error)
         self._lose(record, reason)
-        self._reconnection.stumbled()
+        self.link.reconnection.note_stumble()
 
     def _try_again(self, point: RestorePoint) -> None:
         """Connect to a new agent if that is due. A rank that shares no slots begins a generation at once."""
-        if not self._reconnection.due():
+        if not self.link.reconnection.due():
             return
         try:
             self.link.reconnect(self._training.live.spec(self._switch.request), self._recorder.record)
@@ -222,9 +218,9 @@ class Protection:
             self._switch.rejoin(point.record)
             self.listen()
             self._end_record(point)
-            self._reconnection.succeeded()
+            self.link.reconnection.note_success()
         except MemckptError as error:
             self._lose(point.record, str(error))
-            self._reconnection.failed(error)
+            self.link.reconnection.note_failure(error)
         except Exception as error:
             self._stumble(point.record, error)

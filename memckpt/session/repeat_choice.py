@@ -97,7 +97,7 @@ class RepeatChoice:
     def _advance(self, chosen: ChosenInMemory) -> None:
         """Advance the replica to the record: the state before it is not needed."""
         regions = chosen.regions
-        advanced = self._link.client.advance(chosen.plan.record)
+        advanced = self._link.advance(chosen.plan.record)
         if regions.replica is not None:
             regions.message = msgspec.structs.replace(
                 regions.message, before=None, missing=advanced.missing, plain=advanced.plain

@@ -145,7 +145,7 @@ class Restoration:
             self._pending.resume(chosen.state["pending"])
         if self._ranks.rank == 0:
             what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
-            self._link.note(Recovered(*what, report.exact, report.repeated))
+            self._link.tell_journal(Recovered(*what, report.exact, report.repeated))
         return report
 
     def restore_rng(self, chosen: Chosen) -> None:

@@ -183,7 +183,7 @@ class Resumption:
             return Start(record + 1, anew=True)
         ranks.together(lambda: self._start_over(spec, plan))
         if ranks.rank == 0:
-            self._link.note(StartedOver(plan.reason))
+            self._link.tell_journal(StartedOver(plan.reason))
         self._repeat.do_without("nothing was resumed")
         return Start(1, anew=True)
 

@@ -45,7 +45,6 @@ from memckpt.session.protection import Protection
 from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import Ranks
-from memckpt.session.reconnection import Reconnection
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume import Resumption
@@ -125,9 +124,7 @@ class Session(Information):
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap = GradientTap(training, data_parallel, link.finish_sending, compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
-        # Where training waits for peers, other nodes wait for this one until it is overdue.
-        self._reconnection = Reconnection(address, pauses=not link.waits)
-        self._protection = Protection(training, link, staging, self._switch, peers, self._reconnection)
+        self._protection = Protection(training, link, staging, self._switch, peers)
         self._tuning = Tuning(training, self._mode, self._switch, self._protection, staging, self._rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
         try:
@@ -502,7 +499,6 @@ class Session(Information):
         self._live.strangers.remove()
         self._mode.end()
         self._preemption.remove()
-        self._reconnection.forget()
 
     def _close_parts(self) -> None:
         self._staging.close()

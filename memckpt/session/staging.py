@@ -16,8 +16,8 @@ from memckpt.capture.spec_request import SpecRequest
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.protocol.storing import SnapshotTaken
 from memckpt.protocol.trainer import Commit, GenerationCommit
-from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.changes import Changes
+from memckpt.session.connection import PreparedRegions, SnapshotOrder
 from memckpt.session.local_training import LocalTraining
 from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta

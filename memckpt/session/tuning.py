@@ -240,7 +240,7 @@ class Tuning:
             old, new = _values(change.name, before), _values(change.name, change.settings)
             show_by_default(_decisions)
             _decisions.info("memckpt: %s: %s -> %s from step %d on: %s", change.name, old, new, record, change.reason)
-            self._link.note(Decision(change.name, old, new, change.reason))
+            self._link.tell_journal(Decision(change.name, old, new, change.reason))
 
     def _first_problem(self, own: str) -> str:
         """The first rank's problem that has one; empty if none has; collective."""

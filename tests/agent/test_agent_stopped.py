@@ -19,9 +19,9 @@ from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving
-from memckpt.session.agent_client import AgentClient
-from memckpt.session.reconnection import Reconnection
+from memckpt.session.link import Reconnection
 from tests.support.cluster.waiting import until
+from tests.support.linked import link_over
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
@@ -61,7 +61,7 @@ class StandingAgent:
 def test_an_agent_that_leaves_is_gone_also_for_whoever_was_not_told_at_once() -> None:
     """It answers until what it holds is in storage. Training that went on with it had no agent in the end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client, agent = AgentClient(Channel(ours), AgentConfig()), Channel(theirs)
+    client, agent = link_over(Channel(ours)), Channel(theirs)
     try:
         agent.send(Leaving())
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_whoever_comes_to_an_agent_that_ends_is_sent_to_another_one(address: Age
     agent.listen()
     sock = address.connect()
     assert sock is not None
-    client = AgentClient(Channel(sock), AgentConfig())
+    client = link_over(Channel(sock))
     try:
         agent._loop.turn()  # it accepts
         agent.leave("a test")
@@ -113,7 +113,7 @@ def clock() -> Clock:
 def again(address: AgentAddress, clock: Clock) -> Iterator[Reconnection]:
     again = Reconnection(address, patience=0.0, clock=clock)
     yield again
-    again.forget()
+    again.close()
 
 
 def test_without_an_agent_one_is_started_at_once(again: Reconnection) -> None:
@@ -141,7 +141,7 @@ def test_an_agent_that_stands_still_again_and_again_is_used_ever_more_seldom(
 ) -> None:
     pauses = []
     for _ in range(9):
-        again.succeeded()
+        again.note_success()
         assert not again.due()
         agent.answer()
         pauses.append(0.0)
@@ -157,7 +157,7 @@ def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(agai
     def pause(cost: float) -> float:
         assert again.due()
         clock.now += cost
-        again.failed(AgentError("out of processes"))
+        again.note_failure(AgentError("out of processes"))
         began = clock.now
         assert not again.due()
         while clock.now < again._not_before:
@@ -165,14 +165,14 @@ def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(agai
         return clock.now - began
 
     assert [pause(0.0), pause(0.0), pause(0.0), pause(30.0), pause(0.0)] == [1.0, 2.0, 4.0, 300.0, 16.0]
-    again.succeeded()
+    again.note_success()
     assert pause(0.0) == 1.0
 
 
 def test_where_the_job_waits_for_this_node_there_are_no_pauses(address: AgentAddress, clock: Clock) -> None:
     again = Reconnection(address, patience=0.0, pauses=False, clock=clock)
     assert again.due()
-    again.failed(AgentError("out of processes"))
+    again.note_failure(AgentError("out of processes"))
     assert again.due()
 
 
@@ -183,7 +183,7 @@ def test_an_agent_that_is_busy_and_answers_is_waited_for(address: AgentAddress, 
     """A record may take longer than the time limit for answers, as long as the loop answers."""
     sock = address.connect()
     assert sock is not None
-    client = AgentClient(Channel(sock), AgentConfig(start_seconds=0.02))
+    client = link_over(Channel(sock), AgentConfig(start_seconds=0.02))
     there, _ = agent.listener.sockets[0].accept()
     channel = Channel(there)
     agent.asked.append(channel)
@@ -200,7 +200,7 @@ def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
 ) -> None:
     sock = address.connect()
     assert sock is not None
-    client = AgentClient(Channel(sock), AgentConfig(start_seconds=0.02))
+    client = link_over(Channel(sock), AgentConfig(start_seconds=0.02))
     there, _ = agent.listener.sockets[0].accept()
     channel = Channel(there)
     agent.asked.append(channel)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from memckpt.config import MemckptConfig
 from memckpt.errors import StorageError
-from memckpt.processes.address import AgentAddress
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord
-from memckpt.session.agent_client import AgentClient
 from memckpt.session.link import AgentLink
-from memckpt.session.ranks import Ranks
+from tests.support.linked import link_over
 
 RECORD = 8
 #: Of the dead attempt: a snapshot of the same record, of one of four ranks that hold different shards.
@@ -27,12 +23,10 @@ Ends = tuple[AgentLink, Channel]
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[Ends]:
+def ends() -> Iterator[Ends]:
     """A rank's link, and the agent's end of it."""
     ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    config = MemckptConfig()
-    link = AgentLink(AgentAddress.of(tmp_path), Ranks(), config)
-    link._client = AgentClient(ours, config.agent)
+    link = link_over(ours)
     yield link, theirs
     link.abandon()
     theirs.close()

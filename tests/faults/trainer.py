@@ -164,7 +164,7 @@ class _Rank:
         permit = self.attempt.permits[self.rank]
         while True:
             link = None if self.session is None else self.session._link
-            channel = [link.client.channel] if link is not None and link.up else []
+            channel = [link.connection.channel] if link is not None and link.up else []
             ready = select.select([permit, *channel], [], [])[0]
             if permit in ready:
                 os.eventfd_read(permit)
@@ -186,7 +186,7 @@ class _Rank:
         link, last = self.session._link, self.session._last
         ahead = last.record - last.step if last is not None else 0
         return {
-            "acknowledged": max(0, link.client.watermark - ahead) if link.up else 0,
+            "acknowledged": max(0, link.connection.watermark - ahead) if link.up else 0,
             "connected": link.up,
             "agent": link.agent_pid,
             "protected": self.session._protection.complete,

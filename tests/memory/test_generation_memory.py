@@ -17,8 +17,8 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import GenerationCommit, NeedSlots
-from memckpt.session.agent_client import AgentClient
-from memckpt.session.conversation import Conversation
+from memckpt.session.connection import AgentConnection
+from memckpt.session.link import AgentLink
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
@@ -80,11 +80,11 @@ def note_memory(control: Control) -> None:
         held = memory_of([os.getpid(), control.session.agent_pid])
         control.journal.note("memory", what=what, step=control.step, held=held)
 
-    def prepared(client: AgentClient) -> None:
+    def prepared(link: AgentLink) -> None:
         if control.session is not None:
             note("prepared")
 
-    after(AgentClient, "prepare", prepared)
+    after(AgentLink, "prepare", prepared)
     after(SlotWriter, "seal_generation", lambda writer: note("written"))
     after(SlotWriter, "use_all_slots", lambda writer: note("whole") if control.step else None)
     control.at = lambda point: note(point)  # type: ignore[method-assign]
@@ -137,24 +137,24 @@ def die_when_sent(kind: type[Message]) -> Callable[[Control], None]:
     """The trainer dies as soon as it has sent a message of a kind after the change by hand."""
 
     def prepare(control: Control) -> None:
-        original = AgentClient.send
+        original = AgentConnection.send
 
-        def send(self: AgentClient, message: Message) -> None:
+        def send(self: AgentConnection, message: Message) -> None:
             original(self, message)
             if isinstance(message, kind) and control.step >= CHANGED_AT:
                 kill_self(control)
 
-        AgentClient.send = send  # type: ignore[method-assign]
+        AgentConnection.send = send  # type: ignore[method-assign]
 
     return prepare
 
 
 PHASES = {
-    "prepared": (die(AgentClient, "prepare"), False),
+    "prepared": (die(AgentLink, "prepare"), False),
     "committed": (die_when_sent(GenerationCommit), True),
-    "old-let-go": (die(AgentClient, "make_slots", first=True), True),
+    "old-let-go": (die(AgentLink, "make_slots", first=True), True),
     "asked": (die_when_sent(NeedSlots), True),
-    "whole": (die(AgentClient, "make_slots"), True),
+    "whole": (die(AgentLink, "make_slots"), True),
 }
 ORDINARY = {("lazy", "committed"), ("lazy", "asked"), ("eager", "asked")}
 
@@ -223,7 +223,7 @@ def test_a_start_without_slots_is_resumed_and_gets_them_then(
     fail_to_reserve(monkeypatch, 2)
     lab.start_agent()
     settings = config(redo)
-    died = lab.train(CASE, settings, prepare=die(Conversation, "sign_of_life"), actions={("forward", 9): kill_self})
+    died = lab.train(CASE, settings, prepare=die(AgentConnection, "ask_for_life"), actions={("forward", 9): kill_self})
     assert "found less (a test's)" in died.log
     again = lab.train(CASE, settings, seed=2, actions={("before step", 12): kill_self}, unchecked=None)
     assert again.restored_step == CHANGED_AT
@@ -236,15 +236,15 @@ def test_a_start_without_slots_is_resumed_and_gets_them_then(
 
 def test_an_agent_that_dies_in_between_is_replaced(lab: Lab) -> None:
     def prepare(control: Control) -> None:
-        original = AgentClient.make_slots
+        original = AgentLink.make_slots
 
-        def make_slots(self: AgentClient, generation: int) -> bool:
+        def make_slots(self: AgentLink, generation: int) -> bool:
             if control.step == CHANGED_AT:
-                AgentClient.make_slots = original  # type: ignore[method-assign]
+                AgentLink.make_slots = original  # type: ignore[method-assign]
                 kill_agent(control)
             return original(self, generation)
 
-        AgentClient.make_slots = make_slots  # type: ignore[method-assign]
+        AgentLink.make_slots = make_slots  # type: ignore[method-assign]
 
     died = lab.train(CASE, config("lazy"), prepare=prepare, actions={("before step", 12): kill_self})
     assert f"training goes on without protection since step {CHANGED_AT}" in died.log

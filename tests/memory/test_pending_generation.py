@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.pending_generation import Difference, PendingGeneration
@@ -17,11 +16,12 @@ from memckpt.memory.region import Region
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare, Prepared
-from memckpt.session.agent_client import AgentClient
+from memckpt.session.link import AgentLink
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec, TensorSpec
 from tests.support.cluster.storage_node import spec_of
+from tests.support.linked import link_over
 
 PLAIN = spec_of((0, 1, 2))
 
@@ -160,15 +160,15 @@ PLAIN_BYTES = 5 * 2 * 4096  # a ring of five records, each a header and a page
 
 
 @pytest.fixture
-def client_and_agent() -> Iterator[tuple[AgentClient, Channel]]:
+def client_and_agent() -> Iterator[tuple[AgentLink, Channel]]:
     ours, theirs = (Channel(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    yield AgentClient(ours, AgentConfig()), theirs
+    yield link_over(ours), theirs
     ours.close()
     theirs.close()
 
 
 def test_a_late_answer_to_an_earlier_question_is_not_taken_for_the_answer(
-    client_and_agent: tuple[AgentClient, Channel],
+    client_and_agent: tuple[AgentLink, Channel],
 ) -> None:
     """Then other ranks might not know of the new one yet."""
     client, agent = client_and_agent
@@ -181,7 +181,7 @@ def test_a_late_answer_to_an_earlier_question_is_not_taken_for_the_answer(
 
 
 def test_regions_of_a_question_that_was_given_up_are_closed_and_never_taken(
-    client_and_agent: tuple[AgentClient, Channel],
+    client_and_agent: tuple[AgentLink, Channel],
 ) -> None:
     """The trainer had waited for them for too long, and has gone on."""
     client, agent = client_and_agent
@@ -196,7 +196,7 @@ def test_regions_of_a_question_that_was_given_up_are_closed_and_never_taken(
     assert client.notices() == []
     answers(2, 4)
     answers(3, 9)
-    prepared = client.prepare(request(9))
+    prepared = client.prepare(PLAIN, 9)
     assert prepared.message.generation == 3
     prepared.close()
     assert len(os.listdir("/proc/self/fd")) == open_before

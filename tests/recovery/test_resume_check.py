@@ -240,7 +240,7 @@ def test_a_step_before_which_something_was_written_is_repeated(lab: Lab) -> None
 def _die_once_applied(control: Control) -> None:
     """The replica has gone on to the newest record."""
     assert control.session is not None
-    control.session._link.client.wait_applied(control.step)
+    control.session._link.wait_applied(control.step)
     kill_self(control)
 
 

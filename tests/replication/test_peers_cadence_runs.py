@@ -31,7 +31,7 @@ _SPACED = 10
 def until_states_are_sent(rank: PeersRank) -> None:
     """Wait until records are not sent any more."""
     assert rank.session is not None
-    client = rank.session._link.client
+    client = rank.session._link.connection
     while not client.waits_suspended:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "records are sent for long"
 
@@ -39,7 +39,7 @@ def until_states_are_sent(rank: PeersRank) -> None:
 def until_one_is_there(rank: PeersRank) -> None:
     """Wait until a state that was sent by value is with the peers of every node."""
     assert rank.session is not None
-    client = rank.session._link.client
+    client = rank.session._link.connection
     while not client.whole or client.watermark < _SPACED:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
     rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)

@@ -15,7 +15,7 @@ from memckpt.config import AgentConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import PeersStatus
-from memckpt.session import agent_client as client
+from memckpt.session import link
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peers_lab import (
@@ -172,7 +172,7 @@ def test_training_waits_for_peers_that_are_away(lab: Lab, network: Network, trou
                 trouble.end(job)
 
     def prepare(rank: int) -> None:
-        client._PATIENCE_SECONDS = 1.0
+        link._PATIENCE_SECONDS = 1.0
         if rank == 0 and trouble.silent:
             logging.getLogger("memckpt").addHandler(Ends())
 

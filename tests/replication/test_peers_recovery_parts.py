@@ -27,8 +27,9 @@ from memckpt.protocol.recovery import (
     RecoveryProgress,
 )
 from memckpt.replication.transport.wire import WindowIs
-from memckpt.session.agent_client import AgentClient
+from memckpt.session.link import AgentLink
 from tests.support.cluster.replicator_node import Node
+from tests.support.linked import link_over
 from tests.support.trainings.recovery_lab import SPEC, Place, wanted
 
 
@@ -110,17 +111,17 @@ def test_what_fails_for_a_reason_of_the_node_itself_is_blamed_on_nobody() -> Non
 
 
 @pytest.fixture
-def client() -> Iterator[tuple[AgentClient, Channel]]:
+def client() -> Iterator[tuple[AgentLink, Channel]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Of one message: a recovery is not bound to it.
-    client, channel = AgentClient(Channel(ends[0]), AgentConfig(start_seconds=0.01)), Channel(ends[1])
+    client, channel = link_over(Channel(ends[0]), AgentConfig(start_seconds=0.01)), Channel(ends[1])
     with closing(channel):
         yield client, channel
         client.abandon()
 
 
 def test_a_trainer_waits_for_a_recovery_as_long_as_its_agent_lives(
-    client: tuple[AgentClient, Channel], monkeypatch: pytest.MonkeyPatch
+    client: tuple[AgentLink, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, agent = client
     answers = deque([None, None, RecoveryProgress(5), None, Recovered(nbytes=7)])
@@ -133,7 +134,7 @@ def test_a_trainer_waits_for_a_recovery_as_long_as_its_agent_lives(
 
     heard: list[RecoveryProgress] = []
     with monkeypatch.context() as context:
-        context.setattr(trainer.channel, "poll", poll)
+        context.setattr(trainer.connection.channel, "poll", poll)
         assert trainer.recover(Recover(5, (), (), None), heard.append) == Recovered(nbytes=7)
     assert heard == [RecoveryProgress(5)]
     assert not answers

@@ -12,8 +12,8 @@ from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Goodbye, HoldingOn, Leaving, OthersStay
-from memckpt.session import farewell
-from memckpt.session.conversation import Conversation
+from memckpt.session import connection
+from memckpt.session.connection import AgentConnection
 
 FAILED, SAVED = SaveFailed(9, "the disk is full"), Saved(9, 9, 1, 0.1, 0.1)
 ORDERED, LAST, LOST = Leaving(), Leaving(last=True), Leaving(last=True, unsaved="the disk is full")
@@ -45,17 +45,17 @@ NOT_KNOWN = "whether the final step is in storage is not known"
 def test_what_becomes_of_the_final_step_is_said(
     messages: Sequence[Message], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(farewell, "_END_SECONDS", 0.01)  # the agent is this process, and does not end
+    monkeypatch.setattr(connection, "_END_SECONDS", 0.01)  # the agent is this process, and does not end
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent, conversation = Channel(theirs), Conversation(Channel(ours), AgentConfig())
+    agent, ours_end = Channel(theirs), AgentConnection(Channel(ours), AgentConfig())
     try:
         for message in messages:
             agent.send(message)
         theirs.shutdown(socket.SHUT_WR)
-        farewell.say_goodbye(conversation, finished=True, saving_seconds=60.0)
+        ours_end.say_goodbye(finished=True, saving_seconds=60.0)
         assert agent.receive(5.0)[0] == Goodbye(True)
     finally:
-        conversation.close()
+        ours_end.close()
         agent.close()
     texts = [record.message for record in caplog.records if "final step" in record.message]
     assert [said in text for text in texts] == ([True] if said else [])

@@ -68,9 +68,9 @@ class Notes:
             begin_record=lambda record: self._begin(None, record),
         )
         self.link: Any = SimpleNamespace(
-            client=SimpleNamespace(
-                applied=0, make_slots=lambda generation: self.room, ask_for_generation=self._ask_for_generation
-            ),
+            connection=SimpleNamespace(applied=0),
+            make_slots=lambda generation: self.room,
+            ask_for_generation=self._ask_for_generation,
             send=self.done.append,
             finish_sending=lambda: None,
             prepare=lambda spec, record, reason: None,

@@ -14,8 +14,8 @@ import pytest
 from memckpt.checkpointing.saver import Saver
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.protocol.trainer import Hello, Inventory
-from memckpt.session.agent_client import AgentClient
+from memckpt.protocol.trainer import Inventory
+from memckpt.session.connection import AgentConnection
 from memckpt.session.link import AgentLink
 from memckpt.state.spec import StateSpec
 from tests.support.cluster.sharded_cases import Setup
@@ -110,15 +110,15 @@ def test_a_start_whose_agent_ends_while_it_connects_goes_on_with_another_one(lab
     address = AgentAddress.of(lab.run_dir)
 
     def prepare(control: Control) -> None:
-        original = AgentClient.hello
+        original = AgentConnection.request
 
-        def hello(client: AgentClient, message: Hello) -> Inventory:
-            AgentClient.hello = original  # type: ignore[method-assign]
-            os.kill(client.agent_pid, how)
+        def request(connection: AgentConnection, hello: Any, expected: Any) -> Any:
+            AgentConnection.request = original  # type: ignore[method-assign]
+            os.kill(connection.agent_pid, how)
             until(lambda: (serving := address.serving()) is None or serving.ends(within=0.0))
-            return original(client, message)
+            return original(connection, hello, expected)
 
-        AgentClient.hello = hello  # type: ignore[method-assign]  # in a forked child
+        AgentConnection.request = request  # type: ignore[method-assign]  # in a forked child
 
     died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
     final = lab.train(PLAIN, settings, seed=2, prepare=prepare)

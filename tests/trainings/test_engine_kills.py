@@ -17,8 +17,8 @@ from memckpt.errors import AgentError
 from memckpt.memory import replica
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
-from memckpt.session import conversation, session
-from memckpt.session.reconnection import Reconnection
+from memckpt.session import connection, link
+from memckpt.session.link import Reconnection
 from memckpt.state.redo import RedoGroup
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_both, kill_self, patched
@@ -244,7 +244,7 @@ def test_steps_without_protection_are_counted(lab: Lab) -> None:
     """No agent can be started for a while: training goes on, and the gap is reported with its length."""
 
     def prepare(control: Control) -> None:
-        original = conversation.spawn_agent
+        original = connection.spawn_agent
 
         def failing(*arguments: Any) -> Any:
             if 6 <= control.step < 9:
@@ -252,9 +252,9 @@ def test_steps_without_protection_are_counted(lab: Lab) -> None:
                 raise AgentError("out of processes")
             return original(*arguments)
 
-        conversation.spawn_agent = failing
+        connection.spawn_agent = failing
         # A clock that counts steps: pauses of 1, then 2.
-        session.Reconnection = functools.partial(Reconnection, clock=lambda: float(control.step))  # type: ignore[assignment, misc]
+        link.Reconnection = functools.partial(Reconnection, clock=lambda: float(control.step))  # type: ignore[assignment, misc]
 
     actions = {("forward", 6): kill_agent, ("after commit", 15): kill_self}
     died = lab.train(PLAIN, config(), prepare=prepare, actions=actions)

@@ -147,7 +147,7 @@ class PeersRank(Rank):
     def acknowledged(self) -> int:
         """The newest record that this rank knows to be with the peers of every node."""
         if self.session is not None and self.session._link.up:
-            self._known = max(self._known, self.session._link.client.watermark)
+            self._known = max(self._known, self.session._link.connection.watermark)
         return self._known
 
     def at(self, place: str) -> None:
@@ -173,13 +173,13 @@ class PeersRank(Rank):
     def await_acknowledgements(self) -> None:
         """Wait until the newest record is with the peers of every node."""
         assert self.session is not None
-        while self.session._link.client.watermark < self.step + 1:
+        while self.session._link.connection.watermark < self.step + 1:
             assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not acknowledged for long"
 
     def await_protection(self) -> None:
         """Wait until all committed records are with the peers of every node."""
         assert self.session is not None
-        client = self.session._link.client
+        client = self.session._link.connection
         while not client.whole or client.watermark < self.step + 1:
             assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
         self.journal.note("protected", step=self.step, acknowledged=client.watermark)
@@ -187,7 +187,7 @@ class PeersRank(Rank):
     def listen(self, seconds: float) -> bool:
         """Wait for a message of the agent, and handle it; False if there was none."""
         assert self.session is not None
-        said = bool(select.select([self.session._link.client.channel], [], [], seconds)[0])
+        said = bool(select.select([self.session._link.connection.channel], [], [], seconds)[0])
         self.session._protection.listen()
         return said
 

@@ -263,14 +263,14 @@ class Rank:
     def _await_order(self) -> None:
         """Wait for the snapshot's order: on a busy machine it would come too late for steps this short."""
         assert self.session is not None
-        while self.session.mode != "eager" and self.session._link.client._order is None:
-            assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
+        while self.session.mode != "eager" and self.session._link.connection.order is None:
+            assert select.select([self.session._link.connection.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
             self.session._protection.listen()
 
     def _await_storage(self) -> None:
         assert self.session is not None
         while self.session.stored_step is None:
-            assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
+            assert select.select([self.session._link.connection.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
             self.session._protection.listen()
         if dist.is_initialized():
             dist.barrier()  # all must know before one continues and kills the agent

@@ -30,7 +30,7 @@ def until_stored(step: int) -> Action:
         deadline = time.monotonic() + LIMIT_SECONDS
         while (session.stored_step or 0) < step:
             left = deadline - time.monotonic()
-            if not select.select([session._link.client.channel], [], [], max(0.0, left))[0]:
+            if not select.select([session._link.connection.channel], [], [], max(0.0, left))[0]:
                 raise TimeoutError(f"step {step} is not in storage, only {session.stored_step}")
             session._protection.listen()
 
@@ -44,8 +44,8 @@ def until_ordered(control: Control) -> None:
     """
     session = control.session
     assert session is not None
-    while session.mode != "eager" and session._link.client._order is None:
-        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+    while session.mode != "eager" and session._link.connection.order is None:
+        assert select.select([session._link.connection.channel], [], [], LIMIT_SECONDS)[0]
         session._protection.listen()
 
 
@@ -59,7 +59,7 @@ def until_not_stored(control: Control) -> None:
     session = control.session
     assert session is not None
     while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
-        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        assert select.select([session._link.connection.channel], [], [], LIMIT_SECONDS)[0]
         session._protection.listen()
 
 

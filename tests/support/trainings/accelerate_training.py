@@ -378,7 +378,7 @@ def kill_agent(training: Training) -> None:
 
 def wait_until_ordered(training: Training) -> None:
     """Return when the agent has ordered a snapshot; one that comes late is ordered for a later step."""
-    _listen_until(training, lambda session: session._link.client._order is not None, "no snapshot was ordered")
+    _listen_until(training, lambda session: session._link.connection.order is not None, "no snapshot was ordered")
 
 
 def wait_until_stored(training: Training) -> None:
@@ -394,5 +394,5 @@ def _listen_until(training: Training, there: Callable[[memckpt.Session], bool], 
     while not there(session):
         left = deadline - time.monotonic()
         assert left > 0, otherwise
-        assert select.select([session._link.client.channel], [], [], left)[0], otherwise
+        assert select.select([session._link.connection.channel], [], [], left)[0], otherwise
         session._protection.listen()

@@ -235,7 +235,7 @@ def train(job: Job, rank: int) -> None:
         if session is not None and session._protection.unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
             while session._switch.state is SwitchState.EMPTY:
-                assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
+                assert select.select([session._link.connection.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
                 session._protection.listen()
         at(step, "committed")
         if job.die_when_stored and rank == 0 and session is not None and session.stored_step is not None:
@@ -244,12 +244,12 @@ def train(job: Job, rank: int) -> None:
             sum(range(200_000))
         if job.wait_at is not None and step == job.wait_at - 4 and session is not None and session.mode != "eager":
             # On a busy machine the snapshot's order would come too late for steps this short.
-            while session._link.client._order is None:
-                assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
+            while session._link.connection.order is None:
+                assert select.select([session._link.connection.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
                 session._protection.listen()
         if step == job.wait_at and session is not None:
             while session.stored_step is None:
-                assert select.select([session._link.client.channel], [], [], STORAGE_SECONDS)[0]
+                assert select.select([session._link.connection.channel], [], [], STORAGE_SECONDS)[0]
                 session._protection.listen()
         if job.log and step >= 2 and session is not None:
             _wait_for_log(session, based=step >= 6)
