@@ -180,7 +180,7 @@ def test_peers_that_cannot_be_are_an_error_when_composed(overrides: list[str], m
     [
         ("memckpt.slotz=1", "Key 'slotz' not in 'MemckptConfig: one of redo, tap, anchor_period_steps, slots,"),
         ("memckpt.storage.keep=1", "Key 'keep' not in 'StorageConfig: one of url, mode, every_steps, min_seconds,"),
-        ("memckpt.redo=often", "Invalid value 'often', expected one of [auto, eager, lazy, capture]"),
+        ("memckpt.redo=often", "Invalid value 'often', expected one of [auto, eager, lazy, snapshot]"),
         ("memckpt.slots=many", "Value 'many' of type 'str' could not be converted to Integer"),
         ("memckpt=durabel", "Could not find 'memckpt/durabel'"),
     ],
