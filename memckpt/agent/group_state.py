@@ -35,7 +35,6 @@ from memckpt.protocol.trainer import (
     Protected,
     Resume,
     SlotsMade,
-    Unprepare,
 )
 from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
 from memckpt.state.spec import StateSpec
@@ -145,10 +144,6 @@ class GroupState:
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
         return generation
-
-    def unprepare(self, message: Unprepare) -> None:
-        """Some rank has no room for what was to be written."""
-        self._pending.give_up(message.record)
 
     def _bring_together(self, record: int, differing: Difference) -> None:
         """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.

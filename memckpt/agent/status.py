@@ -12,7 +12,7 @@ import msgspec
 
 from memckpt.agent.group_state import GroupState
 from memckpt.agent.lifetime import Lifetime
-from memckpt.journal.events import Decision
+from memckpt.journal.events import Advised
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import TrainerHandle
 from memckpt.protocol.status import AuditStatus, PeersStatus, Status, StorageStatus
@@ -34,14 +34,14 @@ class Figures:
         max_drift_ulp: the largest that was seen.
         stall_ms: moving average of what a step waits for us; None before the first commit.
         stalls: what the newest commits have waited, in milliseconds.
-        decision: the last decision of the tuner, in words; empty before the first.
+        advice: the setting that would pay, and why; None if no other one would.
         commits, stalled_ms: number of commits of records, and the sum of what they have waited.
         stall_counts: number of them by stall: at most each of ``STALL_BOUNDS_MS``, and more.
     """
 
     def __init__(self) -> None:
         self.check = ""
-        self.decision = ""
+        self.advice: Advised | None = None
         self.max_drift_ulp = 0.0
         self.stall_ms: float | None = None
         self.stalls: deque[float] = deque(maxlen=_RECENT)
@@ -63,9 +63,9 @@ class Figures:
         self.stalled_ms += message.stall_ms
         self.stall_counts[bisect_left(STALL_BOUNDS_MS, message.stall_ms)] += 1
 
-    def note_decision(self, decision: Decision) -> None:
-        """Remember what the tuner has changed."""
-        self.decision = f"{decision.name}: {decision.old} -> {decision.new} ({decision.reason})"
+    def note_advice(self, advised: Advised) -> None:
+        """Keep what a trainer advises in the place of what it has advised before."""
+        self.advice = advised if advised.line else None
 
     def note_drift(self, message: Drift) -> None:
         """Count how far a replica is off."""
@@ -132,7 +132,8 @@ def describe(
         records_held=min((one.records_held for one in generations), default=0),
         peers=peers,
         check=figures.check,
-        decision=figures.decision,
+        advice="" if figures.advice is None else figures.advice.line,
+        advice_reason="" if figures.advice is None else figures.advice.reason,
         slots=first.spec.slots if first is not None else 0,
         recent_stalls=tuple(figures.stalls),
         journal=journal,

@@ -15,7 +15,7 @@ from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.status import Figures
 from memckpt.errors import AgentError
-from memckpt.journal.events import Decision
+from memckpt.journal.events import Advised
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.messages import TrainerToAgent
@@ -38,7 +38,6 @@ from memckpt.protocol.trainer import (
     Prepare,
     Prepared,
     Resume,
-    Unprepare,
     Void,
 )
 from memckpt.state.search_path import extend_search_path
@@ -83,8 +82,6 @@ class TrainerMessages:
                 generation = group.prepare(trainer.rank, message)
                 prepared = Prepared(generation.number, generation.spec, whole=generation.whole, begins=message.record)
                 self._send_regions(connection, prepared, generation)
-            case Unprepare():
-                group.unprepare(message)
             case Observed():
                 group.saver.observe(message)
             case NeedSlots():
@@ -104,8 +101,8 @@ class TrainerMessages:
                 _log.log(level, "resume check: %s", message.line)
             case Note():
                 self._host.note(message.event)
-                if isinstance(message.event, Decision):
-                    self._figures.note_decision(message.event)
+                if isinstance(message.event, Advised):
+                    self._figures.note_advice(message.event)
             case SaveRecord():
                 self._save_record(connection, message)
             case Configure():

@@ -228,6 +228,13 @@ def check_alarms(alarms: Sequence[str]) -> Check:
     return Check("agent's alarms", "ok", "none")
 
 
+def check_advice(line: str, reason: str) -> Check:
+    """Setting that the running training advises, and why."""
+    if line:
+        return Check("settings of the run", "warning", reason, f"{line}, in MemckptConfig, from the next start on")
+    return Check("settings of the run", "ok", "no other ones are known to be better")
+
+
 def check_descriptors(
     soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | MirrorConfig | None
 ) -> Check:

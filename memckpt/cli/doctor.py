@@ -45,6 +45,7 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
         yield checks.check_agent(agent.pid if agent is not None else None, problem)
         if agent is not None:
             yield checks.check_alarms(tuple(alarms_of(agent)))
+            yield checks.check_advice(agent.advice, agent.advice_reason)
     yield checks.check_sockets(facts.try_sockets())
     yield checks.check_memory(available_bytes(), min((one.limit for one in memory_limits()), default=None))
     job, service = os.environ.get("SLURM_JOB_ID"), facts.own_service()

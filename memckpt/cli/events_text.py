@@ -121,6 +121,8 @@ def words_of(event: AnyEvent | Unknown) -> str:
             return f"rank {event.rank} could not stage record {event.record}: {event.reason}"
         case journal.Decision():
             return f"{event.name}: {event.old} -> {event.new}: {event.reason}"
+        case journal.Advised():
+            return f"{event.line} would pay: {event.reason}" if event.line else event.reason
         case journal.Stored():
             size = f"{nbytes_text(event.nbytes)}, {seconds_text(event.seconds)}"
             return f"step {event.step} is in storage ({ranks_text(event.ranks)}, {size})"

@@ -53,8 +53,8 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
         table.add_row(f"rank {rank}", f"pid {pid}{record}")
     if not agent.trainers:
         table.add_row("trainers", "none")
-    if agent.decision:
-        table.add_row("tuned", escape(agent.decision))
+    if agent.advice:
+        table.add_row("advice", escape(f"{agent.advice} would pay: {agent.advice_reason}"))
     if agent.journal:
         table.add_row("journal", f"[yellow]events are lost: {escape(agent.journal)}[/]")
     if agent.metrics:

@@ -267,7 +267,7 @@ class MemckptConfig:
         tap: ``"auto"`` copies gradients as backward produces them, compares them with those that the optimizer used,
             and changes to ``"step"`` if they differ; ``"step"`` copies them at the optimizer's step.
         anchor_period_steps: T, in steps; None: the default of the redo mode.
-        slots: D, records in flight: one being filled, one waiting, one being applied; None: 3, and what tuning finds.
+        slots: D, records in flight: one being filled, one waiting, one being applied; None: 3.
         snapshot_every_steps: N, interval of snapshots in steps; a crash loses fewer than N steps.
         agent: settings of the agent.
         peers: records in other nodes' memory, an ErasureConfig or a MirrorConfig; None: none.
@@ -279,9 +279,9 @@ class MemckptConfig:
             training if they differ; ``"off"`` compares the sample only.
         compression: how DistributedDataParallel averages gradients: in compressed form by TopK, RandomK, Quantized8,
             PowerSGD or HalfPrecision, whose results are the records; None: as they are.
-        tuning: ``"auto"`` follows what the running job measures: `redo`, T, D and the interval of checkpoints, as far
-            as they are left to it; ``"off"`` leaves all as it was at the start.
-        overhead_budget: share of a step's time that protection may cost, which tuning keeps to where it can.
+        tuning: ``"auto"`` has the interval of checkpoints follow what the running job measures, and says which other
+            redo mode, T or D would pay; ``"off"`` does neither.
+        overhead_budget: share of a step's time that protection may cost, by which settings are advised.
         audit_budget: share of a core that the audit of lazy redo may take, at most 1, once all tensors were audited;
             0: there is none.
         mtbf_seconds: mean time between failures that you expect of the job, in seconds (1 to 3.2e9); None: one day,

@@ -275,11 +275,18 @@ class Voided(Event, frozen=True, tag="voided"):
 
 
 class Decision(Event, frozen=True, tag="decision"):
-    """A setting that the system chooses by itself has changed. `name`: what is decided, such as ``"redo"``."""
+    """A setting that the system chooses by itself has changed. `name`: what is decided, as ``"storage interval"``."""
 
     name: str
     old: Value
     new: Value
+    reason: str
+
+
+class Advised(Event, frozen=True, tag="advised"):
+    """A setting would pay. `line`: to paste into the configuration; empty: what was advised would not any more."""
+
+    line: str
     reason: str
 
 
@@ -377,13 +384,14 @@ AgentEvent = Union[  # noqa: UP007
     CaughtUp,
     Drifted,
     Voided,
+    Decision,
     Stored,
     NotStored,
     Sample,
     Lost,
 ]
 #: Events that only a trainer knows of, and sends to its agent.
-TrainerEvent = Union[StartedOver, Recovered, GapEnded, Decision]  # noqa: UP007
+TrainerEvent = Union[StartedOver, Recovered, GapEnded, Advised]  # noqa: UP007
 #: All of them.
 AnyEvent = Union[AgentEvent, TrainerEvent]  # noqa: UP007
 

@@ -53,8 +53,6 @@ class PendingGeneration:
         self._asked: dict[int, StateSpec] = {}
         #: The record after which the one that is allocated begins.
         self._begins = 0
-        #: Whether nobody is going to write it yet, but it has its memory already.
-        self._optional = False
         self.generation: Generation | None = None
 
     def ask(self, rank: int, message: Prepare) -> Difference | None:
@@ -87,15 +85,14 @@ class PendingGeneration:
         """
         one = self.generation
         if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
-            self._optional = self._optional and message.optional
             return one, False
         self.drop()
-        self._begins, self._optional = message.record, message.optional
+        self._begins = message.record
         self.next_number()
         try:
             self.generation = self._make(message, held_bytes + beside, held_bytes)
         except MemckptError as error:
-            if message.optional or not held_bytes or not _fits_alone(message, held_bytes, beside):
+            if not held_bytes or not _fits_alone(message, held_bytes, beside):
                 raise  # to let go of the old one would be of no use
             # Two generations do not fit: protection lapses until the new one is complete, and that is said.
             _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
@@ -127,14 +124,6 @@ class PendingGeneration:
         generation, self.generation = self.generation, None
         if generation is not None:
             generation.close()
-
-    def give_up(self, record: int) -> None:
-        """A rank has no room for the optional generation that begins after `record`: none of them writes it.
-
-        A rank may have asked for another one after the same record meanwhile, which stays.
-        """
-        if self._begins == record and self._optional:
-            self.drop()
 
     def forget(self) -> None:
         """A new attempt begins: what the ranks of the one before have asked for is of no account."""

@@ -1,12 +1,13 @@
-"""Rules of the tuner: what to set, given what a running job has measured. Pure; times are in seconds.
+"""What a running job follows, and what it advises, given what it has measured. Pure; times are in seconds.
 
-Each rule is steady under noise: it moves only where its target has stayed away from what is set, beyond a band and in
-several looks in a row. So a job whose conditions stay the same comes to rest.
+The interval of checkpoints follows its target. Redo mode, T and D take memory, so nothing changes them while training
+runs: the adviser says what else would pay. Both act on two looks in a row only, so that noise changes nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from memckpt.config import RedoMode
@@ -19,19 +20,16 @@ _GUESSED_MTBF_SECONDS, _GUESS_WEIGHT = 86400.0, 0.1
 _REMEMBERED_FAILURES = 8
 #: Ratio of target to value up to which a value stays, and by which it moves at most.
 _BAND, _LARGEST_STEP = 1.25, 4.0
-#: Looks in a row in which a target has to be beyond the band.
+#: Looks in a row in which a target has to be beyond the band, or a setting has to be the best one.
 _LOOKS = 2
-#: Looks for which nothing is changed: after a change, and after one for which there was no room.
-_REST_LOOKS, _NO_ROOM_LOOKS = 1, 20
-#: Looks in a row with a stall beyond the budget after which nothing will be changed any more.
+#: Looks in a row with a stall beyond the budget, and without advice, after which that is said.
 _OVER_LOOKS = 4
-#: D up to which slots are added where redo is late only now and then.
+#: D that is advised where redo is late only now and then.
 MOST_SLOTS = 6
 #: Values of T, in steps.
 _PERIODS = (4, 8, 16, 32, 64, 128, 256, 512)
-#: Least gain for which T changes: a share of training time, and a share of the cost that depends on T. A longer T takes
-#: memory, whose first use takes time, too: it has to gain more, unless the stall is over the budget.
-_LEAST_GAIN, _LEAST_RELATIVE_GAIN, _LEAST_GAIN_OF_MEMORY = 0.001, 0.1, 0.0025
+#: Share of training time that another T has to gain, where the stall is within the budget.
+_LEAST_GAIN = 0.005
 
 
 @dataclass
@@ -138,24 +136,10 @@ class LayoutSettings:
     period: int
     slots: int
 
-    def __str__(self) -> str:
-        return f"{self.mode}, T={self.period}, D={self.slots}"
-
-
-@dataclass(frozen=True)
-class Free:
-    """Settings that the user has left to the tuner, and T and D after a change to lazy redo."""
-
-    mode: bool
-    period: bool
-    slots: bool
-    lazy_period: int
-    lazy_slots: int
-
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over the steps since the last look; of several ranks, the largest.
+    """Means over the steps since the last look.
 
     Attributes:
         step_seconds: duration of a step.
@@ -186,11 +170,11 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A decision: the setting that changes, the settings after it, and the reason in words."""
+class Advice:
+    """A setting that would pay: the line to paste, the layout that it makes, and the reason in words."""
 
-    name: str
-    settings: LayoutSettings
+    line: str
+    layout: LayoutSettings
     reason: str
 
 
@@ -204,7 +188,18 @@ def period_cost(now: LayoutSettings, measured: Measured, period: int) -> float:
     return copies + measured.failures_per_second * (period + 1) / 2 * measured.redo_seconds
 
 
-def best_period(now: LayoutSettings, measured: Measured, budget: float, below: float = math.inf) -> int:
+def stall_share(now: LayoutSettings, measured: Measured, period: int) -> float:
+    """Share of a step in which protection would stall training with another T."""
+    others = measured.stall_seconds - measured.anchor_seconds
+    return (others + measured.anchor_seconds * now.period / period) / measured.step_seconds
+
+
+def best_period(
+    now: LayoutSettings,
+    measured: Measured,
+    budget: float,
+    fits: Callable[[LayoutSettings], bool] = lambda layout: True,
+) -> int:
     """T with the least cost, among those within the overhead budget; one that is shorter has to be well within.
 
     Where none is, the longest if that spares half of the budget or more, else the present one.
@@ -213,104 +208,101 @@ def best_period(now: LayoutSettings, measured: Measured, budget: float, below: f
         now: settings under which `measured` was measured.
         measured: measurements.
         budget: share of a step's time that protection may cost.
-        below: T, in steps, that a T other than the present one has to be below.
+        fits: whether there is memory for a layout. A shorter T takes less than the present one.
     """
-    others = measured.stall_seconds - measured.anchor_seconds
 
-    def stall_share(period: int) -> float:
-        return (others + measured.anchor_seconds * now.period / period) / measured.step_seconds
+    def is_within(period: int) -> bool:
+        return stall_share(now, measured, period) <= (budget / _BAND if period < now.period else budget)
 
-    periods = sorted({now.period, *(one for one in _PERIODS if one < below)})
-    within = [one for one in periods if stall_share(one) <= (budget / _BAND if one < now.period else budget)]
-    if within:
-        return min(within, key=lambda period: period_cost(now, measured, period))
-    longest = periods[-1]
-    return longest if stall_share(now.period) - stall_share(longest) >= budget / 2 else now.period
+    def first_that_fits(best_first: Iterable[int]) -> int:
+        return next(one for one in best_first if one <= now.period or fits(replace(now, period=one)))
+
+    periods = sorted({now.period, *_PERIODS}, reverse=True)
+    if within := sorted(filter(is_within, periods), key=lambda period: period_cost(now, measured, period)):
+        within.append(now.period)
+        return first_that_fits(within)
+    longest = first_that_fits(periods)
+    spared = stall_share(now, measured, now.period) - stall_share(now, measured, longest)
+    return longest if spared >= budget / 2 else now.period
 
 
-class LayoutTuner:
-    """Decides on redo mode, T and D.
+class Adviser:
+    """Says which other redo mode, T or D would pay.
 
-    - Eager redo for which training waits longer than the budget gets more slots, then becomes lazy, once.
-    - T of lazy redo becomes the one with the least cost, in steps by a factor of four at most.
+    - Eager redo for which training waits longer than the budget: more slots, else lazy redo.
+    - Lazy redo: the T of the least cost.
 
     Args:
-        free: what may be changed.
         budget: share of a step's time that protection may cost.
+        lazy: layout of lazy redo.
+        fits: whether there is memory for a layout in place of the present one.
+        advises_period: whether T is free: with compression it follows from the bytes of records.
+
+    Attributes:
+        advice: what would pay; None where nothing would.
     """
 
-    def __init__(self, free: Free, budget: float) -> None:
+    def __init__(
+        self, budget: float, lazy: LayoutSettings, fits: Callable[[LayoutSettings], bool], advises_period: bool = True
+    ) -> None:
         require_number("overhead_budget", budget, 0, 1, above=True)
-        self._free = free
-        self._budget = budget
-        self._rest = 0
-        self._wanted: tuple[str, bool] | None = None
+        self._budget, self._lazy, self._fits, self._advises_period = budget, lazy, fits, advises_period
+        self.advice: Advice | None = None
+        #: What the last look has found, and in how many looks in a row.
+        self._line, self._looks = "", 0
         #: Looks in a row with a stall beyond the budget, and whether that was said.
         self._over, self._said = 0, False
-        #: The shortest T for which there was no room.
-        self._no_room_from = math.inf
 
-    def decide(self, now: LayoutSettings, measured: Measured) -> Change | None:
-        """Look at what was measured under the settings `now`; None: they stay."""
-        if self._rest:
-            self._rest -= 1
-            return None
-        change = self._without_waits(now, measured) or self._other_period(now, measured)
-        wanted = None if change is None else (change.name, change.settings.period > now.period)
-        if wanted is None or wanted != self._wanted:
-            self._wanted = wanted
-            return None
-        self._wanted, self._rest, self._over = None, _REST_LOOKS, 0
-        return change
+    def look_at(self, now: LayoutSettings, measured: Measured) -> bool:
+        """Look at what was measured under the settings `now`. Returns whether the advice has changed."""
+        found = self._without_waits(now, measured) or self._other_period(now, measured)
+        line = "" if found is None else found.line
+        self._looks = self._looks + 1 if line == self._line else 1
+        self._line = line
+        if self._looks < _LOOKS or line == (self.advice.line if self.advice is not None else ""):
+            return False
+        self.advice = found
+        return True
+
+    def skip_look(self) -> None:
+        """Leave a look out, whose figures are not like those of others: two in a row are counted anew."""
+        self._line, self._looks = "", 0
 
     def cannot_help(self, measured: Measured) -> bool:
-        """Whether the stall has been beyond the budget for long, and nothing was changed; true once.
-
-        To be asked at each look at which nothing changes.
-        """
-        if self._wanted is not None:
-            return False  # a change is considered
+        """Whether the stall has been beyond the budget for long, and nothing is advised; true once."""
+        if self._line or self.advice is not None:
+            return False
         self._over = self._over + 1 if measured.overhead > self._budget * _BAND else 0
         if self._said or self._over < _OVER_LOOKS:
             return False
         self._said = True
         return True
 
-    def look_away(self) -> None:
-        """Leave a look out, whose figures are not like those of other looks: two in a row are counted anew."""
-        self._wanted = None
-
-    def no_room(self, now: LayoutSettings, refused: LayoutSettings) -> None:
-        """Rest: there was no memory for the last change; a T as long as the refused one is not asked for again."""
-        self._rest = _NO_ROOM_LOOKS
-        if (now.mode, now.slots) == (refused.mode, refused.slots) and refused.period > now.period:
-            self._no_room_from = min(self._no_room_from, refused.period)
-
-    def _without_waits(self, now: LayoutSettings, measured: Measured) -> Change | None:
+    def _without_waits(self, now: LayoutSettings, measured: Measured) -> Advice | None:
         share = measured.wait_seconds / measured.step_seconds
         if now.mode != "eager" or share <= self._budget:
             return None
         waits = f"training waits {share:.1%} of its time for the agent's redo, the budget is {self._budget:.1%}"
-        if self._free.slots and now.slots < MOST_SLOTS:
-            return Change("slots", replace(now, slots=MOST_SLOTS), waits)
-        if self._free.mode:
-            lazy = LayoutSettings("lazy", self._free.lazy_period, self._free.lazy_slots)
-            return Change("redo", lazy, waits)
-        return None
+        more = replace(now, slots=MOST_SLOTS)
+        if now.slots < MOST_SLOTS and self._fits(more):
+            return Advice(f"slots={MOST_SLOTS}", more, waits)
+        return Advice('redo="lazy"', self._lazy, waits) if self._fits(self._lazy) else None
 
-    def _other_period(self, now: LayoutSettings, measured: Measured) -> Change | None:
-        if now.mode != "lazy" or not self._free.period:
+    def _other_period(self, now: LayoutSettings, measured: Measured) -> Advice | None:
+        if now.mode != "lazy" or not self._advises_period:
             return None
-        best = best_period(now, measured, self._budget, self._no_room_from)
-        best = int(min(now.period * _LARGEST_STEP, max(now.period / _LARGEST_STEP, best)))
-        cost, less = (period_cost(now, measured, period) for period in (now.period, best))
-        over = measured.stall_seconds / measured.step_seconds - self._budget
-        gain = cost - less
-        least = _LEAST_GAIN_OF_MEMORY if best > now.period and over <= 0 else _LEAST_GAIN
-        if best == now.period or gain <= max(least, _LEAST_RELATIVE_GAIN * cost):
+        # Another T than the one advised before has to gain as much once more.
+        before = now.period if self.advice is None else self.advice.layout.period
+        best = best_period(now, measured, self._budget, self._fits)
+        gain = period_cost(now, measured, before) - period_cost(now, measured, best)
+        if gain <= _LEAST_GAIN and stall_share(now, measured, before) <= self._budget:
+            best = before
+        if best == now.period:
             return None
         copies = measured.anchor_seconds / measured.step_seconds
-        reason = f"copies of anchors take {copies:.2%} of training time, redo after failures {cost - copies:.2%}"
-        if over > 0:
-            reason += f"; the stall of {over + self._budget:.1%} is over the budget of {self._budget:.1%}"
-        return Change("anchor_period_steps", replace(now, period=best), reason)
+        redo = period_cost(now, measured, now.period) - copies
+        reason = f"copies of anchors take {copies:.2%} of training time, redo after failures {redo:.2%}"
+        stall = measured.stall_seconds / measured.step_seconds
+        if stall > self._budget:
+            reason += f"; the stall of {stall:.1%} is over the budget of {self._budget:.1%}"
+        return Advice(f"anchor_period_steps={best}", replace(now, period=best), reason)

@@ -79,7 +79,6 @@ from memckpt.protocol.trainer import (
     Refused,
     Resume,
     SlotsMade,
-    Unprepare,
     Void,
 )
 from memckpt.protocol.writer import (
@@ -99,7 +98,6 @@ from memckpt.protocol.writer import (
 TrainerToAgent = Union[  # noqa: UP007
     Hello,
     Prepare,
-    Unprepare,
     NeedSlots,
     Resume,
     Advance,

@@ -162,7 +162,8 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         check: what the attempt's resume check has found, in one line; empty before it has.
         slots: D, records in flight.
         recent_stalls: what the newest 64 commits of this node's ranks have waited, in milliseconds, oldest first.
-        decision: the last decision of the tuner, in words; empty if there was none.
+        advice: line of a setting that would pay from the next start on; empty if there is none.
+        advice_reason: why it would.
         journal: why the run's journal cannot be written; empty if it can.
         metrics: where the agent's metrics are, or why they are not; empty if none are asked for.
         unprotected: why memory does not hold the steps that trainers take now; empty if it does.
@@ -196,7 +197,8 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     journal: str = ""
     metrics: str = ""
     unprotected: str = ""
-    decision: str = ""
+    advice: str = ""
+    advice_reason: str = ""
     accelerators: int = 0
     audit: AuditStatus | None = None
 

@@ -76,7 +76,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
     `discard` says that what is held is not wanted and may go first. `reason`: why the spec's mode, for the status.
     `whole`: reserve all of it at once; otherwise only what its start takes is, until all local ranks ask for the rest
-    (NeedSlots). `optional`: what is held stays in any case; where both do not fit, the answer is a refusal.
+    (NeedSlots).
     """
 
     spec: StateSpec
@@ -87,16 +87,6 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     record: int
     reason: str = ""
     whole: bool = False
-    optional: bool = False
-
-
-class Unprepare(msgspec.Struct, frozen=True, tag="unprepare"):
-    """What was prepared to begin after `record` is not going to be written: some rank has no room for it.
-
-    A rank whose request came to nothing knows no generation's number.
-    """
-
-    record: int
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed"):

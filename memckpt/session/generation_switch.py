@@ -16,7 +16,6 @@ Events, each a method of :class:`GenerationSwitch`, and the state that follows:
 - ``end_record``, a record ends: OPEN stays OPEN as long as records can be staged, and becomes DUE where one cannot. DUE
   becomes OPEN with the record `after`, behind which the whole state is written; EMPTY if the agent gives no slots.
 - ``obey``, the agent orders a generation of all local ranks: DUE.
-- ``tune``, the tuner has other settings: DUE with the next record, on all ranks.
 - ``distrust``, the audit has found that steps are not redone as they were: DUE, with gradients taken later; if that was
   so before, no change, and DUE in mode ``"snapshot"`` where all ranks agree on that.
 - ``lose_replica``, the agent's redo has failed: no change. The record has a problem, and the next generation is lazy.
@@ -153,11 +152,6 @@ class GenerationSwitch:
             self._tap.take_later(order.later)
         if order.record > self.began:
             self.after = self._turn(order.record)
-
-    def tune(self, record: int) -> None:
-        """Begin a generation with the tuner's settings after `record`, which every rank is yet to reach."""
-        self.use_mode()
-        self.after = record
 
     def lose_replica(self, reason: str) -> None:
         """Use lazy redo from the next generation on: the agent's redo has failed."""

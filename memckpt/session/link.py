@@ -225,7 +225,6 @@ class AgentLink:
         discard: bool = False,
         reason: str = "",
         whole: bool = False,
-        optional: bool = False,
     ) -> PreparedRegions:
         """Allocate a generation.
 
@@ -235,14 +234,13 @@ class AgentLink:
             discard: whether held generations are dropped.
             reason: why the state has its redo mode, in words.
             whole: whether all slots are allocated, and not only the start of the generation.
-            optional: whether what is held stays where both do not fit; then this is refused.
 
         Raises:
             MemoryBudgetError: it does not fit.
         """
         assert self._timeline is not None
         threads, budget = self._config.threads, self._config.memory_budget_bytes
-        message = Prepare(spec, self._timeline, threads, budget, discard, record, reason, whole, optional)
+        message = Prepare(spec, self._timeline, threads, budget, discard, record, reason, whole)
         while True:
             regions = self._request_regions(message)
             if (regions.message.begins, regions.message.spec) == (record, spec):

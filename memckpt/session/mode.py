@@ -32,7 +32,6 @@ class ModeChoice:
         reason: why this mode, in words.
         every: number of steps between two captures; 1 in other modes.
         not_redoable: why the self-test has failed, in words; empty if it has not.
-        tuned: settings that the tuner has found; None before.
     """
 
     def __init__(self, config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> None:
@@ -45,7 +44,6 @@ class ModeChoice:
         #: What this rank's agent has found that gradients do not explain, in words; empty if nothing.
         self._distrusted = ""
         self.not_redoable = ""
-        self.tuned: LayoutSettings | None = None
         self.every = 1
         #: Why some node has no memory for lazy redo, the same on all ranks.
         self._shortage = next(filter(None, ranks.gather(lazy_shortage(config, live, ranks, device))), "")
@@ -78,26 +76,8 @@ class ModeChoice:
 
     @property
     def settings(self) -> LayoutSettings:
-        """Mode, T and D of the next generation: as tuned, else as configured."""
-        tuned = self.tuned
-        if tuned is not None and tuned.mode == self.mode:
-            return tuned
-        slots = self._config.records_in_flight if tuned is None else tuned.slots
-        return LayoutSettings(self.mode, self._config.anchor_period(self.mode), slots)
-
-    @property
-    def settings_when_redone(self) -> LayoutSettings:
-        """Mode, T and D where steps are redone: those that follow a self-test."""
-        mode = self._redone[0]
-        return LayoutSettings(mode, self._config.anchor_period(mode), self._config.records_in_flight)
-
-    def tune(self, settings: LayoutSettings, reason: str) -> None:
-        """Use what the tuner has found, from the next generation on."""
-        self.tuned = settings
-        if settings.mode != self._redone[0]:
-            self._redone = settings.mode, reason
-            if self.mode != "snapshot":
-                self.mode, self.reason = self._redone
+        """Mode, T and D of the next generation."""
+        return LayoutSettings(self.mode, self._config.anchor_period(self.mode), self._config.records_in_flight)
 
     def request(self, asynchronous: bool, settings: LayoutSettings | None = None) -> SpecRequest:
         """Settings of a generation.

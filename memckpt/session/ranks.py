@@ -1,7 +1,7 @@
 """The ranks of a job: their nodes, and how they agree at the start.
 
-Nothing here runs during training, except the self-test of unknown optimizers in the first steps, the tuner's looks,
-half a minute apart or more, and the question whether redo is trusted, every 128 steps.
+Nothing here runs during training, except the self-test of unknown optimizers in the first steps, and the question
+whether redo is trusted, every 128 steps.
 """
 
 from __future__ import annotations

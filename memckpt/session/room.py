@@ -42,10 +42,10 @@ def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: 
     return _shortage("lazy redo, which is exact on an accelerator,", needed, SHARE * available_bytes(), budget)
 
 
-def tuned_shortage(config: MemckptConfig, ranks: Ranks, spec: StateSpec, held: StateSpec | None) -> str:
-    """Reason why the tuner may not choose a layout, with figures; empty if there is enough memory.
+def find_shortage(config: MemckptConfig, ranks: Ranks, spec: StateSpec, held: StateSpec | None) -> str:
+    """Reason why a layout is not advised, with figures; empty if there is enough memory.
 
-    Of a budget it takes a part only, too: nobody has asked for what it wants, and generations to come need some.
+    A budget is not advised to the full: generations to come need some of it.
 
     Args:
         config: settings of the session.

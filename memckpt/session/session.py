@@ -125,7 +125,7 @@ class Session(Information):
         self._tap = GradientTap(training, data_parallel, link.finish_sending, compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
         self._protection = Protection(training, link, staging, self._switch, peers)
-        self._tuning = Tuning(training, self._mode, self._switch, self._protection, staging, self._rank_state)
+        self._tuning = Tuning(training, self._mode, self._protection, staging, self._rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
         try:
             self._start(arguments.resume)
@@ -155,9 +155,7 @@ class Session(Information):
         if self._ranks.rank == 0:
             tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
-        self._tuning.adopt(
-            self._resumption.held.rank_state if self._resumption.held is not None else None, resumed.point is not None
-        )
+        self._tuning.resume_rate(resumed.held.rank_state if resumed.held is not None else None)
         self._switch.use_mode()
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)
@@ -267,7 +265,7 @@ class Session(Information):
         if proof is not None and proof.differs:
             chosen, proof = self._try_others(chosen, proof)
         report = self._restoration.go_on(chosen, proof, self._tap.current, self._protection.resume)
-        self._tuning.redid(self._restoration.record_redo_seconds)
+        self._tuning.set_redo_seconds(self._restoration.record_redo_seconds)
         report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
         known = self._rank_state.reasons

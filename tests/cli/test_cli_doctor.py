@@ -177,6 +177,14 @@ def test_an_agent_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.Monke
     assert facts.ask_agent(tmp_path) == (None, "a message could not be understood")
 
 
+def test_advice_of_the_running_training() -> None:
+    advised = checks.check_advice("slots=6", "training waits")
+    assert outcomes(checks.check_advice("", ""), advised) == ["ok", "warning"]
+    assert advised.text == "training waits"
+    assert advised.remedy is not None
+    assert "slots=6" in advised.remedy
+
+
 def test_alarms_of_the_agent() -> None:
     assert outcomes(checks.check_alarms(()), checks.check_alarms(("disk full", "x"))) == ["ok", "problem"]
     assert checks.check_alarms(("disk full", "x")).text == "disk full; x"

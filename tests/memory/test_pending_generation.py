@@ -126,33 +126,6 @@ def test_where_two_generations_do_not_fit_the_old_one_goes_and_that_is_said(rank
     assert ranks.building.generation is None
 
 
-def test_an_optional_generation_that_does_not_fit_is_refused_and_the_old_one_stays(ranks: Ranks) -> None:
-    room = 2 * PLAIN_BYTES
-    with pytest.raises(MemoryBudgetError):
-        ranks.building.allocate(0, msgspec.structs.replace(request(5, budget=room), optional=True), room)
-    assert ranks.gone == []
-    assert ranks.building.generation is None
-
-
-def test_an_optional_generation_that_is_given_up_frees_its_memory(ranks: Ranks) -> None:
-    optional = msgspec.structs.replace(request(5), optional=True)
-    ranks.building.allocate(0, optional, 0)
-    ranks.building.give_up(7)
-    assert ranks.building.generation is not None, "another record"
-    ranks.building.give_up(5)
-    assert ranks.building.generation is None
-
-
-def test_a_generation_that_a_rank_is_about_to_write_is_not_given_up(ranks: Ranks) -> None:
-    """Another rank's word that it has no room may come late."""
-    optional = msgspec.structs.replace(request(5), optional=True)
-    ranks.building.allocate(0, optional, 0)
-    generation, fresh = ranks.building.allocate(0, request(5), 0)
-    assert (generation.number, fresh) == (1, False)
-    ranks.building.give_up(5)
-    assert ranks.building.generation is generation
-
-
 PLAIN_BYTES = 5 * 2 * 4096  # a ring of five records, each a header and a page
 
 

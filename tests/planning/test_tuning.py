@@ -1,4 +1,4 @@
-"""The rules of the tuner: steady under noise, within the budget, and about as good as the best fixed settings."""
+"""The interval of checkpoints and the advice: steady under noise, and about as good as the best fixed interval."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from memckpt.errors import ConfigurationError
 from memckpt.planning.tuning import (
     MOST_SLOTS,
+    Adviser,
     FailureRate,
     Follower,
-    Free,
     LayoutSettings,
-    LayoutTuner,
     Measured,
     best_period,
     checkpoint_interval,
@@ -27,7 +26,6 @@ from memckpt.planning.tuning import (
 )
 
 LAZY, EAGER = LayoutSettings("lazy", 8, 3), LayoutSettings("eager", 32, 3)
-ALL_FREE = Free(mode=True, period=True, slots=True, lazy_period=8, lazy_slots=3)
 #: A job in which nothing needs to change.
 CALM = Measured(
     step_seconds=1.0,
@@ -92,108 +90,95 @@ def test_the_interval_is_young_s_within_its_budget() -> None:
 # The layout
 
 
-def decisions(tuner: LayoutTuner, settings: LayoutSettings, looks: Sequence[Measured]) -> list[LayoutSettings]:
-    """Settings after each decision. Stall and waits of `looks` are those under the first settings."""
-    found = []
-    now = settings
+def anything_fits(layout: LayoutSettings) -> bool:
+    return True
+
+
+def advise(
+    settings: LayoutSettings,
+    looks: Sequence[Measured],
+    budget: float = 0.03,
+    fits: Callable[[LayoutSettings], bool] = anything_fits,
+    advises_period: bool = True,
+) -> list[str]:
+    """Lines of advice, in the order in which they were given; an empty one where advice was taken back."""
+    adviser, found = Adviser(budget, LAZY, fits, advises_period), []
     for measured in looks:
-        anchors = measured.anchor_seconds * settings.period / now.period
-        seen = replace(
-            measured,
-            anchor_seconds=anchors,
-            stall_seconds=measured.stall_seconds - measured.anchor_seconds + anchors,
-            wait_seconds=measured.wait_seconds if now.mode == "eager" else 0.0,
-        )
-        change = tuner.decide(now, seen)
-        if change is not None:
-            now = change.settings
-            found.append(now)
+        if adviser.look_at(settings, measured):
+            found.append("" if adviser.advice is None else adviser.advice.line)
     return found
 
 
-def test_a_calm_job_is_left_alone() -> None:
-    assert decisions(LayoutTuner(ALL_FREE, 0.03), LAZY, [CALM] * 20) == []
-    assert decisions(LayoutTuner(ALL_FREE, 0.03), EAGER, [CALM] * 20) == []
+def test_a_calm_job_gets_no_advice() -> None:
+    assert advise(LAZY, [CALM] * 20) == []
+    assert advise(EAGER, [CALM] * 20) == []
 
 
-def test_eager_redo_that_is_too_slow_gets_slots_and_then_becomes_lazy_once() -> None:
-    waiting = replace(CALM, anchor_seconds=1e-4, wait_seconds=0.2)
-    changed = decisions(LayoutTuner(ALL_FREE, 0.03), EAGER, [waiting] * 20)
-    assert changed == [replace(EAGER, slots=MOST_SLOTS), LAZY], "with D as lazy redo begins with it"
-    fixed = replace(ALL_FREE, slots=False)
-    assert decisions(LayoutTuner(fixed, 0.03), EAGER, [waiting] * 20) == [LayoutSettings("lazy", 8, 3)]
-    assert decisions(LayoutTuner(replace(fixed, mode=False), 0.03), EAGER, [waiting] * 20) == []
-    assert decisions(LayoutTuner(ALL_FREE, 0.3), EAGER, [waiting] * 20) == [], "within the budget"
+def test_eager_redo_that_is_too_slow_should_get_slots_or_become_lazy() -> None:
+    waiting = replace(CALM, wait_seconds=0.2)
+    assert advise(EAGER, [waiting] * 20) == [f"slots={MOST_SLOTS}"]
+    assert advise(replace(EAGER, slots=MOST_SLOTS), [waiting] * 20) == ['redo="lazy"']
+    assert advise(EAGER, [waiting] * 20, budget=0.3) == [], "within the budget"
 
 
-def test_no_room_is_not_asked_for_again_soon() -> None:
-    tuner, waiting = LayoutTuner(ALL_FREE, 0.03), replace(CALM, wait_seconds=0.2)
-    assert [tuner.decide(EAGER, waiting) is None for _ in range(2)] == [True, False]
-    tuner.no_room(EAGER, replace(EAGER, slots=MOST_SLOTS))
-    assert [tuner.decide(EAGER, waiting) is None for _ in range(22)] == [True] * 21 + [False]
-
-
-def test_a_period_for_which_there_was_no_room_is_not_asked_for_again() -> None:
-    costly = replace(CALM, stall_seconds=0.06, anchor_seconds=0.045)
-    tuner = LayoutTuner(ALL_FREE, 0.03)
-    [first, *_] = decisions(tuner, LAZY, [costly] * 3)
-    assert first.period == 32
-    tuner.no_room(LAZY, first)
-    [second, *later] = decisions(tuner, LAZY, [costly] * 60)
-    assert second.period == 16, "what there may be room for"
-    assert later == []
+def test_what_does_not_fit_is_not_advised() -> None:
+    waiting, costly = replace(CALM, wait_seconds=0.2), replace(CALM, stall_seconds=0.06, anchor_seconds=0.045)
+    assert advise(EAGER, [waiting] * 20, fits=lambda layout: layout.mode == "lazy") == ['redo="lazy"']
+    assert advise(EAGER, [waiting] * 20, fits=lambda layout: False) == []
+    [first] = advise(LAZY, [costly] * 20)
+    [second] = advise(LAZY, [costly] * 20, fits=lambda layout: layout.period <= 32)
+    assert (first, second) == ("anchor_period_steps=512", "anchor_period_steps=32")
 
 
 def test_looks_count_in_a_row_only() -> None:
-    tuner, waiting = LayoutTuner(ALL_FREE, 0.03), replace(CALM, wait_seconds=0.2)
-    assert tuner.decide(EAGER, waiting) is None
-    tuner.look_away()
-    assert tuner.decide(EAGER, waiting) is None
-    assert tuner.decide(EAGER, waiting) is not None
+    adviser, waiting = Adviser(0.03, LAZY, anything_fits), replace(CALM, wait_seconds=0.2)
+    assert not adviser.look_at(EAGER, waiting)
+    adviser.skip_look()
+    assert not adviser.look_at(EAGER, waiting)
+    assert adviser.look_at(EAGER, waiting)
 
 
-def test_a_stall_over_the_budget_lengthens_the_period() -> None:
+def test_advice_is_given_once_and_taken_back_once() -> None:
+    waiting = replace(CALM, wait_seconds=0.2)
+    looks = [waiting] * 5 + [CALM] + [waiting] * 5 + [CALM] * 5
+    assert advise(EAGER, looks) == [f"slots={MOST_SLOTS}", ""]
+
+
+def test_a_stall_over_the_budget_advises_a_longer_period() -> None:
     costly = replace(CALM, stall_seconds=0.06, anchor_seconds=0.045)
-    [*_, last] = decisions(LayoutTuner(ALL_FREE, 0.03), LAZY, [costly] * 20)
-    share = 0.015 + 0.045 * LAZY.period / last.period
-    assert share <= 0.03
-    fixed = replace(ALL_FREE, period=False)
-    assert decisions(LayoutTuner(fixed, 0.03), LAZY, [costly] * 20) == []
+    adviser = Adviser(0.03, LAZY, anything_fits)
+    assert [adviser.look_at(LAZY, costly) for _ in range(20)].count(True) == 1
+    assert adviser.advice is not None
+    assert 0.015 + 0.045 * LAZY.period / adviser.advice.layout.period <= 0.03
+    assert "the stall of 6.0% is over the budget of 3.0%" in adviser.advice.reason
+    assert advise(LAZY, [costly] * 20, advises_period=False) == []
 
 
 def test_a_stall_that_nothing_helps_against_is_said_once() -> None:
-    tuner = LayoutTuner(Free(False, False, False, 8, 3), 0.05)
+    adviser = Adviser(0.05, LAZY, anything_fits)
     over = replace(CALM, stall_seconds=0.1 * CALM.step_seconds)
     within = replace(CALM, stall_seconds=0.06 * CALM.step_seconds)
-    assert [tuner.cannot_help(one) for one in (over, over, over, within, over, over, over)] == [False] * 7
-    assert [tuner.cannot_help(over) for _ in range(20)] == [True] + [False] * 19
-    assert not any(tuner.cannot_help(one) for one in [within] + [over] * 20)
+    assert [adviser.cannot_help(one) for one in (over, over, over, within, over, over, over)] == [False] * 7
+    assert [adviser.cannot_help(over) for _ in range(20)] == [True] + [False] * 19
+    assert not any(adviser.cannot_help(one) for one in [within] + [over] * 20)
 
 
-def test_nothing_is_said_while_a_change_is_considered_or_has_just_helped() -> None:
-    tuner, waiting = LayoutTuner(ALL_FREE, 0.03), replace(CALM, wait_seconds=0.2)
-    now, said = EAGER, []
-    for _ in range(6):  # more slots, then lazy redo, each in the second look that wants it, behind a rest
-        change = tuner.decide(now, waiting)
-        now = now if change is None else change.settings
-        said.append(change is None and tuner.cannot_help(waiting))
-    assert now.mode == "lazy"
-    assert not any(said)
+def test_nothing_else_is_said_where_there_is_advice() -> None:
+    adviser, waiting = Adviser(0.03, LAZY, anything_fits), replace(CALM, wait_seconds=0.2)
+    for _ in range(10):
+        adviser.look_at(EAGER, waiting)
+        assert not adviser.cannot_help(waiting)
 
 
-def test_a_longer_period_has_to_be_worth_its_memory() -> None:
-    """On a real job T went from 8 to 512 for a quarter of a percent; the first use of 8 GB took a third of a step."""
-    worth = replace(CALM, stall_seconds=0.006, anchor_seconds=0.005)
-    [change] = decisions(LayoutTuner(ALL_FREE, 0.03), LAZY, [worth] * 40)
-    assert change.period == 32
-    floor = replace(worth, anchor_seconds=0.0025)
-    now, tuner = change, LayoutTuner(ALL_FREE, 0.03)
-    assert [tuner.decide(now, floor) for _ in range(20)] == [None] * 20
+def test_another_period_has_to_be_worth_a_restart() -> None:
+    worth = replace(CALM, stall_seconds=0.011, anchor_seconds=0.01)
+    assert advise(LAZY, [worth] * 40) != []
+    assert advise(LAZY, [replace(worth, anchor_seconds=0.005)] * 40) == []
 
 
-def test_frequent_failures_shorten_the_period() -> None:
+def test_frequent_failures_advise_a_shorter_period() -> None:
     failing = replace(CALM, anchor_seconds=0.0005, redo_seconds=2.0, failures_per_second=1e-3)
-    assert decisions(LayoutTuner(ALL_FREE, 0.03), replace(LAZY, period=64), [failing] * 20)[-1].period < 16
+    assert advise(replace(LAZY, period=64), [failing] * 20) == ["anchor_period_steps=8"]
 
 
 MEASURED = st.builds(
@@ -215,9 +200,8 @@ MEASURED = st.builds(
 
 @settings(max_examples=60)
 @given(MEASURED, st.sampled_from([4, 8, 32, 512]), st.sampled_from([0.01, 0.03, 0.1]), NOISE)
-def test_the_period_never_oscillates(measured: Measured, period: int, budget: float, noise: list[float]) -> None:
-    """Under noise of 10% of every figure the period goes one way, and comes to rest."""
-    start = replace(LAZY, period=period)
+def test_advice_comes_to_rest_under_noise(measured: Measured, period: int, budget: float, noise: list[float]) -> None:
+    """Under noise of 10% of every figure advice changes a few times at most, though each look has other figures."""
 
     def noisy(factor: float, other: float) -> Measured:
         return replace(
@@ -229,10 +213,7 @@ def test_the_period_never_oscillates(measured: Measured, period: int, budget: fl
         )
 
     looks = [noisy(one, other) for one, other in zip(noise, reversed(noise), strict=True)]
-    periods = [period, *(one.period for one in decisions(LayoutTuner(ALL_FREE, budget), start, looks))]
-    steps = [later - earlier for earlier, later in pairwise(periods)]
-    assert all(step > 0 for step in steps) or all(step < 0 for step in steps)
-    assert len(steps) <= 4
+    assert len(advise(replace(LAZY, period=period), looks, budget)) <= 4
 
 
 @given(MEASURED, st.sampled_from([4, 8, 32, 512]))
@@ -253,26 +234,22 @@ class Phase:
         seconds: duration.
         mtbf: mean time between failures, each of which falls back on storage, in seconds.
         checkpoint: training time that a checkpoint costs, in seconds.
-        anchors: seconds for the anchors of a step with T=8.
-        redo: seconds for the redo of a record.
     """
 
     seconds: float
     mtbf: float
     checkpoint: float
-    anchors: float
-    redo: float
 
 
-STEP, LOOK = 1.0, 120.0
+LOOK = 120.0
 
 
-def wasted(phases: Sequence[Phase], seed: int, look: Callable[[Phase, float, bool], tuple[float, int]]) -> float:
-    """Seconds that checkpoints, anchors, repeated training and redo take.
+def wasted(phases: Sequence[Phase], seed: int, look: Callable[[Phase, float, bool], float]) -> float:
+    """Seconds that checkpoints and repeated training take.
 
     Args:
         look: called each two minutes with the phase, the seconds since the last call, and whether the job has failed
-            since; returns the interval of checkpoints in seconds, and T.
+            since; returns the interval of checkpoints in seconds.
     """
     draw = random.Random(seed)
     waste, left = 0.0, draw.expovariate(1)
@@ -283,10 +260,10 @@ def wasted(phases: Sequence[Phase], seed: int, look: Callable[[Phase, float, boo
             failed = left <= 0
             if failed:
                 left = draw.expovariate(1)
-            interval, period = look(phase, LOOK, failed)
-            waste += LOOK / interval * phase.checkpoint + LOOK / STEP * phase.anchors * 8 / period
+            interval = look(phase, LOOK, failed)
+            waste += LOOK / interval * phase.checkpoint
             if failed:
-                waste += interval / 2 + (period + 1) / 2 * phase.redo
+                waste += interval / 2
             now += LOOK
     return waste
 
@@ -294,24 +271,16 @@ def wasted(phases: Sequence[Phase], seed: int, look: Callable[[Phase, float, boo
 def tuned_waste(phases: Sequence[Phase], seed: int) -> float:
     """The waste of a job with the product's rules, from noisy measurements."""
     draw = random.Random(-seed)
-    rate, follower, tuner = FailureRate(), Follower(), LayoutTuner(ALL_FREE, 1.0)
-    now = LAZY
+    rate, follower = FailureRate(), Follower()
 
-    def look(phase: Phase, passed: float, failed: bool) -> tuple[float, int]:
-        nonlocal now
-
-        def noisy(value: float) -> float:
-            return value * draw.uniform(0.9, 1.1)
-
+    def look(phase: Phase, passed: float, failed: bool) -> float:
         rate.passed(passed)
         if failed:
             rate.failed()
-        anchors = noisy(phase.anchors * 8 / now.period)
-        follower.follow(checkpoint_interval(noisy(phase.checkpoint), rate.per_second, 1.0, 1.0))
-        change = tuner.decide(now, Measured(STEP, anchors, anchors, 0.0, noisy(phase.redo), rate.per_second))
-        now = now if change is None else change.settings
+        cost = phase.checkpoint * draw.uniform(0.9, 1.1)
+        follower.follow(checkpoint_interval(cost, rate.per_second, 1.0, 1.0))
         assert follower.value is not None
-        return follower.value, now.period
+        return follower.value
 
     return wasted(phases, seed, look)
 
@@ -320,35 +289,31 @@ def best_fixed_waste(phases: Sequence[Phase], seed: int) -> float:
     """The least waste of settings that stay the same, in hindsight: the failures do not depend on them."""
     failures = dict.fromkeys(phases, 0)
 
-    def count(phase: Phase, passed: float, failed: bool) -> tuple[float, int]:
+    def count(phase: Phase, passed: float, failed: bool) -> float:
         failures[phase] += failed
-        return 1.0, 8
+        return 1.0
 
     wasted(phases, seed, count)
 
-    def waste(interval: float, period: int) -> float:
-        running = sum(
-            phase.seconds * (phase.checkpoint / interval + phase.anchors * 8 / period / STEP) for phase in phases
-        )
-        lost = sum(count * (interval / 2 + (period + 1) / 2 * phase.redo) for phase, count in failures.items())
-        return running + lost
+    def waste(interval: float) -> float:
+        running = sum(phase.seconds * phase.checkpoint / interval for phase in phases)
+        return running + sum(failures.values()) * interval / 2
 
-    intervals = [10 * 1.05**power for power in range(150)]
-    return min(waste(interval, period) for interval in intervals for period in (8, 16, 32, 64, 128, 256))
+    return min(waste(10 * 1.05**power) for power in range(150))
 
 
 DAY = 86400.0
 CHANGING = [
-    Phase(10 * DAY, mtbf=20_000, checkpoint=2.0, anchors=0.002, redo=0.5),
-    Phase(10 * DAY, mtbf=1_500, checkpoint=2.0, anchors=0.002, redo=0.5),
-    Phase(10 * DAY, mtbf=20_000, checkpoint=30.0, anchors=0.02, redo=0.5),
+    Phase(10 * DAY, mtbf=20_000, checkpoint=2.0),
+    Phase(10 * DAY, mtbf=1_500, checkpoint=2.0),
+    Phase(10 * DAY, mtbf=20_000, checkpoint=30.0),
 ]
-STEADY = [Phase(30 * DAY, mtbf=5_000, checkpoint=4.0, anchors=0.004, redo=0.5)]
+STEADY = [Phase(30 * DAY, mtbf=5_000, checkpoint=4.0)]
 
 
 @pytest.mark.parametrize("phases", [CHANGING, STEADY], ids=["changing", "steady"])
-def test_a_tuned_job_wastes_about_as_little_as_with_the_best_fixed_settings(phases: list[Phase]) -> None:
-    """Within 5%, over four draws of failures; where conditions change, better than any fixed settings."""
+def test_a_tuned_job_wastes_about_as_little_as_with_the_best_fixed_interval(phases: list[Phase]) -> None:
+    """Within 5%, over four draws of failures; where conditions change, better than any fixed interval."""
     tuned = sum(tuned_waste(phases, seed) for seed in range(1, 5))
     fixed = sum(best_fixed_waste(phases, seed) for seed in range(1, 5))
     assert tuned <= 1.05 * fixed, f"{tuned / fixed:.3f}"
