@@ -27,9 +27,9 @@ from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
 from memckpt.state.encoding_spec import GradientEncoding
-from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import (
     DryRuns,
+    attributes,
     cannot_be_redone,
     describe_state,
     dtype_name,

@@ -11,8 +11,7 @@ import logging
 
 import torch
 
-from memckpt.memory.phases import PhaseWriter
-from memckpt.state.phases import Phase
+from memckpt.memory.phases import Phase, PhaseWriter
 
 _log = logging.getLogger("memckpt")
 

@@ -20,9 +20,14 @@ from memckpt.capture.live_state import LiveState, state_of
 from memckpt.capture.step_hooks import StepFollower
 from memckpt.errors import MemckptError
 from memckpt.state import codec, rng
-from memckpt.state.no_collectives import without_collectives
-from memckpt.state.optimizer_attributes import attributes, private_attributes
-from memckpt.state.optimizers import hyperparameters, rebuild, without_global_hooks
+from memckpt.state.optimizers import (
+    attributes,
+    hyperparameters,
+    private_attributes,
+    rebuild,
+    without_collectives,
+    without_global_hooks,
+)
 from memckpt.state.redo import bring_home
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 

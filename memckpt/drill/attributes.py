@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from memckpt.errors import UnsupportedStateError
 from memckpt.state import codec
-from memckpt.state.optimizer_attributes import own_attributes
+from memckpt.state.optimizers import own_attributes
 
 #: Kinds of the values found here.
 ATTRIBUTE, VARIABLE = "attribute", "variable"

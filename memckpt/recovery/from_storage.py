@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from torch.optim import Optimizer
 
-from memckpt.recovery.resharding import Resharding, copy_overlap, refuse_what_cannot_be_cut
-from memckpt.recovery.stored_unit import StoredUnit
+from memckpt.errors import DamagedStateError, UnsupportedError
+from memckpt.recovery.host_state import HostState
+from memckpt.recovery.stored_unit import StoredUnit, plain_state
 from memckpt.recovery.target import RestoreTarget, is_restored
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_like
-from memckpt.state.records import RecordMeta
+from memckpt.state.records import RankGroup, RecordMeta
 from memckpt.state.redo import GradientSource, OptimizerFactory
-from memckpt.state.spec import StateSpec, TensorSpec
-from memckpt.state.tensors import fill, local
+from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
+from memckpt.state.tensors import fill, local, shard_of
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
 from memckpt.storage.base import StoredNames
@@ -144,3 +147,214 @@ class StoredState:
                 copy_overlap(spec, value, tensors[spec.name])
             else:
                 fill(tensors[spec.name], value)
+
+
+#: The overlap of two shards: slices of the one, and of the other.
+_Overlap = tuple[tuple[slice, ...], tuple[slice, ...]]
+
+
+def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
+    """Refuse optimizer state that belongs to a shard as a whole: it fits no other shard.
+
+    Raises:
+        UnsupportedError: there is such state for a parameter that is sharded, or was.
+    """
+    now = {param.tensor.name: param.tensor for param in live.params} | {one.name: one for one in live.static}
+    for param in stored.params:
+        name = param.tensor.name
+        if not (_is_cut(param.tensor) or (name in now and _is_cut(now[name]))):
+            continue
+        for owner in param.owners:
+            for state in owner.state:
+                if not state.elementwise and prod(state.shape) > 1:
+                    optimizer = stored.optimizers[owner.optimizer].qualname
+                    raise UnsupportedError(
+                        f"the state {state.key!r} that {optimizer} keeps for {name} cannot be assembled for other "
+                        f"shards of it: expected a single value, or one for each element, found {list(state.shape)}; "
+                        "resume with the number of ranks and the sharding that the run had, or use resume='never' to "
+                        "start over"
+                    )
+
+
+def _is_cut(tensor: TensorSpec) -> bool:
+    return tensor.shape != tensor.whole_shape
+
+
+class Resharding:
+    """A stored state of which a rank needs other shards than are stored for it.
+
+    Args:
+        store: the store.
+        point: the state in it.
+        records: reader of the store's records.
+
+    Attributes:
+        state: metadata of the first rank's part; everything that is not sharded comes from there.
+    """
+
+    def __init__(self, store: Store, point: StoredPoint, records: batches.RecordReader) -> None:
+        self._store = store
+        self._point = point
+        self._records = records
+        self._first = StoredUnit(store, point, point.checkpoint.part_serving(0), records)
+        self.state = self._first.state
+        self._taken: set[tuple[str, RankGroup]] = set()
+        self._filled: Counter[tuple[str, int, str]] = Counter()
+
+    def restore(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], build: OptimizerFactory) -> None:
+        """Fill the live tensors and create the optimizer state.
+
+        Args:
+            target: the live state, in the layout of :attr:`state`.
+            own: the rank's own tensors, by their names in the store.
+            build: makes an optimizer like the live one of an index.
+        """
+        redone = bool(self._point.batches)
+        self._load(target, own, with_params=not redone)
+        if redone:
+            for part in self._point.checkpoint.full_parts:
+                unit = self._first
+                if part != unit.part:
+                    unit = StoredUnit(self._store, self._point, part, self._records)
+                self._redo(unit, target, build)
+                self._take_by_value(unit, target.tensors)
+            self._check_filled(target)
+
+    # Tensors in the checkpoint
+
+    def _load(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], with_params: bool) -> None:
+        names = self._first.names
+        live: dict[str, torch.Tensor] = dict(own)
+        for spec in self.state.spec.static:
+            live[names.tensor(spec)] = target.tensors[spec.name]
+        for spec in self.state.spec.by_value:
+            if spec.shard is not None:
+                live[names.by_value(spec, 0)] = target.tensors[spec.name]
+        if with_params:
+            live |= self._params(target, names)
+        shards = {name: shard for name, tensor in live.items() if (shard := shard_of(tensor)) is not None}
+        checkpoint = self._point.checkpoint
+        tensors = {name: local(tensor) for name, tensor in live.items()}
+        dcp.load_into(self._store, checkpoint.directory, tensors, shards, checkpoint.tensor_nodes)
+
+    def _params(self, target: RestoreTarget, names: StoredNames) -> dict[str, torch.Tensor]:
+        """Parameters, and room for the existing optimizer state, by their names in the store."""
+        found = {}
+        absent, plain = set(self.state.missing), plain_state(self.state)
+        for index, (spec, param) in enumerate(zip(self.state.spec.params, target.params, strict=True)):
+            found[names.tensor(spec.tensor)] = param
+            for owner in spec.owners:
+                values = dict(plain.get(index, {}).get(owner.optimizer, {}))
+                for state in owner.state:
+                    if (index, owner.optimizer, state.key) not in absent:
+                        room = values[state.key] = target.state_tensor(param, state)
+                        found[names.state(spec, owner.optimizer, state)] = room
+                if values:
+                    target.optimizers[owner.optimizer].state[param] = values
+        return found
+
+    # Parameters that have to be redone
+
+    def _redo(self, unit: StoredUnit, target: RestoreTarget, build: OptimizerFactory) -> None:
+        """Redo the parameters of a part that this rank needs, and copy their overlap."""
+        params = unit.state.spec.params
+        wanted = [index for index, spec in enumerate(params) if self._is_wanted(unit, spec.tensor, target.tensors)]
+        if not wanted:
+            return
+        host = HostState(unit.state.spec, by_value=False, wanted={params[index].tensor.name for index in wanted})
+        redone = RestoreTarget(unit.layout, host.tensors, host.optimizers)
+        unit.load(redone, {}, wanted)
+        unit.redo(redone, build, wanted)
+        for index in wanted:
+            self._take(params[index], redone, target)
+
+    def _is_wanted(self, unit: StoredUnit, spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
+        place = spec.name, spec.shard.offsets if spec.shard is not None else (0,) * len(spec.shape)
+        if place in self._taken:
+            return False  # another part has it as well; for unsharded tensors the first part counts
+        live = tensors[spec.name]
+        if _overlap(spec, live) is None and (local(live).numel() or unit is not self._first):
+            return False
+        self._taken.add(place)
+        return True
+
+    def _take(self, spec: ParamSpec, redone: RestoreTarget, target: RestoreTarget) -> None:
+        name = spec.tensor.name
+        source, live = redone.tensors[name], target.tensors[name]
+        overlap = _overlap(spec.tensor, live)
+        self._copy((name, -1, ""), overlap, source, live)
+        for owner in spec.owners:
+            values = redone.optimizers[owner.optimizer].state.get(source, {})
+            if not values:
+                continue
+            specs: dict[str, StateTensorSpec] = {state.key: state for state in owner.state}
+            mine = target.optimizers[owner.optimizer].state[live]
+            for key, value in values.items():
+                state = specs.get(key)
+                if not isinstance(value, torch.Tensor) or state is None:
+                    mine.setdefault(key, value)
+                elif state.elementwise:
+                    if key not in mine:
+                        mine[key] = target.state_tensor(live, state)
+                    self._copy((name, owner.optimizer, key), overlap, value, mine[key])
+                elif key not in mine:
+                    mine[key] = target.state_tensor(live, state)
+                    mine[key].copy_(value)
+
+    def _copy(
+        self, what: tuple[str, int, str], overlap: _Overlap | None, source: torch.Tensor, live: torch.Tensor
+    ) -> None:
+        self._filled[what] += 0
+        if overlap is not None:
+            piece = source.detach()[overlap[0]]
+            local(live)[overlap[1]].copy_(piece)
+            self._filled[what] += piece.numel()
+
+    def _check_filled(self, target: RestoreTarget) -> None:
+        """Check that every element was filled: others would keep their old value, or have a random one."""
+        for param in self.state.spec.params:
+            self._filled[param.tensor.name, -1, ""] += 0
+        for (name, _, key), elements in self._filled.items():
+            expected = local(target.tensors[name]).numel()
+            if elements != expected:
+                what = f"{key} of {name}" if key else name
+                raise DamagedStateError(
+                    f"step {self._point.step}: expected {expected} elements of {what} in the parts of the checkpoint, "
+                    f"found {elements}"
+                )
+
+    def _take_by_value(self, unit: StoredUnit, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the sharded tensors that records carry by value."""
+        rank = unit.part.served[0]
+        last = self._point.last_batch_of(rank)
+        for spec in unit.state.spec.by_value:
+            if last is not None and spec.shard is not None:
+                name = batches.by_value_name(self._point.record, rank, spec.name)
+                copy_overlap(spec, self._records.tensor(last, name), tensors[spec.name])
+
+
+def copy_overlap(stored: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> None:
+    """Copy the overlap of a stored shard and the live one."""
+    overlap = _overlap(stored, live)
+    if overlap is not None:
+        local(live)[overlap[1]].copy_(source[overlap[0]])
+
+
+def _overlap(stored: TensorSpec, live: torch.Tensor) -> _Overlap | None:
+    """The overlap of a stored shard and the live one; None if they are disjoint."""
+    ours, theirs = [], []
+    held = local(live)
+    offsets = _offsets(shard_of(live), held.dim())
+    for at, size, live_at, live_size in zip(
+        _offsets(stored.shard, len(stored.shape)), stored.shape, offsets, held.shape, strict=True
+    ):
+        start, stop = max(at, live_at), min(at + size, live_at + live_size)
+        if start >= stop:
+            return None
+        ours.append(slice(start - at, stop - at))
+        theirs.append(slice(start - live_at, stop - live_at))
+    return tuple(ours), tuple(theirs)
+
+
+def _offsets(shard: Shard | None, dimensions: int) -> tuple[int, ...]:
+    return shard.offsets if shard is not None else (0,) * dimensions

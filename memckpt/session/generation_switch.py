@@ -32,7 +32,7 @@ import logging
 import time
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.processes.seldom import Seldom
+from memckpt.processes.log import Seldom
 from memckpt.protocol.trainer import Begin, Drift, Void
 from memckpt.session.changes import Changes
 from memckpt.session.connection import PreparedRegions

@@ -21,8 +21,7 @@ from memckpt.capture.taps.tap import Tap
 from memckpt.compression.reduction import Reducer
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.budget import usable_cores
-from memckpt.state.optimizer_attributes import attributes
-from memckpt.state.optimizers import is_elementwise, is_importable
+from memckpt.state.optimizers import attributes, is_elementwise, is_importable
 
 _log = logging.getLogger("memckpt")
 #: Size of T + D records, in bytes, up to which lazy redo is always chosen.

@@ -24,8 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.state import codec, rng
-from memckpt.state.optimizer_attributes import own_attributes, own_modules
-from memckpt.state.optimizers import fits_room
+from memckpt.state.optimizers import fits_room, own_attributes, own_modules
 from memckpt.state.spec import StateSpec, StateTensorSpec
 from memckpt.state.tensors import has_usual_strides, is_dtensor, local, with_strides
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import threading
+import types
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer_module
 
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
-from memckpt.state.no_collectives import without_collectives
-from memckpt.state.optimizer_attributes import own_modules, private_attributes
 from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 
@@ -315,3 +318,129 @@ def _dry_steps(
                 f"({type(error).__name__}: {error}); expected an optimizer that steps from gradients alone"
             ) from error
     return clone
+
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+@contextlib.contextmanager
+def without_collectives() -> Iterator[None]:
+    """Make this thread's calls of torch.distributed fail.
+
+    A step that communicates cannot be redone on one rank; and in a trial it would wait for ranks that do not take part.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    thread = threading.get_ident()
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise UnsupportedError("its step communicates with other ranks")
+            return original(*args, **kwargs)
+
+        return call
+
+    # In both modules: the package re-exports the functions under names of its own.
+    replaced = [(module, name, getattr(module, name)) for module in (dist, distributed_c10d) for name in _COLLECTIVES]
+    for module, name, original in replaced:
+        setattr(module, name, refusing(original))
+    try:
+        yield
+    finally:
+        for module, name, original in replaced:
+            setattr(module, name, original)
+
+
+#: Attributes that torch sets, including its schedulers and gradient scaler.
+_NOT_OURS = (
+    "_opt_called",
+    "_warned_capturable",
+    "_zero_grad_profile_name",
+    "_step_count",
+    "grad_scale",
+    "found_inf",
+)
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The instance attributes of the optimizer itself, without hooks, state, groups, methods and modules."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups")
+        and not name.endswith("_hooks")
+        and not name.startswith(_NOT_OURS)
+        # Schedulers wrap step() in an attribute of the instance.
+        and not (callable(value) and (hasattr(type(optimizer), name) or isinstance(value, types.MethodType)))
+        and not isinstance(value, nn.Module)
+    }
+
+
+def own_modules(optimizer: Optimizer) -> dict[str, nn.Module]:
+    """Attributes that are modules of other parameters than the optimizer steps."""
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, nn.Module) and not any(id(param) in stepped for param in value.parameters())
+    }
+
+
+def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """Instance attributes that can be sent to another process, and the names of those that cannot.
+
+    Hooks, state and groups are left out on purpose, as are methods that a scheduler has wrapped.
+    """
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in own_attributes(optimizer).items():
+        if codec.unencodable_paths(value):
+            dropped.append(name)
+        else:
+            kept[name] = value
+    return kept, dropped
+
+
+def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Parameter] | None = None) -> dict[str, Any]:
+    """Copies of the instance attributes that share nothing with the optimizer.
+
+    Args:
+        stand_ins: replacements of parameters that attributes refer to, by `id`; others become empty parameters.
+
+    Raises:
+        UnsupportedError: an attribute cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # Not the live parameter, which a step would change, nor a copy, which would double the model.
+            memo[id(param)] = (stand_ins or {}).get(id(param), torch.nn.Parameter(torch.empty(0)))
+    copies = {}
+    for name, value in own_attributes(optimizer).items():
+        try:
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise UnsupportedError(
+                f"attribute {name!r} of {type(optimizer).__qualname__} cannot be copied ({type(error).__name__}: "
+                f"{error}), so its steps cannot be tried on copies"
+            ) from error
+    return copies

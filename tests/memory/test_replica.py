@@ -14,8 +14,7 @@ from memckpt.memory.generation_regions import Allowance
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state import codec
-from memckpt.state.optimizer_attributes import attributes
-from memckpt.state.optimizers import hyperparameters
+from memckpt.state.optimizers import attributes, hyperparameters
 from memckpt.state.records import RecordMeta, SubStep, encode_meta
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 

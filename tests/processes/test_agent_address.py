@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from memckpt.agent.__main__ import lower_oom_score
 from memckpt.cli.common import no_agent
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError
@@ -23,7 +24,6 @@ from memckpt.processes import launch
 from memckpt.processes import listener as listener_module
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
-from memckpt.processes.detach import lower_oom_score
 from memckpt.protocol.descriptors import readable
 from tests.support.cluster.processes import children, kill_and_wait
 from tests.support.trainings.cli_harness import invoke
@@ -374,7 +374,7 @@ def test_an_agent_that_does_not_answer_in_time_is_ended(lab: Lab, monkeypatch: p
     program = lab.directory / "stuck"
     program.write_text(
         f"#!{sys.executable}\nimport os, signal, sys\nsys.path.insert(0, {str(Path(launch.__file__).parents[2])!r})\n"
-        "from memckpt.processes.detach import detach\nfd = int(sys.argv[sys.argv.index('--ready-fd') + 1])\n"
+        "from memckpt.agent.__main__ import detach\nfd = int(sys.argv[sys.argv.index('--ready-fd') + 1])\n"
         "os.close(0)\nsignal.pause() if detach(fd) else None\n"
     )
     program.chmod(0o755)

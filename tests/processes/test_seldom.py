@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.processes.seldom import Seldom
+from memckpt.processes.log import Seldom
 
 
 def test_the_first_times_are_told_then_one_in_a_while_with_the_number_of_those_left_out() -> None:

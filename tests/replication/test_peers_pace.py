@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memckpt.memory.phases import Phase
 from memckpt.replication.pacing.governor import StepClock
 from memckpt.replication.pacing.pace import Pacer, RateCap
-from memckpt.state.phases import Phase
 
 MIB = 1 << 20
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP

@@ -24,9 +24,8 @@ from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.step import StepTap
 from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.errors import DamagedStateError
-from memckpt.memory.phases import PhaseReader, PhasesPage, PhaseWriter
+from memckpt.memory.phases import Phase, PhaseReader, PhasesPage, PhaseWriter
 from memckpt.memory.region import Region
-from memckpt.state.phases import Phase
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 

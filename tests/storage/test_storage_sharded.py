@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from memckpt.checkpointing.writer import writer
 from memckpt.errors import DamagedStateError, StorageError, UnsupportedError
-from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.resharding import refuse_what_cannot_be_cut
+from memckpt.recovery.from_storage import StoredState, refuse_what_cannot_be_cut
 from memckpt.state.records import Timeline
 from memckpt.state.spec import Shard, StateTensorSpec
 from memckpt.storage import dcp

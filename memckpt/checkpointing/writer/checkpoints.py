@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from memckpt.checkpointing.writer import writer
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
-from memckpt.processes.priority import step_back
+from memckpt.processes.helper import step_back
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
 from memckpt.protocol.storing import Saved, SaveFailed

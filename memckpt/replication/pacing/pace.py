@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from memckpt.memory.phases import Phase
 from memckpt.replication.pacing.governor import Governor, StepClock
-from memckpt.state.phases import Phase
 
 _BURST_SECONDS = 0.02
 _LOOK_AGAIN_SHARE = 0.01  # of a step: marks are in shared memory, and nobody says that a phase is over

@@ -22,8 +22,7 @@ from memckpt.protocol.writer import (
 from memckpt.recovery.from_storage import StoredState
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
-from memckpt.state.optimizer_attributes import attributes
-from memckpt.state.optimizers import dtype_name, hyperparameters
+from memckpt.state.optimizers import attributes, dtype_name, hyperparameters
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import (
     OptimizerSpec,
