@@ -26,7 +26,7 @@ from examples.demo.black_box import BlackBox
 from examples.gpt import GPT, SIZES, Corpus
 from lightning_memckpt import MemCheckpoint
 from memckpt import AgentConfig, MemckptConfig
-from memckpt.supervision import recording
+from memckpt_run import recording
 
 TRAINING_SEED = 20
 BATCH = 4

@@ -1,29 +1,23 @@
-"""The ``memckpt`` command: sub-commands and error handling."""
+"""The ``memckpt`` command: its subcommands, here and in other packages, and error handling."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
 from memckpt.cli.common import Node, Run, err, print_json
-from memckpt.cli.doctor import doctor
-from memckpt.cli.drill import drill
 from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
 from memckpt.cli.number_options import NumbersCommand
-from memckpt.cli.plan import plan
-from memckpt.cli.report.command import report
-from memckpt.cli.run import run
-from memckpt.cli.simulate import simulate
 from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.cli.verify import verify
-from memckpt.cli.worker import worker
 from memckpt.config import AgentConfig
 from memckpt.errors import ConfigurationError, MemckptError
 from memckpt.processes.address import AgentAddress
@@ -104,19 +98,41 @@ def agent(
         )
 
 
-_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "A run": (run, worker, status, events, report, stop, agent),
+#: Subcommands as the help lists them. One by its name is another package's (entry points ``memckpt.commands``).
+_PANELS: dict[str, tuple[Callable[..., None] | str, ...]] = {
+    "A run": ("run", "worker", status, events, "report", stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
-    "This machine, and a run to come": (drill, doctor, plan, simulate),
+    "This machine, and a run to come": ("drill", "doctor", "plan", "simulate"),
 }
-for _panel, _commands in _PANELS.items():
-    for _command in _commands:
-        # The options of a training's command are its own.
-        takes_command = {"allow_interspersed_args": False} if _command in (run, worker) else {}
-        # typer breaks paragraphs where the docstring does, whatever the width of the terminal.
-        _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
-        _help = "\n\n".join(" ".join(each.split()) for each in _paragraphs)
-        app.command(help=_help, rich_help_panel=_panel, context_settings=takes_command, cls=NumbersCommand)(_command)
+#: Those that are given a training's command, whose options are its own.
+_WITH_COMMAND = ("run", "worker")
+
+
+def _add_command(panel: str, command: Callable[..., None], name: str) -> None:
+    # typer breaks paragraphs where the docstring does, whatever the width of the terminal.
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(
+        name=name,
+        help="\n\n".join(" ".join(each.split()) for each in paragraphs),
+        rich_help_panel=panel,
+        context_settings={"allow_interspersed_args": False} if name in _WITH_COMMAND else {},
+        cls=NumbersCommand,
+    )(command)
+
+
+def _add_commands() -> None:
+    others = {entry.name: entry for entry in entry_points(group="memckpt.commands")}
+    for panel, commands in _PANELS.items():
+        for each in commands:
+            if not isinstance(each, str):
+                _add_command(panel, each, each.__name__)
+            elif (entry := others.pop(each, None)) is not None:
+                _add_command(panel, entry.load(), each)
+    for name, entry in sorted(others.items()):
+        _add_command("Of other packages", entry.load(), name)
+
+
+_add_commands()
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def reft_interval(save_seconds: float, failures_per_second: float) -> float:
     Source: REFT, appendix A, equations 4 and 5: saving costs T_save for each interval, a failure half an interval, so
     that the interval is sqrt(2 T_save / rate). Equation 9 has it for snapshots, with the failures of a node; equation
     11 for the checkpoints behind them, with the rate of failures that memory does not survive, of equation 7
-    (:func:`memckpt.planning.survival.beyond_memory_rate`).
+    (:func:`memckpt_tools.planning.survival.beyond_memory_rate`).
     """
     require_seconds("save_seconds", save_seconds)
     require_number("failures_per_second", failures_per_second, 0, 1e6, "per second")

@@ -17,8 +17,6 @@ from memckpt.capture.stall_clock import StallClock
 from memckpt.config import RedoMode
 from memckpt.config.arguments import DISABLE
 from memckpt.config.drill import DrillOrders
-from memckpt.drill.fingerprint import Fingerprints
-from memckpt.drill.probe import Probe
 from memckpt.errors import UsageError
 from memckpt.processes.address import node_name
 from memckpt.session.loop import LoaderT
@@ -26,6 +24,8 @@ from memckpt.session.rank_state import Parts
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.session import Session
+from memckpt_tools.drill.fingerprint import Fingerprints
+from memckpt_tools.drill.probe import Probe
 
 _log = logging.getLogger("memckpt")
 _WORDS = f"disabled by {DISABLE}"

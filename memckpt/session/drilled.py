@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from memckpt.config.arguments import ProtectionArguments
 from memckpt.config.drill import DrillOrders
-from memckpt.drill.fingerprint import Fingerprints
-from memckpt.drill.probe import Probe
 from memckpt.session.report import RestoreReport
 from memckpt.session.session import Session
 from memckpt.state import codec
+from memckpt_tools.drill.fingerprint import Fingerprints
+from memckpt_tools.drill.probe import Probe
 
 
 class DrilledSession(Session):

@@ -60,7 +60,7 @@ from memckpt.session.sharing import (
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
 from memckpt.session.tuning import Tuning
-from memckpt.supervision.recording import note_imports
+from memckpt_run.recording import note_imports
 
 _log = logging.getLogger("memckpt")
 _LATER = OWN + "later"

@@ -25,7 +25,15 @@ from tests.support.docs.messages import HOLE, Message, messages_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
-PACKAGES = ("memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt", "memckpt_hydra")
+PACKAGES = (
+    "memckpt",
+    "memckpt_run",
+    "memckpt_tools",
+    "lightning_memckpt",
+    "accelerate_plugin",
+    "transformers_memckpt",
+    "memckpt_hydra",
+)
 #: Classes of errors with one row for all their messages.
 SHARED = {
     "DamagedStateError": "bytes that fail validation: the message names the file and the place in it",

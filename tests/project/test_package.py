@@ -39,7 +39,8 @@ def train_one_step(step):
 #: Printed as JSON by the new environment: where things are from.
 _ORIGINS = """
 import importlib, importlib.metadata, json
-names = ["memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt", "memckpt_hydra",
+names = ["memckpt", "memckpt_run", "memckpt_tools", "lightning_memckpt", "accelerate_plugin",
+         "transformers_memckpt", "memckpt_hydra",
          "hydra_plugins.memckpt_searchpath"]
 of = importlib.metadata.distribution("lightning-memckpt")
 points = [point for point in of.entry_points]
@@ -114,7 +115,15 @@ def _files(wheel: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_its_packages(built: Built) -> None:
-    packages = ("memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt", "memckpt_hydra")
+    packages = (
+        "memckpt",
+        "memckpt_run",
+        "memckpt_tools",
+        "lightning_memckpt",
+        "accelerate_plugin",
+        "transformers_memckpt",
+        "memckpt_hydra",
+    )
     tree = built.wheel.parents[1] / "tree"
     expected = {
         str(path.relative_to(tree))
@@ -123,7 +132,7 @@ def test_the_wheel_has_every_file_of_its_packages(built: Built) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {f"{package}/py.typed" for package in packages} <= expected
-    assert {"memckpt/cli/report/page.html.jinja", "memckpt_hydra/conf/memckpt/default.yaml"} <= expected
+    assert {"memckpt_tools/report/page.html.jinja", "memckpt_hydra/conf/memckpt/default.yaml"} <= expected
     found = {name for name in _files(built.wheel) if ".dist-info/" not in name}
     assert found == expected
 
@@ -142,7 +151,7 @@ def test_installed_packages_and_entry_points_are_the_wheels(built: Built, tmp_pa
     origins = json.loads(built.run("python", "-c", _ORIGINS, cwd=tmp_path))
     assert all(Path(file).is_relative_to(built.environment) for file in origins["files"]), origins["files"]
     groups = {point.partition(":")[0] for point in origins["points"]}
-    assert {"console_scripts", "memckpt.formats", "lightning.pytorch.callbacks_factory"} <= groups
+    assert {"console_scripts", "memckpt.commands", "memckpt.formats", "lightning.pytorch.callbacks_factory"} <= groups
     assert all(origins["points"].values())
     assert built.run("memckpt", "--version", cwd=tmp_path).startswith("memckpt ")
 

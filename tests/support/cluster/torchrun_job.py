@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memckpt import MemCheckpoint
 from memckpt.config import AgentConfig, MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE
-from memckpt.supervision import recording
+from memckpt_run import recording
 
 EPOCHS = 3
 

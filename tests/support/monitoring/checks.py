@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.cli.checks import Check
+from memckpt_tools.doctor.checks import Check
 
 
 def outcomes(*found: Check) -> list[str]:

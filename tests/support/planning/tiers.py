@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.planning.scheme import Tier
+from memckpt_tools.planning.scheme import Tier
 
 
 def disk(every_steps: float, restore_seconds: float, lag_steps: float = 0.0) -> Tier:

@@ -14,7 +14,7 @@ import torch
 
 import memckpt
 from memckpt import AgentConfig, MemckptConfig
-from memckpt.supervision import recording
+from memckpt_run import recording
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import typer
 
-from memckpt.cli.run import run
 from memckpt.processes.supervised import Notes
-from memckpt.supervision.attempts import Attempt, Given
-from memckpt.supervision.supervisor import Supervisor
-from memckpt.supervision.warm import Warm
+from memckpt_run.attempts import Attempt, Given
+from memckpt_run.commands import run
+from memckpt_run.supervisor import Supervisor
+from memckpt_run.warm import Warm
 from tests.support.trainings import supervised_job
 from tests.support.trainings.engine_harness import Child, Lab
 

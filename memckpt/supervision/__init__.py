@@ -1,1 +1,0 @@
-"""``memckpt run``: a process that starts a training, and starts it again when it fails."""

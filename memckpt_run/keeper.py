@@ -1,0 +1,282 @@
+"""The keeper of a local rank: outlives the workers that a launcher starts, and has their warm process.
+
+A worker hands over what it was given, and the attempt is forked from the warm process. The keeper adopts it, passes
+signals on, and reports its end. It ends with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+
+from memckpt.errors import MALFORMED
+from memckpt.processes.address import peer
+from memckpt.processes.event_loop import EventLoop
+from memckpt.processes.handles import ProcessHandle
+from memckpt.processes.listener import BACKLOG
+from memckpt.processes.supervised import Notes
+from memckpt_run.attempts import Attempt, Given
+from memckpt_run.command import PythonCommand
+from memckpt_run.keeper_messages import Become, Begin, Ended, Started, receive_request, send, unpacked
+from memckpt_run.warm import WarmStarter
+
+_log = logging.getLogger("memckpt.run")
+#: Longest wait, in seconds, for what a worker sends at once, and for the end of a killed process.
+_SOON_SECONDS = 10.0
+
+
+def keeper_address(launcher: ProcessHandle, ticks: int, local_rank: str) -> str:
+    """The abstract name of the socket of a local rank's keeper.
+
+    Args:
+        launcher: the process that starts the rank's workers.
+        ticks: its start, in clock ticks since boot.
+        local_rank: its number, as the launcher gives it.
+    """
+    # Name spaces of processes and of sockets need not be the same.
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    text = "\0".join(map(str, (os.getuid(), namespace, launcher.pid, ticks, local_rank)))
+    return f"\0memckpt-keeper-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+
+class Handed:
+    """An attempt that a worker has become; the launcher's child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """Never known here."""
+        return None
+
+
+class HandBack:
+    """Has the asking worker become the attempt."""
+
+    def __init__(self) -> None:
+        #: Process id of the worker that asks.
+        self.asking = 0
+
+    @property
+    def how(self) -> str:
+        return "cold"
+
+    def start(self, given: Given) -> Attempt:
+        return Handed(self.asking)
+
+    def look(self, attempt: Attempt) -> float | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is owned."""
+
+
+class Worker:
+    """A worker and its attempt. Owned by the keeper; :meth:`close` it."""
+
+    def __init__(self, link: socket.socket, pid: int) -> None:
+        self.link = link
+        self.process = ProcessHandle.of_peer(link, pid)
+        #: The attempt, where it is another process than the worker.
+        self.attempt: ProcessHandle | None = None
+
+    def signal_attempt(self, number: int) -> None:
+        """Send a signal to the attempt and what it has started. It is not reaped: nobody else has its id."""
+        if self.attempt is None:
+            return
+        try:
+            os.killpg(self.attempt.pid, number)
+        except ProcessLookupError:  # it has not begun its session yet
+            os.kill(self.attempt.pid, number)
+
+    def close(self) -> None:
+        self.link.close()
+        self.process.close()
+        if self.attempt is not None:
+            self.attempt.close()
+
+
+class Keeper:
+    """Serves the workers of one local rank until their launcher ends. Owns what it is given; :meth:`close` it.
+
+    Args:
+        listening: socket at which workers ask.
+        launcher: the process that starts them.
+        command: the training's command.
+        also: modules of the user's own that are imported ahead, too.
+    """
+
+    def __init__(
+        self, listening: socket.socket, launcher: ProcessHandle, command: PythonCommand, also: Sequence[str]
+    ) -> None:
+        self._listening, self._launcher = listening, launcher
+        self._words = [os.fsencode(word) for word in command.words]
+        self._directory = os.getcwdb()
+        self._notes = Notes()
+        self._hand_back = HandBack()
+        self._starter = WarmStarter(command, self._hand_back, self._notes, also)
+        self._worker: Worker | None = None
+        self._attempt: Attempt | None = None
+        self._look_at: float | None = None
+        self._leaving = False
+        self._loop = EventLoop()
+        self._loop.attend(listening, self._accept)
+        self._loop.attend(launcher, self._launcher_has_ended)
+        self._loop.each_turn(self._look, lambda: self._look_at)
+
+    def run(self) -> None:
+        """Returns when the launcher has ended, and the attempt with it."""
+        while not self._leaving or (self._worker is not None and self._worker.attempt is not None):
+            self._loop.turn()
+
+    def _look(self) -> None:
+        """Bring the warm process nearer to its end."""
+        if self._attempt is not None and not self._leaving:
+            seconds = self._starter.look(self._attempt)
+            self._look_at = None if seconds is None else time.monotonic() + seconds
+
+    # Workers
+
+    def _accept(self) -> None:
+        link, _ = self._listening.accept()
+        link.settimeout(_SOON_SECONDS)
+        pid, uid = peer(link)
+        streams: list[int] = []
+        try:
+            if uid != os.getuid():
+                raise PermissionError(f"uid {uid}")
+            request, streams = receive_request(link)
+            if not isinstance(request, Begin) or len(streams) != 3:
+                raise ValueError(f"expected Begin with three descriptors, found {type(request).__name__}")
+            self._begin(Worker(link, pid), request, (streams[0], streams[1], streams[2]))
+        except (*MALFORMED, OSError) as error:
+            _log.warning("pid %d is no worker of this local rank: %s", pid, error)
+            link.close()
+        finally:
+            for fd in streams:
+                os.close(fd)
+
+    def _begin(self, worker: Worker, request: Begin, streams: tuple[int, int, int]) -> None:
+        """Start an attempt for a worker, or have it become one."""
+        before = self._worker
+        if before is not None and before.process.alive():
+            self._refuse(worker, f"pid {before.process.pid} is a living worker of the same local rank")
+            return
+        if (request.command, request.directory) != (self._words, self._directory):
+            self._refuse(worker, "command or working directory are others than those of the first start")
+            return
+        self._drop()
+        environment = {**unpacked(request.environment), **self._notes.environment()}
+        self._hand_back.asking = worker.process.pid
+        self._worker = worker
+        self._attempt = attempt = self._starter.start(Given(environment, set(request.mask), signal.SIGKILL, streams))
+        if isinstance(attempt, Handed):
+            self._tell(worker, Become(self._notes.environment()))
+            worker.link.close()
+        else:
+            worker.attempt = ProcessHandle(attempt.pid, os.pidfd_open(attempt.pid))
+            self._tell(worker, Started(attempt.pid))
+            self._loop.attend(worker.link, self._hear)
+            self._loop.attend(worker.attempt, self._attempt_has_ended)
+
+    def _refuse(self, worker: Worker, reason: str) -> None:
+        _log.warning("this start is cold: %s", reason)
+        self._tell(worker, Become({}))
+        worker.close()
+
+    def _tell(self, worker: Worker, message: Become | Started | Ended) -> None:
+        with contextlib.suppress(OSError):  # it was killed meanwhile, which its link's end says, too
+            send(worker.link, message)
+
+    def _hear(self) -> None:
+        """A worker says something, or has ended, and its attempt with it."""
+        worker = self._worker
+        assert worker is not None
+        try:
+            request, streams = receive_request(worker.link)
+        except (*MALFORMED, OSError) as error:
+            _log.warning("the worker pid %d says what cannot be read: %s", worker.process.pid, error)
+            request, streams = None, []
+        for fd in streams:
+            os.close(fd)
+        if request is None:
+            self._loop.forget(worker.link)
+            worker.signal_attempt(signal.SIGKILL)
+        elif not isinstance(request, Begin):
+            worker.signal_attempt(request.number)
+
+    def _attempt_has_ended(self) -> None:
+        worker, attempt = self._worker, self._attempt
+        assert worker is not None
+        assert attempt is not None
+        code = attempt.poll()
+        assert code is not None
+        self._tell(worker, Ended(code))
+        self._forget(worker)
+
+    def _drop(self) -> None:
+        """End the attempt of a worker that has ended."""
+        worker = self._worker
+        if worker is None:
+            return
+        if worker.attempt is not None:
+            worker.signal_attempt(signal.SIGKILL)
+            if worker.attempt.wait(_SOON_SECONDS):
+                self._attempt_has_ended()
+                return
+            _log.warning("pid %d was killed, and does not end", worker.attempt.pid)
+        self._forget(worker)
+
+    def _forget(self, worker: Worker) -> None:
+        if worker.attempt is not None:
+            self._loop.forget(worker.attempt)
+            if worker.link.fileno() >= 0:
+                self._loop.forget(worker.link)
+        worker.close()
+        self._worker = None
+
+    # The end
+
+    def _launcher_has_ended(self) -> None:
+        """No restart will follow. What a killed launcher has left behind ends, too."""
+        self._loop.forget(self._launcher)
+        self._loop.forget(self._listening)
+        self._leaving = True
+        self._starter.close()
+        worker = self._worker
+        if worker is not None and worker.attempt is None:
+            worker.process.terminate()  # it has become the attempt
+        elif worker is not None:
+            worker.signal_attempt(signal.SIGTERM)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.signal_attempt(signal.SIGKILL)
+            self._forget(self._worker)
+        self._starter.close()
+        self._notes.close()
+        self._listening.close()
+        self._launcher.close()
+        self._loop.close()
+
+
+def listen(address: str) -> socket.socket:
+    """The socket at which workers of a local rank ask.
+
+    Raises:
+        OSError: another process has it.
+    """
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except BaseException:  # raised again; the socket has no other owner
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,1 @@
+"""``memckpt doctor``: whether this machine, and a run's storage, are fit for protection."""

@@ -1,0 +1,180 @@
+"""``memckpt drill``: a script of the user's is killed and resumed, and compared with itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from memckpt.cli.common import err, out
+from memckpt.errors import DrillError
+
+if TYPE_CHECKING:
+    from memckpt_tools.drill.job import Start
+    from memckpt_tools.drill.verdict import Verdict
+
+Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
+Steps = Annotated[int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the instants of the kills. Default: random; it is shown.")]
+Kinds = Annotated[
+    str | None,
+    typer.Option(
+        help="Who is killed, in turn: trainer, agent, both at once, node (all of a simulated node). Default: "
+        "trainer,agent,both; with --nodes: trainer,agent,node.",
+        metavar="KIND,...",
+        show_default=False,
+    ),
+]
+Nodes = Annotated[
+    int,
+    typer.Option(min=1, help="Nodes to simulate: the command is started once for each, with an agent of its own."),
+]
+Overhead = Annotated[
+    bool,
+    typer.Option(
+        "--overhead/--no-overhead", help="Train once without protection, too, and compare the time of a step."
+    ),
+]
+Patience = Annotated[float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")]
+Directory = Annotated[
+    Path | None,
+    typer.Option("--dir", help="New directory for run directories and outputs; it is kept. Default: a temporary one."),
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write what was found to a file, too, as JSON.", metavar="FILE")
+]
+Command = Annotated[list[str], typer.Argument(help="The training as you start it.", metavar="-- COMMAND...")]
+
+
+def drill(
+    command: Command,
+    kills: Kills = 5,
+    steps: Steps = 200,
+    seed: Seed = None,
+    kinds: Kinds = None,
+    nodes: Nodes = 1,
+    overhead: Overhead = True,
+    patience: Patience = 300.0,
+    directory: Directory = None,
+    json: Json = None,
+) -> None:
+    """Train twice undisturbed, then with kills, and say whether these have left a trace.
+
+    The script is run as it is, three times and more, but for its run directory: every run has a new one, in --dir. What
+    else the script writes, it writes again. Each resume repeats its last step as a proof. Exit status: 0 if the killed
+    run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ, no further from them than
+    they are from each other; 1 if it is not; 15 if the drill could not be carried out.
+    """
+    from memckpt_tools.drill.carry_out import FIRST, KILLED, SECOND, WITHOUT, Plan
+    from memckpt_tools.drill.carry_out import drill as carry_out
+    from memckpt_tools.drill.draw import ON_ONE, ON_SEVERAL, draw, parse_kinds
+    from memckpt_tools.drill.text import as_json, print_result, print_undisturbed
+
+    chosen = parse_kinds(kinds or (ON_ONE if nodes == 1 else ON_SEVERAL), nodes)
+    seed = random.SystemRandom().randrange(10_000) if seed is None else seed
+    draw(seed, kills, steps, chosen)  # refuses what cannot be, before anything is trained
+    place = _make(directory)
+    on_nodes = f", {nodes} nodes simulated on this machine" if nodes > 1 else ""
+    out.print(
+        f"{shlex.join(command)}: {steps} steps, {kills} kills, seed {seed}{on_nodes}", markup=False, soft_wrap=True
+    )
+    names = {FIRST: "undisturbed", WITHOUT: "without memckpt", SECOND: "undisturbed again", KILLED: "killed"}
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    keeps = True
+    undisturbed: list[Verdict] = []
+    try:
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
+
+            def show(name: str, record: int, made: int) -> None:
+                if name not in tasks:
+                    tasks[name] = progress.add_task(names[name], total=steps, note="")
+                progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
+
+            plan = Plan(kills, steps, seed, patience, chosen, nodes, overhead)
+            with _ending_by_signal():
+                result = carry_out(place, _start(command), plan, show, undisturbed.append)
+        if json is not None:
+            _write(json, as_json(result, command, seed))
+        print_undisturbed(undisturbed.pop())
+        print_result(result)
+        keeps = directory is not None or result.verdict.outcome == "different"
+    finally:
+        for verdict in undisturbed:  # the killed run failed: these two may say why
+            print_undisturbed(verdict)
+        if keeps:
+            err.print(f"Kept: {place} (outputs of the script, run directories)", markup=False, soft_wrap=True)
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+    if result.verdict.outcome == "different":
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _ending_by_signal() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end this process as Ctrl-C does: with all that it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _make(directory: Path | None) -> Path:
+    """The directory of the drill.
+
+    Raises:
+        DrillError: it exists, or cannot be made.
+    """
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="memckpt-drill-"))
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise DrillError(f"--dir: expected a directory that can be made, found {error}; name a new one") from error
+    return directory.resolve()
+
+
+def _write(path: Path, value: Any) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    except OSError as error:
+        raise DrillError(f"--json: expected a file that can be written, found {error}; name another one") from error
+
+
+def _start(command: list[str]) -> Start:
+    def start(variables: Mapping[str, str | None], log: Path) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if variables.get(name, "") is not None}
+        environment |= {name: value for name, value in variables.items() if value is not None}
+        with log.open("ab") as output:
+            try:
+                return subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise DrillError(f"expected a command that can be started behind --, found {error}") from error
+
+    return start

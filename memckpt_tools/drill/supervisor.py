@@ -1,0 +1,402 @@
+"""One run of a drill: the script is started, watched, killed, started again, and ended behind its last step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memckpt.config import ErasureConfig
+from memckpt.config.arguments import DISABLE, RESUME, RUN_DIR
+from memckpt.config.drill import DRILL, DrillOrders
+from memckpt.errors import DrillError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, stop_agent
+from memckpt.processes.handles import ProcessHandle, start_ticks
+from memckpt.protocol.status import Status
+from memckpt_tools.drill.draw import Instant, Kind
+from memckpt_tools.drill.history import RunHistory
+from memckpt_tools.drill.job import END_SECONDS, Job, Start, kill_processes, pause
+from memckpt_tools.drill.lines import Taken
+
+#: Seconds between two questions whether peers protect a node.
+_ASK_SECONDS = 0.05
+#: Records before the next kill, or the end, at which a kill waits no longer for a checkpoint.
+_NEXT_RECORDS = 3
+_ONE_JOB = (
+    "The command is started once for each node, and all are to be one job: a script with one process on each gets "
+    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; torchrun gets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and "
+    "PET_MASTER_PORT, so leave out its options --standalone, --nnodes, --node-rank and --rdzv-..."
+)
+
+
+@dataclass
+class Blow:
+    """One kill, and the resume behind it.
+
+    Attributes:
+        kind: who was killed.
+        rank: whose trainer was killed, or whose node's agent, or whose node.
+        step, record: last committed step by then, and its record.
+        resumed: step behind which the next process went on; 0: it started over.
+        lost: committed steps that were trained again.
+        unprotected: steps until a new agent held the state, where only the agent was killed; None: until the end.
+        seconds: from the kill to the first step that is new, or that the new agent holds.
+        tier: source of the state; ``"nothing"`` where training started over.
+        check, check_line: verdict of repeating the last step, and its line; ``"none"``: no step was compared.
+    """
+
+    kind: Kind
+    rank: int
+    step: int
+    record: int
+    resumed: int = 0
+    lost: int = 0
+    unprotected: int | None = 0
+    seconds: float = 0.0
+    tier: str = "nothing"
+    check: str = "none"
+    check_line: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run is over, or given up.
+
+    Attributes:
+        records: number of records after which it is ended.
+        silence_seconds: seconds without a new step after which it is given up.
+        nodes: number of nodes, with a command for each.
+        protected: whether memckpt is on.
+    """
+
+    records: int
+    silence_seconds: float = 300.0
+    nodes: int = 1
+    protected: bool = True
+
+
+class Run:
+    """One run. Ends all processes that it started when :meth:`train` returns.
+
+    Args:
+        directory: a new directory for it.
+        start: starts the command.
+        limits: its length, and the number of its nodes.
+        on_progress: called with the newest record, and the number of kills.
+
+    Attributes:
+        history: the run's lines.
+        ended_by_itself: whether the script had come to its end when :meth:`train` returned.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        start: Start,
+        limits: Limits,
+        on_progress: Callable[[int, int], None] = lambda record, kills: None,
+    ) -> None:
+        directory.mkdir(parents=True)
+        self._orders = DrillOrders(directory, limits.nodes)
+        self._job = Job(start, limits.nodes, directory)
+        self._limits = limits
+        self._on_progress = on_progress
+        self._blows: list[Blow] = []
+        self.history = RunHistory(directory)
+        self.ended_by_itself = False
+        self._asked_at = 0.0
+
+    @property
+    def lent_peers(self) -> ErasureConfig | None:
+        """The peers that the drill has configured for the nodes, as the script configures none; None where it does."""
+        return self._orders.peers if self._orders.lent_peers else None
+
+    def train(
+        self, instants: Sequence[Instant] = (), step_seconds: float = 0.0, to_its_end: bool = False
+    ) -> list[Blow]:
+        """Train to the last record, or the script's own end, with a kill at each instant.
+
+        Args:
+            instants: when trainers are killed.
+            step_seconds: usual duration of a step.
+            to_its_end: whether the script is to end by itself behind the last record. It is ended at the next one.
+
+        Raises:
+            DrillError: the command failed by itself, never trained, or stood still.
+        """
+        try:
+            self._start()
+            if self._until(lambda: self.history.attempts > 0):
+                self._check_nodes()
+            ends = [instant.record for instant in instants[1:]] + [self._limits.records]
+            for instant, end in zip(instants, ends, strict=False):
+                if not self._kill(instant, step_seconds, end):
+                    break
+            self.ended_by_itself = not self._until(lambda: self.history.last_record >= self._limits.records)
+            if to_its_end and not self.ended_by_itself:
+                self._until(lambda: self.history.furthest > self._limits.records, silent=True)
+            self.history.poll()
+            if not self.history.furthest:
+                raise DrillError(
+                    "expected a training that memckpt protects (MemCheckpoint, MemCheckpointPlugin, protect or "
+                    f"memckpt.attach, with session.commit() at each step), found a command that ended without a single "
+                    f"commit{self._job.tail()}"
+                )
+        finally:
+            self._end()
+        return self._blows
+
+    @property
+    def step_seconds(self) -> float:
+        """Median duration of a step, without the drill's own work; 0 if it is not known."""
+        durations = []
+        for history in self.history.ranks.values():
+            for attempt in history.attempts:
+                lines = attempt.taken
+                pairs = itertools.pairwise(lines)
+                durations += [after.time - before.time - before.seconds for before, after in pairs]
+        return max(0.0, statistics.median(durations)) if durations else 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """Median time of a step in which protection kept the process from training; 0 if it is not known."""
+        stalls = [
+            after.stalled - before.stalled
+            for history in self.history.ranks.values()
+            for attempt in history.attempts
+            for before, after in itertools.pairwise(attempt.taken)
+        ]
+        return max(0.0, statistics.median(stalls)) if stalls else 0.0
+
+    # Kills
+
+    def _kill(self, instant: Instant, step_seconds: float, end: int) -> bool:
+        """Kill at the instant, and wait for what follows. False if training ended before.
+
+        What is to come from storage or from peers has to be there: the kill waits for that, for storage until shortly
+        before the record `end`.
+        """
+        if not self._until(lambda: self.history.last_record >= instant.record):
+            return False
+        attempts = self.history.attempts
+        victim = len(self._blows) % len(self.history.ranks)
+        begun = self.history.ranks[victim].attempts[-1].begun
+        if instant.kind == "node" and not self._until(self._peers_protect):
+            return False
+        latest = max(instant.record, end - _NEXT_RECORDS)
+        if instant.kind == "both" and not self._until(lambda: self.history.last_record >= latest or self._stored()):
+            return False
+        with self._process(begun.pid, begun.ticks) as trainer:
+            if trainer is None or trainer.wait(instant.fraction * step_seconds):
+                return False
+            self.history.poll()
+            killed_at = time.monotonic()
+            agent = None
+            if instant.kind == "node":
+                self._kill_node(begun.node)
+            elif instant.kind != "trainer":
+                agent = self._kill_agent(victim)
+                if agent is None:
+                    return False
+            if instant.kind != "agent":
+                trainer.kill()
+                if not trainer.wait(END_SECONDS):
+                    raise DrillError(f"pid {begun.pid} does not end after SIGKILL: its state is {trainer.state()}")
+        self.history.poll()
+        last = max(self.history.ranks[victim].attempts[-1].points, key=lambda point: point.record)
+        blow = Blow(instant.kind, victim, last.step, self.history.furthest)
+        self._blows.append(blow)
+        if instant.kind == "agent":
+            return self._wait_for_agent(blow, agent, killed_at)
+        self._begin_again(attempts)
+        if not self._until(lambda: self.history.attempts > attempts and self._new_steps(blow) != []):
+            return False
+        self._note_resume(blow, killed_at)
+        return True
+
+    def _check_nodes(self) -> None:
+        """Refuse a job that has not the nodes it was started with.
+
+        Raises:
+            DrillError: it has others.
+        """
+        found = {history.attempts[-1].begun.node for history in self.history.ranks.values()}
+        if len(found) < self._limits.nodes:
+            raise DrillError(
+                f"expected one job of {self._limits.nodes} nodes, found {', '.join(sorted(found))} alone: {_ONE_JOB}"
+            )
+
+    def _peers_protect(self) -> bool:
+        """Whether any node may be lost now, as all agents see it."""
+        return self._all_say(lambda status: status.peers is not None and status.peers.protected)
+
+    def _stored(self) -> bool:
+        """Whether a checkpoint is in storage, as all agents see it, or none will be."""
+        return self._all_say(lambda status: status.storage is None or status.storage.step is not None)
+
+    def _all_say(self, met: Callable[[Status], bool]) -> bool:
+        """Whether it is so in the status of each agent. Asks them now and then; False in between."""
+        if time.monotonic() < self._asked_at + _ASK_SECONDS:
+            return False
+        self._asked_at = time.monotonic()
+        statuses = [ask_status(address) for address in self._agents()]
+        return all(status is not None and met(status) for status in statuses)
+
+    def _agents(self) -> list[AgentAddress]:
+        """Addresses of the run's agents, one for each node."""
+        files = sorted(self._orders.run_dir.glob("agent-*.json"))
+        return [AgentAddress.of(self._orders.run_dir, path.stem.removeprefix("agent-")) for path in files]
+
+    def _kill_node(self, node: str) -> None:
+        """Kill all processes of a node: trainers, their launcher, the agent, and what these have started."""
+        pids = []
+        for history in self.history.ranks.values():
+            attempt = history.attempts[-1]
+            if attempt.begun.node == node:
+                agent = attempt.taken[-1].agent if attempt.taken else attempt.begun.agent
+                pids += [attempt.begun.pid, self._job.command_of(attempt.begun.pid), *([agent] if agent else [])]
+        kill_processes(pids)
+
+    def _kill_agent(self, rank: int) -> int | None:
+        """Kill the agent of a rank's node; returns its process id, None if there is none."""
+        attempt = self.history.ranks[rank].attempts[-1]
+        pid = attempt.taken[-1].agent if attempt.taken else attempt.begun.agent
+        if pid is None:
+            return None
+        with self._process(pid, start_ticks(pid)) as agent:
+            if agent is None:
+                return None
+            agent.kill()
+            return pid if agent.wait(END_SECONDS) else None
+
+    def _wait_for_agent(self, blow: Blow, killed: int | None, killed_at: float) -> bool:
+        """Wait until another agent holds the training's state; training itself goes on."""
+        attempt = self.history.ranks[blow.rank].attempts[-1]
+
+        def held() -> list[Taken]:
+            return [line for line in attempt.taken if line.time > killed_at and line.agent not in (None, killed)]
+
+        blow.resumed, blow.tier, blow.check = blow.step, "", ""
+        over = not self._until(lambda: held() != [] or self.history.last_record >= self._limits.records)
+        if found := held():
+            blow.unprotected = max(0, found[0].record - blow.record - 1)
+            blow.seconds = found[0].time - killed_at
+        else:
+            blow.unprotected = None
+        return not over
+
+    def _new_steps(self, blow: Blow) -> list[Taken]:
+        """Steps of the newest attempt that no attempt has taken before."""
+        taken = self.history.ranks[blow.rank].attempts[-1].taken
+        return [line for line in taken if line.record > blow.record and not line.repeated]
+
+    def _begin_again(self, attempts: int) -> None:
+        """Start the command again once it has ended, unless its launcher begins another attempt by itself.
+
+        With several nodes all commands are ended: those of the others wait for the dead one in a collective.
+        """
+        deadline = time.monotonic() + (END_SECONDS if self._limits.nodes == 1 else 0)
+        while self._job.poll() is None and time.monotonic() < deadline:
+            self.history.poll()
+            if self.history.attempts > attempts:
+                return
+            pause()
+        self._end_processes()
+        self._start()
+
+    def _note_resume(self, blow: Blow, killed_at: float) -> None:
+        attempt = self.history.ranks[blow.rank].attempts[-1]
+        blow.resumed, record = attempt.resumed_behind
+        if record > blow.record:  # killed between the commit and its line
+            blow.step, blow.record = blow.resumed, record
+        blow.lost = max(0, blow.record - record)
+        if attempt.restored is not None:
+            blow.tier = attempt.restored.line.tier
+        blow.seconds = self._new_steps(blow)[0].time - killed_at
+        blow.check, blow.check_line = attempt.check if attempt.check[0] else ("none", "")
+
+    # Processes
+
+    def _start(self) -> None:
+        variables = {DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None}
+        self._job.start({**variables, DISABLE: None if self._limits.protected else "1"})
+
+    def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:
+        """Wait until the condition is met: True; False if the command ended by itself, with status 0.
+
+        Args:
+            met: the condition.
+            silent: whether no more steps are expected; then False, too, if none come for long.
+
+        Raises:
+            DrillError: it failed, or stood still.
+        """
+        changed_at = time.monotonic()
+        while True:
+            ended = self._job.poll()  # first: what it wrote before its end is read below
+            if self.history.poll():
+                changed_at = time.monotonic()
+                self._on_progress(self.history.furthest, len(self._blows))
+            if met():
+                return True
+            if ended is not None:
+                if ended == 0:
+                    return False
+                raise DrillError(
+                    f"expected a training of {self._limits.records} steps, found one that ended with status {ended} "
+                    f"after step {self.history.furthest}; mend the script, or drill fewer steps"
+                    + (f". {_ONE_JOB}" if self._limits.nodes > 1 and not self.history.furthest else "")
+                    + self._job.tail()
+                )
+            if time.monotonic() - changed_at > self._limits.silence_seconds:
+                if silent:
+                    return False
+                raise DrillError(
+                    f"expected a step within {self._limits.silence_seconds:.0f} s (--patience), found none since step "
+                    f"{self.history.furthest}{self._job.tail()}"
+                )
+            pause()
+
+    @contextlib.contextmanager
+    def _process(self, pid: int, ticks: int) -> Iterator[ProcessHandle | None]:
+        """A trainer; None if it has ended."""
+        try:
+            handle = ProcessHandle.of(pid, ticks)
+        except ProcessLookupError:
+            yield None
+            return
+        try:
+            yield handle
+        finally:
+            handle.close()
+
+    def _end_processes(self) -> None:
+        """Kill the commands with their groups, and every trainer: launchers may give them groups of their own."""
+        self.history.poll()
+        with contextlib.ExitStack() as stack:
+            handles = []
+            for history in self.history.ranks.values():
+                for attempt in history.attempts[-1:]:
+                    begun = attempt.begun
+                    handles.append(stack.enter_context(self._process(begun.pid, begun.ticks)))
+            self._job.kill()
+            for handle in handles:
+                if handle is not None:
+                    handle.kill()
+                    handle.wait(END_SECONDS)
+        self._job.wait()
+
+    def _end(self) -> None:
+        try:
+            self._end_processes()
+        finally:
+            with contextlib.ExitStack() as stack:  # one agent that does not end keeps no other one
+                stack.callback(self.history.close)
+                stack.callback(self.history.poll)
+                for address in self._agents():
+                    stack.callback(stop_agent, address)

@@ -1,0 +1,302 @@
+"""What ``memckpt drill`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from memckpt.cli.common import count, out, seconds_text
+from memckpt.config import ErasureConfig
+from memckpt_tools.drill.attributes import OF_OPTIMIZER
+from memckpt_tools.drill.carry_out import FIRST, SECOND, Result
+from memckpt_tools.drill.difference import PLAIN, RESULTS, STEPS, Difference
+from memckpt_tools.drill.overhead import Overhead
+from memckpt_tools.drill.supervisor import Blow
+from memckpt_tools.drill.verdict import BAND_FACTOR, Band, Verdict
+
+#: Differences that are named, at most.
+_NAMED = 6
+_PLURALS = {"loss": "losses", "frozen": "frozen tensors", "hyperparameters": "sets of hyperparameters"}
+_COUNTED = ("loss", "parameter", "buffer", "frozen", "state")
+
+
+def print_result(result: Result) -> None:
+    """Print what a drill has found, the verdict last."""
+    verdict = result.verdict
+    if result.lent_peers is not None:
+        out.print(lent_peers_text(result.lent_peers), soft_wrap=True)
+    out.print(blow_table(result.blows))
+    for number, blow in enumerate(result.blows, start=1):
+        if blow.kind == "agent":
+            when = "not again until the end"
+            if blow.unprotected is not None:
+                when = f"again {count(blow.unprotected, 'step')} later, in {seconds_text(blow.seconds)}"
+            out.print(f"Kill {number}: training went on without the agent, and was protected {when}.", soft_wrap=True)
+        if blow.check not in ("equal", ""):
+            out.print(Text(f"Kill {number}: {blow.check_line or 'nothing was compared'}"), soft_wrap=True)
+    if (line := storage_line(result.blows)) is not None:
+        out.print(line, soft_wrap=True)
+    deadly = [blow for blow in result.blows if blow.kind != "agent"]
+    if deadly:
+        lost, seconds = sum(blow.lost for blow in deadly), sum(blow.seconds for blow in deadly) / len(deadly)
+        out.print(
+            f"Lost: {count(lost, 'step')}, and {seconds_text(seconds)} for each kill of a trainer, from its signal to "
+            "the first new step.",
+            soft_wrap=True,
+        )
+    out.print(stall_line(result), soft_wrap=True)
+    if result.overhead is not None:
+        out.print(overhead_text(result.overhead, verdict.repeats), soft_wrap=True)
+    if verdict.holes:
+        out.print(holes_text(verdict), soft_wrap=True)
+    out.print(verdict_text(result), soft_wrap=True)
+
+
+def storage_line(blows: Sequence[Blow]) -> Text | None:
+    """That nothing has come from storage, where it was to serve; None if it has served, or was not to."""
+    anew = [blow.step for blow in blows if blow.kind == "both" and blow.tier == "nothing"]
+    if not anew:
+        return None
+    return Text.assemble(
+        ("Storage was not tried: ", "bold yellow"),
+        f"agent and trainer were killed together in step {', '.join(map(str, anew))}, where no checkpoint was in "
+        "storage yet, and training started over. Drill more --steps; a script with storage=None has none.",
+    )
+
+
+def print_undisturbed(verdict: Verdict) -> None:
+    """Print what the two undisturbed runs say."""
+    out.print(undisturbed_line(verdict), soft_wrap=True)
+    for line in left_out_lines(verdict):
+        out.print(Text(line), soft_wrap=True)
+    if (data := data_line(verdict)) is not None:
+        out.print(data, soft_wrap=True)
+
+
+def lent_peers_text(peers: ErasureConfig) -> Text:
+    """The peers that a script without any was drilled with, and how to have them."""
+    data, tolerate = peers.data, peers.tolerate
+    return Text.assemble(
+        ("No peers: ", "bold yellow"),
+        f"the script configures none, so the loss of a node would lose what is in its memory. It was drilled with "
+        f"ErasureConfig(data={data}, tolerate={tolerate}). To have them: config=MemckptConfig(peers=ErasureConfig("
+        f"data={data}, tolerate={tolerate})), or MEMCKPT_PEERS=erasure MEMCKPT_PEERS_DATA={data} "
+        f"MEMCKPT_PEERS_TOLERATE={tolerate} where the script passes no config.",
+    )
+
+
+def overhead_text(overhead: Overhead, repeats: bool) -> Text:
+    """What protection costs a step, beside a run without it."""
+    label = ("Overhead: ", "bold")
+    if overhead.problem or not overhead.unprotected:
+        why = overhead.problem or "the run without protection has too few steps"
+        return Text.assemble(label, f"not measured: {why}")
+    changed = ""
+    if repeats and overhead.changed is not None:
+        each = overhead.changed
+        changed = (
+            f". Without protection another training results, from step {each.step} on: {each.label}"
+            f"{f': {each.text}' if each.text else ''}; compression, or a loader that draws what it need not, does that"
+        )
+    elif repeats:
+        changed = "; its losses and its state are the same, bit for bit"
+    lost = ""
+    if overhead.noise > abs(overhead.share):
+        lost = ". The noise hides it: drill more --steps, or where nothing else runs"
+    return Text.assemble(
+        label,
+        f"{100 * overhead.share:.1f}% ± {100 * overhead.noise:.1f}% of a step, which takes "
+        f"{1e3 * overhead.unprotected:.1f} ms without protection (MEMCKPT_DISABLE=1){changed}{lost}",
+    )
+
+
+def stall_line(result: Result) -> str:
+    """What protection takes of a step, and how much two undisturbed runs differ in that."""
+    steps, stalls = (
+        [each[name] * 1e3 for name in (FIRST, SECOND)] for each in (result.step_seconds, result.stall_seconds)
+    )
+    shares = [100 * stall / step if step else 0.0 for stall, step in zip(stalls, steps, strict=True)]
+    return (
+        f"A step takes {sum(steps) / 2:.1f} ms ({_spread(steps):.1f}), of which protection holds the trainer up for "
+        f"{sum(stalls) / 2:.2f} ms ({_spread(stalls):.2f}), {sum(shares) / 2:.1f}% ({_spread(shares):.1f}); in "
+        "brackets: by how much two undisturbed runs differ"
+    )
+
+
+def _spread(pair: Sequence[float]) -> float:
+    return max(pair) - min(pair)
+
+
+def data_line(verdict: Verdict) -> Text | None:
+    """Where data that do not repeat themselves come from."""
+    changed = next((each for each in verdict.unrepeatable if each.kind == "input"), None)
+    if changed is None or verdict.repeats:
+        return None
+    unseeded = any(each.kind == "generators" and each.name == "torch" for each in verdict.unrepeatable)
+    origin = ", ".join(verdict.loaders) or "the script itself, without a DataLoader"
+    why = "torch's generator, which shuffles, differs, too: seed it"
+    if not unseeded:
+        why = (
+            "torch's generator, which shuffles, does repeat itself: so it is the dataset, or a worker of its loader, "
+            "that draws from a generator that is not seeded"
+        )
+    return Text.assemble(
+        ("Data: ", "bold yellow"),
+        f"what the model is given differs from step {changed.step} on (input {changed.name}), so the data do not "
+        f"repeat themselves. They come from {origin}; {why}",
+    )
+
+
+def holes_text(verdict: Verdict) -> Text:
+    """The plain values that a resume has not put back."""
+    named = [
+        f"{each.label}{f': {each.text}' if each.text else ''}, behind step {each.step}"
+        for each in sorted(verdict.holes, key=lambda one: (one.record, one.name.startswith("_")))
+    ]
+    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    effect = "" if verdict.outcome == "different" else " In these steps that had no effect on what was trained."
+    hidden = any(OF_OPTIMIZER in each.name for each in verdict.holes)
+    captured = ' An optimizer\'s steps depend on its own: redo="snapshot" carries them.' if hidden else ""
+    return Text.assemble(
+        ("Not restored: ", "bold red" if not effect else "bold yellow"),
+        f"{'; '.join(named[:_NAMED])}{more}. It changes in training and is in no state that a resume puts back: make "
+        'it a buffer, put it into a state_dict(), or session.register("name", object, attributes=[...]).',
+        captured,
+        effect,
+    )
+
+
+def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]:
+    """Findings of a drill, of plain types; numbers that are not finite become null."""
+    verdict = result.verdict
+    found = {
+        "command": list(command),
+        "seed": seed,
+        "lent_peers": None if result.lent_peers is None else asdict(result.lent_peers),
+        "outcome": verdict.outcome,
+        "repeats_itself": verdict.repeats,
+        "steps": verdict.last_step,
+        "compared": verdict.compared,
+        "kills": [asdict(blow) for blow in result.blows],
+        "steps_lost": sum(blow.lost for blow in result.blows),
+        "seconds_lost": sum(blow.seconds for blow in result.blows if blow.kind != "agent"),
+        "step_seconds": result.step_seconds,
+        "stall_seconds": result.stall_seconds,
+        "overhead": None if result.overhead is None else _overhead_json(result.overhead),
+        "differences": [asdict(each) for each in verdict.differences],
+        "not_restored": [asdict(each) for each in verdict.holes],
+        "unrepeatable": [asdict(each) for each in verdict.unrepeatable],
+        "loaders": list(verdict.loaders),
+        "band": None if verdict.band is None else asdict(verdict.band),
+    }
+    return found
+
+
+def _overhead_json(overhead: Overhead) -> dict[str, Any]:
+    known = not overhead.problem and overhead.unprotected > 0
+    figures = {"share": overhead.share, "noise": overhead.noise} if known else {"share": None, "noise": None}
+    return {**asdict(overhead), **figures}
+
+
+def undisturbed_line(verdict: Verdict) -> Text:
+    """Whether the training repeats itself."""
+    if verdict.repeats:
+        kinds = [
+            f"{number} {kind if number == 1 else _PLURALS.get(kind, kind + 's')}"
+            for kind in _COUNTED
+            if (number := verdict.compared.get(kind, 0))
+        ]
+        return Text(
+            f"Two undisturbed runs: equal, bit for bit, in {count(verdict.last_record, 'step')} "
+            f"({', '.join(kinds)} at each)"
+        )
+    first = next(each for each in verdict.unrepeatable if each.kind in RESULTS)
+    return Text.assemble(
+        ("This training does not repeat itself. ", "bold yellow"),
+        f"Two undisturbed runs differ from step {first.step} on: {_named(verdict.unrepeatable)}. Whether a resume is "
+        "exact cannot be seen beyond what two undisturbed runs differ by. Seed what is not seeded, and ask for "
+        "deterministic kernels, then drill again.",
+    )
+
+
+def left_out_lines(verdict: Verdict) -> list[str]:
+    """What is not compared, although results are equal."""
+    found = [each for each in verdict.unrepeatable if each.kind not in PLAIN]
+    if not verdict.repeats or not found:
+        return []
+    names = ", ".join(dict.fromkeys(each.label for each in found))
+    return [f"Not compared, as two undisturbed runs differ in it (their results are equal): {names}"]
+
+
+def blow_table(blows: Sequence[Blow]) -> Table:
+    """Each kill, and the resume behind it."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("killed", no_wrap=True)
+    for heading in ("behind\nstep", "resumed\nbehind", "steps\nlost", "the\nrepeat", "until new\nstep"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    ranks = any(blow.rank for blow in blows)
+    for number, blow in enumerate(blows, start=1):
+        where = f"{blow.step}, rank {blow.rank}" if ranks else str(blow.step)
+        cells = (where, str(blow.resumed), str(blow.lost), blow.check, f"{blow.seconds:.1f} s", blow.tier)
+        if blow.kind == "agent":
+            cells = (where, "-", "-", "-", "-", "-")
+        table.add_row(str(number), blow.kind, *cells)
+    return table
+
+
+def verdict_text(result: Result) -> Text:
+    """The verdict."""
+    verdict = result.verdict
+    kills = count(len(result.blows), "kill")
+    if verdict.outcome == "equal":
+        return Text.assemble(("Equal, bit for bit: ", "bold green"), f"{kills} left no trace in the training.")
+    differences = [each for each in verdict.differences if verdict.band is None or each.kind == STEPS]
+    if differences:
+        first = differences[0]
+        where = "right behind a restore of" if first.restored else "in"
+        return Text.assemble(
+            ("Different: ", "bold red"),
+            f"the killed run is not the undisturbed one, first {where} step {first.step}: {_named(differences)}",
+        )
+    assert verdict.band is not None
+    if verdict.outcome == "within":
+        return Text.assemble(
+            ("No difference found beyond the training's own: ", "bold yellow"),
+            f"{kills} left the killed run as near to an undisturbed one as two of these are to each other: "
+            f"{_band(verdict.band)}",
+        )
+    return Text.assemble(
+        ("Different: ", "bold red"),
+        f"the killed run is further from the undisturbed ones than they are from each other, first in step "
+        f"{verdict.band.outside}: {verdict.band.outside_text} (more than {BAND_FACTOR:g} times as far); at most "
+        f"{_band(verdict.band)}",
+    )
+
+
+def _band(band: Band) -> str:
+    return (
+        f"losses {band.killed_loss:.2g} (undisturbed: {band.loss:.2g}), parameters {band.killed_parameters:.2g} "
+        f"({band.parameters:.2g}), as fractions"
+    )
+
+
+def _named(differences: Sequence[Difference]) -> str:
+    """The first difference of each kind, of those that differ first."""
+    first = differences[0].record
+    parts, kinds = [], set()
+    for each in differences:
+        if each.record != first or each.kind in kinds:
+            continue
+        kinds.add(each.kind)
+        others = sum(one.kind == each.kind and one.record == first for one in differences) - 1
+        more = f" (and {others} more)" if others else ""
+        rank = f" on rank {each.rank}" if len({one.rank for one in differences}) > 1 else ""
+        parts.append(f"{each.label}{rank}{f': {each.text}' if each.text else ''}{more}")
+    return "; ".join(parts[:_NAMED])

@@ -1,0 +1,141 @@
+"""A plan as tables, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from memckpt.cli.common import count, out, plain_table, print_json, seconds_text
+from memckpt.errors import ConfigurationError
+from memckpt.user_messages import nbytes_text, short_number
+from memckpt_tools.planning.expectation import Expectation
+from memckpt_tools.planning.planned import Planned
+from memckpt_tools.planning.rendering import as_python, as_yaml, settings_that_differ
+from memckpt_tools.planning.scheme import Failure
+from memckpt_tools.planning.schemes import Plan
+
+_COLUMNS = (
+    "overhead", "memory a node", "wire a step", "ETTR", "memory lost,\na month",
+    "steps lost:\nprocess", "nodes", "all", "recovery:\nprocess", "nodes", "all",
+)  # fmt: skip
+#: Columns of each table in a terminal narrower than `_WIDE`: what a scheme costs and does, steps lost, recovery.
+_NARROW_TABLES = (slice(0, 5), slice(5, 8), slice(8, 11))
+_WIDE = 120
+_KINDS: tuple[Failure, ...] = ("process", "nodes", "cluster")
+
+
+def show(plan: Plan, notes: Sequence[str]) -> None:
+    """Print a plan: what it is for, the schemes, the recommended configuration."""
+    job = plan.job
+    gpus = f" of {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
+    out.print(
+        f"{_count_text(job.parameters)} parameters on {count(job.nodes, 'node')}{gpus}, "
+        f"a step of {job.step_seconds:g} s, a failure every {seconds_text(job.mtbf_seconds)}, "
+        f"{job.software_share:.0%} of them of software",
+        markup=False,
+        soft_wrap=True,
+    )
+    for note in notes:
+        out.print(f"  {note}", markup=False, soft_wrap=True, style="dim")
+    for columns in (slice(None),) if out.width >= _WIDE else _NARROW_TABLES:
+        table = plain_table("scheme", *_COLUMNS[columns])
+        for row in plan.rows:
+            style = "bold" if row is plan.recommended else None if row.fits else "dim"
+            table.add_row(_title(row), *_cells(row)[columns], style=style)
+        out.print(table)
+    for row in plan.rows:
+        said = [*row.problems, *row.notes]
+        if said:
+            out.print(f"{row.scheme.name}: {'; '.join(said)}", markup=False, soft_wrap=True, style="dim")
+    if plan.recommended is None or plan.recommended.config is None:
+        out.print(plan.reason, style="bold yellow", markup=False, soft_wrap=True)
+        return
+    name = f"{plan.recommended.scheme.name}, {plan.recommended.choice}"
+    out.print(f"\nrecommended: {name}: {plan.reason}\n", style="bold", markup=False, soft_wrap=True)
+    out.print(f"# YAML, for Hydra\n{as_yaml(plan.recommended.config)}", markup=False, soft_wrap=True)
+    out.print(f"# Python\n{as_python(plan.recommended.config)}", end="", markup=False, soft_wrap=True)
+
+
+def _count_text(number: float) -> str:
+    """A number of parameters, as models are named: 405B."""
+    for magnitude, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= magnitude:
+            return f"{number / magnitude:.4g}{name}"
+    return f"{number:.0f}"
+
+
+def _title(row: Planned) -> str:
+    return f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
+
+
+def _cells(row: Planned) -> list[str]:
+    """Cells of a row behind its title, in the order of the columns."""
+    scheme, expected = row.scheme, row.expectation
+    return [
+        f"{scheme.overhead:.2%}",
+        f"{nbytes_text(row.memory.total)}\npeak {nbytes_text(row.memory.peak)}" if row.memory.total else "-",
+        nbytes_text(scheme.wire_bytes) if scheme.wire_bytes else "-",
+        f"{expected.ettr:.2%}",
+        "-" if row.monthly_loss is None else f"{row.monthly_loss:.2g}",
+        *(_steps_text(expected, kind) for kind in _KINDS),
+        *(seconds_text(expected.recovery_seconds[kind]) for kind in _KINDS),
+    ]
+
+
+def _steps_text(expected: Expectation, kind: Failure) -> str:
+    lost = expected.lost_steps[kind]
+    text = f"{lost:.1f}" if lost < 100 else short_number(lost)
+    return text if expected.tiers[kind] else f"all ({text})"
+
+
+def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
+    """Print a plan as one object; all units are in the names of fields."""
+    recommended = plan.recommended
+    print_json(
+        {
+            "job": dataclasses.asdict(plan.job),
+            "notes": list(notes),
+            "schemes": [_in_json(row) for row in plan.rows],
+            "recommended": None if recommended is None else recommended.scheme.name,
+            "reason": plan.reason,
+            "config": None if recommended is None else settings_that_differ(recommended.config),
+            "yaml": None if recommended is None or recommended.config is None else as_yaml(recommended.config),
+            "python": None if recommended is None or recommended.config is None else as_python(recommended.config),
+        }
+    )
+
+
+def write_schemes(plan: Plan, path: Path) -> None:
+    """Write the schemes as JSON, as `memckpt simulate` reads them.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    found = {"schemes": [dataclasses.asdict(row.scheme) for row in plan.rows]}
+    try:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"--schemes {path}: {error}") from error
+
+
+def _in_json(row: Planned) -> dict[str, Any]:
+    memory = dataclasses.asdict(row.memory) | {"total": row.memory.total, "peak": row.memory.peak}
+    return {
+        "scheme": dataclasses.asdict(row.scheme),
+        "choice": row.choice,
+        "memory_bytes_by_owner": memory,
+        "ettr": row.expectation.ettr,
+        "lost_steps": row.expectation.lost_steps,
+        "recovery_seconds": row.expectation.recovery_seconds,
+        "served_by": row.expectation.tiers,
+        "monthly_loss_probability": row.monthly_loss,
+        "exact": row.exact,
+        "fits": row.fits,
+        "problems": row.problems,
+        "notes": row.notes,
+    }

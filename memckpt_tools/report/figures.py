@@ -1,0 +1,389 @@
+"""The figures of a report, drawn by matplotlib: each for light and dark pages, and for wide and narrow ones."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from memckpt.errors import ConfigurationError
+from memckpt.journal.events import Sample
+from memckpt_tools.report.goodput import Goodput
+from memckpt_tools.report.story import Story
+
+#: Most points of a line.
+_POINTS = 1_000
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a page."""
+
+    name: str
+    ink: str
+    faint: str
+    paper: str
+    blue: str
+    orange: str
+    green: str
+    red: str
+    violet: str
+
+
+#: Okabe and Ito's colours, which the colour-blind can tell apart; lighter ones on dark paper.
+LIGHT = Theme("light", "#1f2328", "#d0d7de", "#ffffff", "#0072b2", "#d55e00", "#009e73", "#c0392b", "#7e57c2")
+DARK = Theme("dark", "#e6edf3", "#3d444d", "#0d1117", "#56b4e9", "#e69f00", "#2fbf8f", "#ff7b72", "#b39ddb")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the page.
+
+    Attributes:
+        name: identifies it.
+        title, text: heading, and what is seen; the text also stands for the picture where it cannot be seen.
+        sources: pictures as data URLs, by theme and by width (``"wide"``, ``"narrow"``).
+    """
+
+    name: str
+    title: str
+    text: str
+    sources: dict[str, dict[str, str]]
+
+
+Draw = Callable[[Any, Theme], None]
+
+
+def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
+    """The figures of a run; those of which nothing is known are left out.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    samples = story.samples
+    yield _picture(
+        "timeline",
+        "Attempts, failures and what was degraded",
+        "Training over time: each attempt from its first step to its end, the restarts between them, the failures, and "
+        "the times in which memory, peers or storage did not do what they were configured for.",
+        lambda axes, theme: _timeline(axes, theme, story),
+        1.2 + 0.35 * len(_rows(story)),
+    )
+    yield _picture(
+        "time",
+        "Where the time went",
+        "Shares of the run's time: training, waiting for protection, steps taken again, restarts after failures, the "
+        "first start.",
+        lambda axes, theme: _time(axes, theme, goodput),
+        1.3,
+    )
+    yield _picture(
+        "steps",
+        "Newest step of each tier",
+        "The newest step in memory, in other nodes' memory and in storage, over time. Where the line of memory falls, "
+        "a restore went back.",
+        lambda axes, theme: _steps(axes, theme, story),
+        3.0,
+    )
+    if any(sample.stored_step is not None for _, _, sample in samples):
+        yield _picture(
+            "behind",
+            "Steps that storage did not have",
+            "Steps by which storage was behind memory: what a loss of all nodes would have cost.",
+            lambda axes, theme: _behind(axes, theme, story),
+            2.0,
+        )
+    if any(sample.stall_ms is not None for _, _, sample in samples):
+        yield _picture(
+            "stall",
+            "What a step waits for protection",
+            "Milliseconds that a step of a rank waited for protection: the mean and the longest between two samples.",
+            lambda axes, theme: _stalls(axes, theme, story),
+            2.4,
+        )
+    if any(sample.lag_records is not None for _, _, sample in samples):
+        yield _picture(
+            "replica",
+            "The replica: lag and drift",
+            "Records that the replica was behind training, and the largest difference that its audit has found, in "
+            "units in the last place.",
+            lambda axes, theme: _replica(axes, theme, story),
+            2.4,
+        )
+    if samples:
+        yield _picture(
+            "memory",
+            "Memory",
+            "Memory of the leading node: base and log, records of other nodes, and the agent's own.",
+            lambda axes, theme: _memory(axes, theme, story),
+            2.4,
+        )
+    if story.stored or any(sample.sent_bytes for _, _, sample in samples):
+        yield _picture(
+            "bytes",
+            "Bytes moved",
+            "Bytes that were written to storage as checkpoints, and sent to other nodes, summed up since the begin.",
+            lambda axes, theme: _bytes(axes, theme, story),
+            2.4,
+        )
+
+
+def _picture(name: str, title: str, text: str, draw: Draw, height: float) -> Picture:
+    sources = {
+        theme.name: {"wide": _svg(draw, theme, 10.4, height), "narrow": _svg(draw, theme, 3.4, max(2.0, height))}
+        for theme in (LIGHT, DARK)
+    }
+    return Picture(name, title, text, sources)
+
+
+def _svg(draw: Draw, theme: Theme, width: float, height: float) -> str:
+    """A data URL. The same story makes the same bytes: no date, no random names."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigurationError(
+            "memckpt report: expected matplotlib, found none; pip install 'lightning-memckpt[report]'"
+        ) from None
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "memckpt",
+        "font.family": "sans-serif",
+        "font.size": 9 if width > 5 else 7,
+        "text.color": theme.ink,
+        "axes.edgecolor": theme.faint,
+        "axes.labelcolor": theme.ink,
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.faint,
+        "grid.linewidth": 0.5,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
+        "legend.frameon": False,
+        "lines.linewidth": 1.4,
+    }
+    out = io.BytesIO()
+    with rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        draw(axes, theme)
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+# What is drawn
+
+
+def _moments(times: Iterable[float]) -> list[datetime]:
+    return [datetime.fromtimestamp(at) for at in times]
+
+
+def _days(seconds: float) -> float:
+    return seconds / 86400.0
+
+
+def _over_time(axes: Any, story: Story) -> None:
+    """A time axis that all figures share."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    narrow = axes.figure.get_figwidth() < 5
+    locator = AutoDateLocator(minticks=1, maxticks=4 if narrow else 9)
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    start, end = story.began, max(story.until, story.began + 1)
+    margin = 0.01 * (end - start)
+    axes.set_xlim(*_moments((start - margin, end + margin)))
+
+
+def _legend(axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        narrow = axes.figure.get_figwidth() < 5
+        columns = min(len(labels), 3 if narrow else 6)
+        axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def _rows(story: Story) -> list[str]:
+    """Rows of the timeline: training, tiers that were degraded, and agents if one died."""
+    tiers = sorted({span.tier for span in story.degraded}, key=["memory", "peers", "storage"].index)
+    return ["training", *tiers, *(["agent"] if story.agents else [])]
+
+
+def _timeline(axes: Any, theme: Theme, story: Story) -> None:
+    from matplotlib.dates import date2num
+
+    rows = _rows(story)
+    place = {row: number for number, row in enumerate(rows)}
+
+    def bar(row: str, start: float, end: float, color: str, label: str) -> None:
+        known = axes.get_legend_handles_labels()[1]
+        axes.broken_barh(
+            [(date2num(datetime.fromtimestamp(start)), _days(max(end - start, 0.0)))],
+            (place[row] - 0.3, 0.6),
+            facecolor=color,
+            edgecolor=theme.paper,
+            linewidth=0.5,
+            label=label if label not in known else None,
+        )
+
+    for attempt in story.attempts:
+        end = attempt.ended_at if attempt.ended_at is not None else story.until
+        first = min(attempt.first_step_at if attempt.first_step_at is not None else end, end)
+        bar("training", attempt.began, first, theme.orange, "starting")
+        bar("training", first, end, theme.blue, "training")
+    for span in story.degraded:
+        bar(span.tier, span.start, span.end if span.end is not None else story.until, theme.red, "degraded")
+    # Failures stand above their bar, agents in a row without one.
+    marks = [(attempt.ended_at, place["training"] - 0.45, "failure") for attempt in story.failures]
+    marks += [(loss.time, float(place["agent"]), "agent died") for loss in story.agents]
+    for label in dict.fromkeys(label for _, _, label in marks):
+        these = [(at, y) for at, y, found in marks if found == label and at is not None]
+        axes.scatter(
+            _moments(at for at, _ in these), [y for _, y in these], marker="x", color=theme.red, zorder=3, label=label
+        )
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.4, -0.75)
+    axes.grid(False, axis="y")
+    _over_time(axes, story)
+    _legend(axes)
+
+
+def _time(axes: Any, theme: Theme, goodput: Goodput) -> None:
+    parts = {
+        "training": (goodput.training, theme.blue),
+        "waiting for protection": (goodput.stalled, theme.violet),
+        "steps again": (goodput.repeated, theme.orange),
+        "restarts": (goodput.down, theme.red),
+        "first start": (goodput.starting, theme.faint),
+    }
+    left = 0.0
+    for label, (seconds, color) in parts.items():
+        share = 100 * seconds / goodput.wall
+        axes.barh([0], [share], left=left, color=color, height=0.6, label=f"{label} {share:.2f}%")
+        left += share
+    axes.set_xlim(0, max(100.0, left))
+    axes.set_yticks([])
+    axes.set_xlabel("% of the time")
+    axes.grid(False)
+    narrow = axes.figure.get_figwidth() < 5
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2 if narrow else 5, borderaxespad=0.2)
+
+
+def _steps(axes: Any, theme: Theme, story: Story) -> None:
+    label: str | None = "memory"
+    for number, attempt in enumerate(story.attempts):
+        points = [(at, sample.step) for at, position, sample in story.samples if position == number]
+        points = [(at, step) for at, step in points if attempt.began <= at <= (attempt.ended_at or math.inf)]
+        if attempt.first_step_at is not None:
+            points.append((attempt.first_step_at, attempt.first_step))
+        if attempt.ended_at is not None:
+            points.append((attempt.ended_at, attempt.last_step))
+        known = sorted((at, step) for at, step in points if step is not None)
+        if known:
+            _line(axes, known, color=theme.blue, label=label, marker="." if len(known) < 30 else None)
+            label = None
+    peers = [
+        (at, sample.step - (sample.record - sample.peers_record))
+        for at, _, sample in story.samples
+        if sample.step is not None and sample.record is not None and sample.peers_record is not None
+    ]
+    if peers:
+        _line(axes, peers, color=theme.violet, label="peers", linestyle="--")
+    stored = [(at, event.step) for at, event in story.stored]
+    stored += [(at, sample.stored_step) for at, _, sample in story.samples if sample.stored_step is not None]
+    if stored:
+        _line(axes, sorted(stored), color=theme.green, label="storage", drawstyle="steps-post")
+    failures = [attempt.ended_at for attempt in story.failures if attempt.ended_at is not None]
+    for number, at in enumerate(failures):
+        axes.axvline(
+            _moments([at])[0], color=theme.red, linewidth=0.8, linestyle=":", label=None if number else "failure"
+        )
+    axes.set_ylabel("step")
+    _over_time(axes, story)
+    _legend(axes)
+
+
+def _behind(axes: Any, theme: Theme, story: Story) -> None:
+    known = [(at, sample.step, sample.stored_step) for at, _, sample in story.samples]
+    behind = [(at, float(max(0, step - there))) for at, step, there in known if step is not None and there is not None]
+    _line(axes, behind, color=theme.green)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("steps")
+    _over_time(axes, story)
+
+
+def _stalls(axes: Any, theme: Theme, story: Story) -> None:
+    known = [(at, sample) for at, _, sample in story.samples if sample.stall_ms is not None]
+    _line(axes, [(at, sample.longest_stall_ms) for at, sample in known], color=theme.orange, label="longest")
+    _line(axes, [(at, sample.stall_ms or 0.0) for at, sample in known], color=theme.blue, label="mean")
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("ms")
+    _over_time(axes, story)
+    _legend(axes)
+
+
+def _replica(axes: Any, theme: Theme, story: Story) -> None:
+    _line(axes, _values(story, lambda sample: sample.lag_records), color=theme.blue, label="records behind")
+    _line(axes, _values(story, lambda sample: sample.drift_ulp), color=theme.red, label="drift, ulp")
+    axes.set_ylim(bottom=0)
+    _over_time(axes, story)
+    _legend(axes)
+
+
+def _memory(axes: Any, theme: Theme, story: Story) -> None:
+    gib = 2.0**30
+    _line(axes, _values(story, lambda one: one.held_bytes / gib), color=theme.blue, label="base and log")
+    if any(sample.peers_bytes for _, _, sample in story.samples):
+        _line(axes, _values(story, lambda one: one.peers_bytes / gib), color=theme.violet, label="of other nodes")
+    _line(axes, _values(story, lambda one: one.agent_bytes / gib), color=theme.orange, label="agent")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GiB")
+    _over_time(axes, story)
+    _legend(axes)
+
+
+def _bytes(axes: Any, theme: Theme, story: Story) -> None:
+    gib, total, stored = 2.0**30, 0.0, [(story.began, 0.0)]
+    for at, event in story.stored:
+        total += event.nbytes / gib
+        stored.append((at, total))
+    stored.append((story.until, total))
+    _line(axes, stored, color=theme.green, label="storage", drawstyle="steps-post")
+    sent, before, attempt = 0.0, 0, None
+    points = []
+    for at, number, sample in story.samples:
+        sent += sample.sent_bytes - (before if number == attempt and sample.sent_bytes >= before else 0)
+        before, attempt = sample.sent_bytes, number
+        points.append((at, sent / gib))
+    if sent:
+        _line(axes, points, color=theme.violet, label="peers")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GiB")
+    _over_time(axes, story)
+    _legend(axes)
+
+
+def _values(story: Story, value: Callable[[Sample], float | None]) -> list[tuple[float, float]]:
+    found = [(at, value(sample)) for at, _, sample in story.samples]
+    return [(at, known) for at, known in found if known is not None]
+
+
+def _line(axes: Any, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    """A line of at most so many points: of each few the highest."""
+    every = math.ceil(len(points) / _POINTS) or 1
+    groups = [points[start : start + every] for start in range(0, len(points), every)]
+    thinned = [max(group, key=lambda point: point[1]) for group in groups]
+    style = {name: value for name, value in style.items() if value is not None}
+    if len(thinned) == 1:
+        style.setdefault("marker", ".")
+    axes.plot(_moments(at for at, _ in thinned), [value for _, value in thinned], **style)

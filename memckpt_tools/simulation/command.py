@@ -1,0 +1,366 @@
+"""``memckpt simulate``: what a cluster's failures leave of a training, under one scheme of protection or several."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memckpt.cli.common import AsJson, count, out, plain_table, print_json, seconds_text
+from memckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from memckpt_tools.planning.scheme import Scheme
+    from memckpt_tools.simulation import Estimate, FailureModel, Failures, Setup, Summary, Sweep
+
+_CLUSTER, _FAILURES, _REPAIR, _PROTECTION, _RUN = "Cluster", "Failures", "Repair", "Protection", "Simulation"
+
+Nodes = Annotated[int, typer.Option(help="Nodes of the job.", rich_help_panel=_CLUSTER)]
+NodesPerRack = Annotated[int | None, typer.Option(help="Nodes in a rack.", rich_help_panel=_CLUSTER)]
+RacksPerZone = Annotated[int | None, typer.Option(help="Racks in a zone.", rich_help_panel=_CLUSTER)]
+NodeMtbf = Annotated[
+    float | None,
+    typer.Option(help="Mean time between failures of one node, by hardware and software.", rich_help_panel=_FAILURES),
+]
+JobMtbf = Annotated[
+    float | None,
+    typer.Option(help="The same of all nodes together, in place of --node-mtbf-hours.", rich_help_panel=_FAILURES),
+]
+SoftwareShare = Annotated[
+    float,
+    typer.Option(
+        help="Share of software among failures of nodes, 0 to 1: processes die, memory stays.",
+        rich_help_panel=_FAILURES,
+    ),
+]
+WeibullShape = Annotated[
+    float,
+    typer.Option(help="Shape of the times between failures of hardware; 1: exponential.", rich_help_panel=_FAILURES),
+]
+NewNodes = Annotated[
+    bool,
+    typer.Option(
+        "--new-nodes", help="Nodes are new when training starts, not long in service.", rich_help_panel=_FAILURES
+    ),
+]
+RackMtbf = Annotated[
+    float | None,
+    typer.Option(help="Mean time between failures of a rack, with all its nodes.", rich_help_panel=_FAILURES),
+]
+ZoneMtbf = Annotated[
+    float | None,
+    typer.Option(help="Mean time between failures of a zone, with all its nodes.", rich_help_panel=_FAILURES),
+]
+ClusterMtbf = Annotated[
+    float | None, typer.Option(help="Mean time between failures of all nodes at once.", rich_help_panel=_FAILURES)
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        help="Failures from a file in place of distributions: CSV with columns time_seconds, kind, node.",
+        rich_help_panel=_FAILURES,
+    ),
+]
+Detection = Annotated[
+    float, typer.Option(help="From a failure until the job's processes have ended.", rich_help_panel=_REPAIR)
+]
+Replacement = Annotated[
+    float, typer.Option(help="From then until a spare node has a lost one's place.", rich_help_panel=_REPAIR)
+]
+RepairTime = Annotated[
+    float,
+    typer.Option(help="From a failure until a lost node can serve as a spare; with --spares.", rich_help_panel=_REPAIR),
+]
+Spares = Annotated[int | None, typer.Option(help="Spare nodes. Default: enough.", rich_help_panel=_REPAIR)]
+Start = Annotated[
+    float,
+    typer.Option(help="From the start of processes to the first step, where nothing is held.", rich_help_panel=_REPAIR),
+]
+Schemes = Annotated[
+    Path | None, typer.Option(help="Schemes of protection, as YAML or JSON.", rich_help_panel=_PROTECTION)
+]
+Tiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tier",
+        help="A tier of a scheme, nearest first: name=disk,every_steps=100,... Fields: name, every_steps, lag_steps, "
+        "restore_seconds, group_nodes, tolerates, survives_cluster (true or false), rebuild_seconds.",
+        metavar="FIELD=VALUE,...",
+        rich_help_panel=_PROTECTION,
+    ),
+]
+Overhead = Annotated[
+    float,
+    typer.Option(help="Of the scheme of --tier: time that it adds to a step, as a share.", rich_help_panel=_PROTECTION),
+]
+SchemeName = Annotated[str, typer.Option("--name", help="Name of the scheme of --tier.", rich_help_panel=_PROTECTION)]
+StepSeconds = Annotated[float, typer.Option(help="Time of a step without protection.", rich_help_panel=_RUN)]
+Days = Annotated[float, typer.Option(help="Days from start to end, failures included.", rich_help_panel=_RUN)]
+Repetitions = Annotated[int, typer.Option(help="Independent repetitions.", rich_help_panel=_RUN)]
+Seed = Annotated[int, typer.Option(help="Seed of all draws.", rich_help_panel=_RUN)]
+Workers = Annotated[
+    int, typer.Option(help="Processes that share the repetitions; results are the same.", rich_help_panel=_RUN)
+]
+Confidence = Annotated[float, typer.Option(help="Confidence of the intervals.", rich_help_panel=_RUN)]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw ETTR against time between failures and number of nodes, both from a quarter to four times: "
+        "a .png, .svg or .pdf. Takes about 16 times as long.",
+        rich_help_panel=_RUN,
+    ),
+]
+
+
+def simulate(
+    nodes: Nodes,
+    step_seconds: StepSeconds,
+    nodes_per_rack: NodesPerRack = None,
+    racks_per_zone: RacksPerZone = None,
+    node_mtbf_hours: NodeMtbf = None,
+    job_mtbf_hours: JobMtbf = None,
+    software_share: SoftwareShare = 0.0,
+    weibull_shape: WeibullShape = 1.0,
+    new_nodes: NewNodes = False,
+    rack_mtbf_hours: RackMtbf = None,
+    zone_mtbf_hours: ZoneMtbf = None,
+    cluster_mtbf_hours: ClusterMtbf = None,
+    trace: Trace = None,
+    detection_seconds: Detection = 0.0,
+    replacement_seconds: Replacement = 0.0,
+    repair_seconds: RepairTime = 0.0,
+    spares: Spares = None,
+    start_seconds: Start = 0.0,
+    schemes: Schemes = None,
+    tier: Tiers = None,
+    overhead: Overhead = 0.0,
+    name: SchemeName = "options",
+    days: Days = 90.0,
+    repetitions: Repetitions = 20,
+    seed: Seed = 0,
+    workers: Workers = 1,
+    confidence: Confidence = 0.95,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate the failures of a cluster, and what is left of a training's time under schemes of protection.
+
+    Failures are drawn, or read with --trace; all schemes get the same. For each scheme: the share of useful training
+    time (ETTR), lost steps, time without training, and the tiers that recoveries came from, as means of the repetitions
+    with confidence intervals.
+    """
+    from memckpt_tools.simulation import Cluster, Repair, Setup, Training, read_trace
+    from memckpt_tools.simulation import simulate as run
+
+    if plot is not None:
+        from memckpt_tools.simulation.plot import check_plot
+
+        check_plot(plot)
+    if repair_seconds and spares is None:
+        raise ConfigurationError(
+            f"--repair-seconds {repair_seconds:g}: expected --spares with it, found none; without --spares there are "
+            "enough spare nodes, and no repair is waited for"
+        )
+    protection = _schemes_of(schemes, tier, overhead, name)
+    how: dict[str, Any] = {"repetitions": repetitions, "seed": seed, "workers": workers, "confidence": confidence}
+    with _fields_as_options():
+        cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
+        failures: FailureModel | Failures
+        if trace is not None:
+            drawn = {
+                "--node-mtbf-hours": node_mtbf_hours, "--job-mtbf-hours": job_mtbf_hours, "--plot": plot,
+                "--rack-mtbf-hours": rack_mtbf_hours, "--zone-mtbf-hours": zone_mtbf_hours,
+                "--cluster-mtbf-hours": cluster_mtbf_hours,
+            }  # fmt: skip
+            if found := [option for option, value in drawn.items() if value is not None]:
+                raise ConfigurationError(f"--trace {trace}: expected no {', '.join(found)} with it, found both")
+            failures = read_trace(trace, cluster)
+        else:
+            failures = _model_of(
+                nodes, node_mtbf_hours, job_mtbf_hours, rack_mtbf_hours, zone_mtbf_hours, cluster_mtbf_hours,
+                software_share, weibull_shape, new_nodes,
+            )  # fmt: skip
+        setup = Setup(
+            cluster=cluster,
+            failures=failures,
+            training=Training(step_seconds=step_seconds, duration_seconds=_seconds("--days", days, 86400)),
+            repair=Repair(
+                detection_seconds=detection_seconds,
+                replacement_seconds=replacement_seconds,
+                repair_seconds=repair_seconds,
+                spares=spares,
+                start_seconds=start_seconds,
+            ),
+        )
+        summaries = run(setup, protection, **how)
+    swept = None
+    if plot is not None:
+        from memckpt_tools.simulation import sweep
+        from memckpt_tools.simulation.plot import draw
+
+        swept = sweep(setup, protection, **how)
+        draw(swept, plot, f"{nodes:,} nodes, {days:g} days: a quarter to four times the failures, and the nodes")
+    if as_json:
+        print_json(_as_json(setup, summaries, seed, swept))
+        return
+    _show(setup, summaries, seed)
+    if plot is not None:
+        out.print(f"drawn: {plot}", markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _fields_as_options() -> Iterator[None]:
+    """What is wrong with a field is said of the option that sets it."""
+    options = {field: f"--{field.replace('_', '-')}" for field in inspect.signature(simulate).parameters}
+    options |= {"racks": "--rack-mtbf-hours", "zones": "--zone-mtbf-hours"}
+    try:
+        yield
+    except ConfigurationError as error:
+        field, colon, rest = str(error).partition(":")
+        if field not in options:
+            raise
+        # Names without an underscore are words, too.
+        named = re.sub(r"\w+_\w+", lambda found: options.get(found[0], found[0]), rest)
+        raise ConfigurationError(f"{options[field]}{colon}{named}") from error
+
+
+def _seconds(option: str, value: float, unit_seconds: float) -> float:
+    """A time of an option in seconds; what is wrong is said in the option's unit."""
+    from memckpt.planning.checks import require_number
+    from memckpt_tools.simulation.checks import LONGEST_SECONDS
+
+    unit = "days" if unit_seconds == 86400 else "hours"
+    require_number(option, value, 0, LONGEST_SECONDS / unit_seconds, unit, above=True)
+    return value * unit_seconds
+
+
+def _schemes_of(path: Path | None, tiers: list[str] | None, overhead: float, name: str) -> list[Scheme]:
+    from memckpt_tools.planning.scheme import Scheme
+    from memckpt_tools.simulation.scheme_file import parse_tier, read_schemes
+
+    schemes = [] if path is None else read_schemes(path)
+    if tiers:
+        schemes.append(Scheme(name=name, overhead=overhead, tiers=tuple(map(parse_tier, tiers))))
+    elif overhead:
+        raise ConfigurationError(f"--overhead {overhead:g}: expected --tier beside it, whose scheme it belongs to")
+    if not schemes:
+        raise ConfigurationError("schemes: expected --schemes FILE or --tier, found neither")
+    return schemes
+
+
+def _model_of(
+    nodes: int,
+    node_hours: float | None,
+    job_hours: float | None,
+    rack_hours: float | None,
+    zone_hours: float | None,
+    cluster_hours: float | None,
+    software_share: float,
+    shape: float,
+    new: bool,
+) -> FailureModel:
+    """Distributions of failures, from the options."""
+    from dataclasses import replace
+
+    from memckpt_tools.simulation import Exponential, FailureModel
+
+    if node_hours is not None and job_hours is not None:
+        raise ConfigurationError("--node-mtbf-hours, --job-mtbf-hours: expected one of them, found both")
+    model = FailureModel(new=new)
+    if node_hours is not None or job_hours is not None:
+        if node_hours is not None:
+            mean = _seconds("--node-mtbf-hours", node_hours, 3600)
+        else:
+            assert job_hours is not None
+            mean = _seconds("--job-mtbf-hours", job_hours, 3600) * nodes
+        model = FailureModel.of_nodes(mean, software_share=software_share, shape=shape, new=new)
+
+    def mean_of(option: str, hours: float | None) -> Exponential | None:
+        return None if hours is None else Exponential(_seconds(option, hours, 3600))
+
+    model = replace(
+        model,
+        racks=mean_of("--rack-mtbf-hours", rack_hours),
+        zones=mean_of("--zone-mtbf-hours", zone_hours),
+        cluster=mean_of("--cluster-mtbf-hours", cluster_hours),
+    )
+    if model == FailureModel(new=new):
+        raise ConfigurationError(
+            "failures: expected --node-mtbf-hours, --job-mtbf-hours or --trace, found none of them"
+        )
+    return model
+
+
+def _text(estimate: Estimate, form: str) -> str:
+    mean = format(estimate.mean, form)
+    return mean if estimate.half_width is None else f"{mean} ± {format(estimate.half_width, form)}"
+
+
+def _show(setup: Setup, summaries: list[Summary], seed: int) -> None:
+    first = summaries[0]
+    repetitions = first.ettr.repetitions
+    failures = {kind: estimate.mean for kind, estimate in first.failures.items() if estimate.mean}
+    kinds = ", ".join(f"{kind} {mean:,.1f}" for kind, mean in failures.items())
+    mean = f"{sum(failures.values()):,.1f} failures" + (f" ({kinds})" if kinds else "")
+    how = (
+        "one replay of a trace, or one repetition: no interval"
+        if repetitions == 1
+        else f"means of {count(repetitions, 'repetition')} with {first.confidence:.4g} confidence, seed {seed}"
+    )
+    head = f"{count(setup.cluster.nodes, 'node')}, {seconds_text(setup.training.duration_seconds)}, {mean}; {how}"
+    out.print(head, markup=False, soft_wrap=True)
+    table = plain_table("scheme", "ETTR", "steps lost", "time without training", "recoveries from")
+    for summary in summaries:
+        recoveries = [
+            f"{tier}: {_text(each, ',.1f' if each.mean >= 1 else '.2f')}"
+            for tier, each in summary.recoveries.items()
+            if each.mean
+        ]
+        table.add_row(
+            summary.scheme.name,
+            _text(summary.ettr, ".4f"),
+            _text(summary.lost_steps, ",.0f"),
+            _text(summary.down_share, ".2%"),
+            "\n".join(recoveries) or "-",
+        )
+    out.print(table)
+
+
+def _as_json(setup: Setup, summaries: list[Summary], seed: int, swept: Sweep | None) -> dict[str, Any]:
+    def of(estimate: Estimate) -> dict[str, float | None]:
+        return {"mean": estimate.mean, "half_width": estimate.half_width}
+
+    first = summaries[0]
+    result: dict[str, Any] = {
+        "nodes": setup.cluster.nodes,
+        "duration_seconds": setup.training.duration_seconds,
+        "repetitions": first.ettr.repetitions,
+        "seed": seed,
+        "confidence": first.confidence,
+        "failures": {kind: of(estimate) for kind, estimate in first.failures.items()},
+        "schemes": [
+            {
+                "name": summary.scheme.name,
+                "ettr": of(summary.ettr),
+                "lost_steps": of(summary.lost_steps),
+                "down_share": of(summary.down_share),
+                "recoveries": {tier: of(estimate) for tier, estimate in summary.recoveries.items()},
+            }
+            for summary in summaries
+        ],
+    }
+    if swept is not None:
+        result["by_mtbf"] = [
+            {"mtbf_seconds": mtbf, "ettr": {each.scheme.name: of(each.ettr) for each in points}}
+            for mtbf, points in swept.by_mtbf
+        ]
+        result["by_nodes"] = [
+            {"nodes": nodes, "ettr": {each.scheme.name: of(each.ettr) for each in points}}
+            for nodes, points in swept.by_nodes
+        ]
+    return result

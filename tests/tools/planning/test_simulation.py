@@ -1,0 +1,333 @@
+"""Trainings replayed with failures, beside closed forms; repetitions, and bad values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from memckpt.errors import ConfigurationError
+from memckpt.replication.coding.placement import place
+from memckpt_tools.planning.scheme import Scheme, Tier
+from memckpt_tools.simulation import (
+    KINDS,
+    Cluster,
+    Estimate,
+    Exponential,
+    FailureModel,
+    Failures,
+    Repair,
+    Setup,
+    Training,
+    replay,
+    simulate,
+    with_mean_scaled,
+    with_nodes,
+)
+from memckpt_tools.simulation.replay import group_of
+from tests.support.planning.tiers import disk
+
+HOUR, DAY = 3600.0, 86400.0
+ONE = Cluster(nodes=1)
+
+
+def failures_of(*rows: tuple[float, str, int]) -> Failures:
+    seconds, kinds, units = zip(*rows, strict=True)
+    return Failures(np.array(seconds), np.array([KINDS.index(kind) for kind in kinds]), np.array(units))
+
+
+# Closed forms
+
+
+def exact_ettr(mtbf: float, period: float, write: float, restart: float, lag: float = 0.0) -> float:
+    """ETTR with exponential failures, restarts included, of a checkpoint after each `period` seconds of training.
+
+    A run without failures for x seconds leaves floor((x - lag) / (period + write)) checkpoints, whose mean is a
+    geometric series; it and the restarts before it take mtbf * exp(restart / mtbf). Without a lag this is the complete
+    model of Daly ("A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 20).
+    """
+    whole = period + write
+    kept = math.exp(-(whole + lag) / mtbf) / -math.expm1(-whole / mtbf)
+    return period * kept / (mtbf * math.exp(restart / mtbf))
+
+
+def first_order_ettr(mtbf: float, period: float, write: float, restart: float, persist: float = 0.0) -> float:
+    """1 - (T_read + MTTF / T_period * T_write + T_period / 2 + T_persist) / MTTF.
+
+    After Hours Academic, "ETTR, aka, how good is the training goodput"; synchronous where nothing persists later.
+    """
+    whole = period + write
+    return 1 - (restart + mtbf / whole * write + whole / 2 + persist) / mtbf
+
+
+def checkpoints(mtbf: float, write: float, restart: float, lag: float, period: float) -> Estimate:
+    """ETTR of a simulated training with one kind of checkpoint."""
+    scheme = Scheme(name="disk", overhead=write / period, tiers=(disk(period, restart, lag / (1 + write / period)),))
+    setup = Setup(
+        cluster=ONE,
+        failures=FailureModel(processes=Exponential(mtbf)),
+        training=Training(step_seconds=1.0, duration_seconds=2000 * mtbf),
+    )
+    return simulate(setup, [scheme], repetitions=30, confidence=0.999)[0].ettr
+
+
+@pytest.mark.parametrize("lag", [0.0, 150.0])
+@pytest.mark.parametrize(
+    ("mtbf", "write", "restart"), [(20 * HOUR, 20.0, 120.0), (HOUR, 60.0, 300.0), (300.0, 5.0, 60.0)]
+)
+def test_ettr_at_youngs_and_dalys_intervals(mtbf: float, write: float, restart: float, lag: float) -> None:
+    """Synchronous checkpoints (no lag) and asynchronous ones, which are there some time after they were taken."""
+    young = math.sqrt(2 * write * mtbf)  # Young, "A first order approximation to the optimum checkpoint interval", 1974
+    x = write / (2 * mtbf)
+    daly = young * (1 + math.sqrt(x) / 3 + x / 9) - write  # Daly 2006, equation 37
+    ettrs = []
+    for period in (young, daly, 2 * young):
+        ettr = checkpoints(mtbf, write, restart, lag, period)
+        assert ettr.half_width is not None
+        assert ettr.half_width < 0.02
+        assert ettr.holds(exact_ettr(mtbf, period, write, restart, lag)), period
+        approximate = first_order_ettr(mtbf, period, write, restart, lag)
+        assert abs(ettr.mean - approximate) <= ettr.half_width + (1 - approximate) ** 2
+        ettrs.append(ettr.mean)
+    if not lag:
+        assert ettrs[2] < max(ettrs[:2])
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    mtbf, write, restart = HOUR, 60.0, 300.0
+    period = math.sqrt(2 * write * mtbf)
+    scheme = Scheme(name="disk", overhead=write / period, tiers=(disk(period, restart),))
+    setup = Setup(
+        cluster=ONE,
+        failures=FailureModel(processes=Exponential(mtbf)),
+        training=Training(step_seconds=1.0, duration_seconds=200 * mtbf),
+    )
+    exact = exact_ettr(mtbf, period, write, restart)
+    held = [
+        simulate(setup, [scheme], repetitions=8, seed=seed, confidence=0.9)[0].ettr.holds(exact) for seed in range(100)
+    ]
+    assert 0.81 <= np.mean(held) <= 0.97
+
+
+@pytest.mark.parametrize("p", [0.01, 0.05, 0.08])
+@pytest.mark.parametrize("code", [True, False], ids=["code", "copies"])
+def test_eccheck_recovery_rate_of_2000_nodes(p: float, code: bool) -> None:
+    """ECCheck, equations 1 and 2 and Figure 3: 500 groups of 4 nodes, of which each fails with a probability p.
+
+    Nodes fail independently for a while in which none is whole again; a training loses its memory where a group loses
+    more than it tolerates. Copies are in pairs.
+    """
+    q = 1 - p
+    copies_rate = q**4 + 4 * p * q**3 + 4 * p**2 * q**2
+    code_rate = q**4 + 4 * p * q**3 + 6 * p**2 * q**2
+    assert code_rate - copies_rate == pytest.approx(2 * p**2 * q**2)
+    expected = (code_rate if code else copies_rate) ** 500
+    tier = Tier(
+        name="peers", every_steps=0.01, lag_steps=0, restore_seconds=0, group_nodes=4 if code else 2,
+        tolerates=2 if code else 1, rebuild_seconds=1e9,
+    )  # fmt: skip
+    setup = Setup(
+        cluster=Cluster(nodes=2000),
+        failures=FailureModel(nodes=Exponential(-DAY / math.log(q))),
+        training=Training(step_seconds=1.0, duration_seconds=DAY),
+    )
+    (summary,) = simulate(setup, [Scheme(name="peers", overhead=0, tiers=(tier,))], repetitions=400)
+    kept = summary.estimate(lambda outcome: outcome.recoveries[-1] == 0).mean
+    assert abs(kept - expected) <= 3.29 * math.sqrt(expected * (1 - expected) / 400)  # 99.9% of a binomial
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 12])
+def test_a_second_failure_before_protection_is_complete_again(nodes: int) -> None:
+    """One group that tolerates one loss, and a window of w after each failure.
+
+    Failures come at a rate a. In the window, the same node begins it again, and any other one is too many:
+    P = (1 - exp(-a w)) * ((n - 1) / n + P / n).
+    """
+    node_mean, window = 1e6, 0.2 * 1e6 / nodes
+    within = -math.expm1(-nodes / node_mean * window)
+    expected = within * (nodes - 1) / nodes / (1 - within / nodes)
+    tier = Tier(
+        name="peers", every_steps=0.001, lag_steps=0, restore_seconds=0.3 * window, group_nodes=nodes, tolerates=1,
+        rebuild_seconds=0.5 * window,
+    )  # fmt: skip
+    setup = Setup(
+        cluster=Cluster(nodes=nodes),
+        failures=FailureModel(nodes=Exponential(node_mean)),
+        training=Training(step_seconds=1.0, duration_seconds=1e9 / nodes),
+        repair=Repair(replacement_seconds=0.2 * window),
+    )
+    lost = []
+    for seed in range(1000):
+        failures = FailureModel(nodes=Exponential(node_mean)).draw(
+            setup.cluster, setup.training.duration_seconds, np.random.SeedSequence(seed)
+        )
+        lost.append(float(_first_window_loses(failures, window)))
+    assert Estimate.of(lost, 0.999).holds(expected)
+    # The replay says the same of each of them.
+    for seed in range(50):
+        failures = FailureModel(nodes=Exponential(node_mean)).draw(
+            setup.cluster, setup.training.duration_seconds, np.random.SeedSequence(seed)
+        )
+        end = _first_window_end(failures, window)
+        cut = Failures(failures.seconds[:end], failures.kinds[:end], failures.units[:end])
+        outcome = replay(
+            Scheme(name="peers", overhead=0, tiers=(tier,)), cut, setup.cluster, setup.training, setup.repair
+        )
+        assert (outcome.recoveries[-1] > 0) == _first_window_loses(failures, window)
+
+
+def _first_window_end(failures: Failures, window: float) -> int:
+    """Number of failures until the first window ends, or another node fails in it."""
+    end = 1
+    while failures.seconds[end] - failures.seconds[end - 1] < window and failures.units[end] == failures.units[end - 1]:
+        end += 1
+    return end + bool(failures.seconds[end] - failures.seconds[end - 1] < window)
+
+
+def _first_window_loses(failures: Failures, window: float) -> bool:
+    end = _first_window_end(failures, window)
+    return bool(failures.units[end - 1] != failures.units[0])
+
+
+# Repair, groups, repetitions
+
+
+def test_training_waits_for_a_spare() -> None:
+    scheme = Scheme(name="disk", overhead=0, tiers=(disk(1, 5),))
+    trace = failures_of((100, "node", 0), (200, "node", 1), (1500, "process", 2))
+    training = Training(step_seconds=1, duration_seconds=2000)
+
+    def down(spares: int | None) -> float:
+        repair = Repair(detection_seconds=3, replacement_seconds=20, repair_seconds=1000, spares=spares)
+        return replay(scheme, trace, Cluster(nodes=4), training, repair).down_seconds
+
+    assert down(None) == down(2) == 2 * (3 + 20 + 5) + (3 + 5)
+    # The second node waits for the first one, until 1100; without spares both wait for their own repair.
+    assert down(1) == 28 + (1100 + 20 + 5 - 200) + 8
+    assert down(0) == 100 + (1200 + 20 + 5 - 200) + 8
+
+
+@pytest.mark.parametrize(("nodes", "group", "rack"), [(12, 4, 3), (13, 4, 3), (2000, 6, 32), (17, 5, 2), (7, 7, 1)])
+def test_groups_are_those_of_the_placement(nodes: int, group: int, rack: int) -> None:
+    racks = [(f"rack-{node // rack:04d}", f"node-{node:05d}") for node in range(nodes)]
+    for domains in ([path[:1] for path in racks], racks, [path[1:] for path in racks]):
+        groups = place(domains, group - 1, 1).groups
+        found = [{group_of(node, nodes, group) for node in each.nodes} for each in groups]
+        assert [len(each) for each in found] == [1] * len(groups)
+        assert len(set.union(*found)) == len(groups)
+
+
+def test_a_rack_takes_one_node_of_each_group() -> None:
+    tier = Tier(name="peers", every_steps=1, lag_steps=0, restore_seconds=0, group_nodes=4, tolerates=1)
+    scheme, training = Scheme(name="peers", overhead=0, tiers=(tier,)), Training(step_seconds=1, duration_seconds=100)
+    trace = failures_of((10, "rack", 2))
+    assert replay(scheme, trace, Cluster(nodes=32, nodes_per_rack=8), training).recoveries == (1, 0)
+    assert replay(scheme, trace, Cluster(nodes=32, nodes_per_rack=9), training).recoveries == (0, 1)
+
+
+def small(**changes: object) -> Setup:
+    setup = Setup(
+        cluster=Cluster(nodes=64),
+        failures=FailureModel.of_nodes(20 * DAY, software_share=0.3, shape=0.8),
+        training=Training(step_seconds=5, duration_seconds=30 * DAY),
+        repair=Repair(detection_seconds=60, replacement_seconds=300),
+    )
+    return replace(setup, **changes)  # type: ignore[arg-type]
+
+
+TWO_SCHEMES = (
+    Scheme(name="disk", overhead=0.01, tiers=(disk(100, 300, 20),)),
+    Scheme(
+        name="memory", overhead=0.02,
+        tiers=(
+            Tier(name="memory", every_steps=1, lag_steps=0, restore_seconds=30, group_nodes=1),
+            Tier(name="peers", every_steps=1, lag_steps=1, restore_seconds=60, group_nodes=4, tolerates=1),
+            disk(1000, 300, 20),
+        ),
+    ),
+)  # fmt: skip
+
+
+def test_results_depend_on_the_seed_and_on_nothing_else() -> None:
+    few = simulate(small(), TWO_SCHEMES, repetitions=3)
+    assert simulate(small(), TWO_SCHEMES, repetitions=3) == few
+    many = simulate(small(), TWO_SCHEMES, repetitions=6, workers=2)
+    assert [summary.outcomes[:3] for summary in many] == [summary.outcomes for summary in few]
+    assert len(set(many[0].outcomes)) == 6
+    assert simulate(small(), TWO_SCHEMES, repetitions=3, seed=1) != few
+    # A scheme is replayed as if it were alone, with the failures that the others get.
+    assert simulate(small(), TWO_SCHEMES[1:], repetitions=3) == few[1:]
+    assert [one.failures for one in few[0].outcomes] == [one.failures for one in few[1].outcomes]
+
+
+def test_more_nodes_and_more_failures_cost_more() -> None:
+    ettrs = []
+    for factor in (1, 4, 16):
+        sized = small(cluster=with_nodes(Cluster(nodes=64), 64 * factor))
+        often = small(
+            failures=with_mean_scaled(FailureModel.of_nodes(20 * DAY, software_share=0.3, shape=0.8), 1 / factor)
+        )
+        ettrs.append([summary.ettr.mean for summary in simulate(sized, TWO_SCHEMES)])
+        assert [summary.ettr.mean for summary in simulate(often, TWO_SCHEMES)] == pytest.approx(ettrs[-1], rel=0.05)
+    assert all(before > after for first, second in pairwise(ettrs) for before, after in zip(first, second, strict=True))
+    assert all(memory > storage for storage, memory in ettrs)
+
+
+def test_t_quantiles_are_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for degrees in (1, 2, 3, 4, 9, 10, 99, 1000):
+        for confidence in (0.5, 0.9, 0.95, 0.999):
+            values = [0.0] * degrees + [1.0]
+            estimate = Estimate.of(values, confidence)
+            error = np.std(values, ddof=1) / math.sqrt(len(values))
+            assert estimate.half_width == pytest.approx(stats.t.ppf((1 + confidence) / 2, degrees) * error, rel=1e-9)
+    assert Estimate.of([2.0, 2.0], 0.95) == Estimate(2.0, 0.0, 0.95, 2)
+    assert Estimate.of([2.0], 0.95).half_width is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overhead": -0.1}, "scheme 's': overhead: expected 0 to 100 of training time, found -0.1"),
+        ({"disk_bytes": -1.0}, "scheme 's': disk_bytes: expected 0 to .* bytes, found -1.0"),
+        ({"every_steps": 0}, "scheme 's', tier 'disk': every_steps: expected more than 0, at most .* steps, found 0"),
+        ({"lag_steps": -1}, "tier 'disk': lag_steps: .* found -1"),
+        ({"restore_seconds": math.inf}, "tier 'disk': restore_seconds: .* found inf"),
+        ({"rebuild_seconds": -5}, "tier 'disk': rebuild_seconds: .* found -5"),
+        ({"group_nodes": 65}, "tier 'disk': group_nodes: expected a whole number from 0 to 64 nodes .* found 65"),
+        ({"group_nodes": 4, "tolerates": 4}, "tier 'disk': tolerates: expected .* 0 to 3 nodes .* found 4"),
+        ({"tolerates": 1}, "tier 'disk': tolerates: expected .* 0 to 0 nodes .* found 1"),
+    ],
+)
+def test_bad_schemes_are_named(changes: dict[str, float], message: str) -> None:
+    of_scheme = {name: value for name, value in changes.items() if name in ("overhead", "disk_bytes")}
+    of_tier = {name: value for name, value in changes.items() if name not in of_scheme}
+    tier = replace(disk(10, 5), **of_tier)  # type: ignore[arg-type]
+    scheme = replace(Scheme(name="s", overhead=0, tiers=(tier,)), **of_scheme)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=message):
+        simulate(small(), [scheme])
+
+
+def test_bad_values_are_named() -> None:
+    for make, message in (
+        (lambda: Repair(repair_seconds=-1), "repair_seconds: expected 0 to .* seconds, found -1"),
+        (lambda: Repair(spares=-1), "spares: expected a whole number from 0 to .* found -1"),
+        (lambda: Training(step_seconds=450, duration_seconds=1), "step_seconds: expected 0.0001 to 300 .* found 450"),
+        (
+            lambda: Training(step_seconds=1, duration_seconds=0),
+            "duration_seconds: expected more than 0, .* found 0",
+        ),
+        (lambda: simulate(small(), []), "schemes: expected one or more, found none"),
+        (lambda: simulate(small(), TWO_SCHEMES[:1] * 2), "schemes: expected a name of its own .* 'disk' twice"),
+        (lambda: simulate(small(), [Scheme(name="s", overhead=0, tiers=(disk(1, 1),) * 2)]), "tiers: .* 'disk' twice"),
+        (lambda: simulate(small(), TWO_SCHEMES, repetitions=0), "repetitions: .* found 0"),
+        (lambda: simulate(small(), TWO_SCHEMES, seed=-1), "seed: .* found -1"),
+        (lambda: simulate(small(), TWO_SCHEMES, workers=0), "workers: .* found 0"),
+        (lambda: simulate(small(), TWO_SCHEMES, confidence=95), "confidence: .* found 95"),
+        (lambda: simulate(small(failures=failures_of((1, "rack", 0))), TWO_SCHEMES), r"units\[0\]: .* kind rack"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            make()
