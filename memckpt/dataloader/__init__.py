@@ -33,11 +33,13 @@ from memckpt.dataloader.graft import (
     under_generators,
     unreplayable,
 )
+from memckpt.dataloader.iteration import departures
 from memckpt.errors import DataPositionError
 
 __all__ = [
     "DataPositionError",
     "comparable",
+    "departures",
     "derived",
     "global_generators",
     "go_live",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from memckpt.errors import DataPositionError
 from memckpt.state import rng
 from memckpt.state.rng import RngState
 
-_log = logging.getLogger("memckpt")
 FORMAT = 3
 RECORD = "_memckpt_record"
 _END = object()
@@ -41,6 +39,9 @@ _KEPT = (
     "loader.{} changes with each pass, and is too large to be carried with each record; derive the order from a "
     "torch.Generator, or from the number of the epoch"
 )
+
+#: Called with the reason when a resumed iteration goes on with other data: the reports of this process's sessions.
+departures: list[Callable[[str], None]] = []
 
 
 class LoaderRecord:
@@ -279,8 +280,7 @@ class LoaderRecord:
             self.rereading = False
         found = iterator._memckpt_pass.digest
         if record["digest"] not in (None, found) and not self.inexact:
-            self.inexact[_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"])] = None
-            _log.warning("memckpt: training does not go on exactly: %s", next(iter(self.inexact)))
+            self._depart(_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"]))
 
     def stream_drew(self, name: str, before: RngState, after: RngState) -> None:
         """Note what a fetch from a stream in this process has done to the global generators."""
@@ -320,7 +320,13 @@ class LoaderRecord:
         """
         if not self.own.unknown_samplers():
             raise DataPositionError(problem)
-        self.inexact[problem] = None
+        self._depart(problem)
+
+    def _depart(self, reason: str) -> None:
+        """Note that this iteration goes on with other data than it was left at."""
+        self.inexact[reason] = None
+        for call in departures:
+            call(reason)
 
 
 # -- classes

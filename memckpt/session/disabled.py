@@ -180,6 +180,10 @@ class DisabledSession(Session):
         return ResumeCheck("off", "off")
 
     @property
+    def report(self) -> RestoreReport | None:
+        return None
+
+    @property
     def caveats(self) -> list[str]:
         return [_WORDS]
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError
@@ -55,6 +56,9 @@ class HeldRecord(Protocol):
         Raises:
             MemckptError: the state cannot be read.
         """
+
+    def evidence(self) -> Evidence:
+        """The live tensors, as the record's sample has them."""
 
     def take_writer(self) -> SlotWriter | None:
         """Writer of the generation that holds the record, which the caller closes; None where a new one begins."""
@@ -121,6 +125,10 @@ class InMemory:
         metas, advanced = self._regions.message.metas, self._advanced
         restorer.restore(self._record, self._rank, metas, advanced.missing, advanced.plain, comparison)
 
+    def evidence(self) -> Evidence:
+        assert self._writer is not None
+        return self._writer.evidence
+
     def take_writer(self) -> SlotWriter | None:
         writer, self._writer = self._writer, None
         return writer
@@ -156,6 +164,9 @@ class InStorage:
         copies = LiveCopies(self._stored.state.spec, self._stored.own.spec, tensors, optimizers)
         self._stored.restore(tensors, optimizers)
         copies.compare(comparison)
+
+    def evidence(self) -> Evidence:
+        return Evidence(self.spec, self._live)
 
     def take_writer(self) -> SlotWriter | None:
         return None

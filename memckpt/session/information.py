@@ -16,7 +16,7 @@ from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.protection import Protection
 from memckpt.session.ranks import Ranks
-from memckpt.session.report import describe_protection
+from memckpt.session.report import RestoreReport, describe_protection
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
 from memckpt.session.resume_proof import ResumeProof
@@ -56,6 +56,11 @@ class Information:
     def check(self) -> ResumeCheck:
         """Verdict of this attempt's resume check."""
         return self._proof.check
+
+    @property
+    def report(self) -> RestoreReport | None:
+        """What :meth:`restore` has returned, with what has shown since; None where training started over."""
+        return self._restoration.report
 
     @property
     def tap_reason(self) -> str:

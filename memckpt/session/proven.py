@@ -1,7 +1,9 @@
 """Environments in which a resume of the run has been proved by a repeated step: what ``resume_check="auto"`` goes by.
 
 What a sample of the state cannot see (data position, generators, links between objects) shows in the next step. It does
-so in the first resume as well as in any later one, as long as script, versions and settings stay the same.
+so in the first resume as well as in any later one, as long as script, versions and settings stay the same; but for what
+a script keeps in variables of its own, and uses late (a history that clips, a count of patience). So each tenth resume
+repeats its step again.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from memckpt.config import MemckptConfig
 from memckpt.session.ranks import Ranks
 
 _log = logging.getLogger("memckpt")
-#: File in the run directory: digests of environments, one a line.
+#: File in the run directory; each line: digest of an environment, and its attempts since a repeated step was equal.
 FILE = "proven"
+#: Number of attempts after which a step is repeated again.
+AGAIN = 10
+#: Number of environments that are kept.
+_MOST = 64
 _LIBRARIES = ("memckpt", "torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
 
 
 class ProvenEnvironments:
-    """Resolves ``"auto"`` for one attempt: the last step is repeated until a repeated step has been equal; collective.
+    """Resolves ``"auto"`` for one attempt: a step is repeated until one was equal, and each tenth time; collective.
 
     Args:
         config: settings of the attempt.
@@ -37,26 +43,41 @@ class ProvenEnvironments:
     def __init__(self, config: MemckptConfig, run_dir: Path, ranks: Ranks) -> None:
         self._file = run_dir / FILE
         self._digest = ""
-        self.config = config
-        if config.resume_check == "auto":
-            self._digest = _digest(config, ranks.world_size)
-            known = ranks.gather(self._digest in self._noted())
-            self.config = replace(config, resume_check="witness" if known[0] else "replay")
         self._writes = ranks.rank == 0
+        self.config = config
+        if config.resume_check != "auto":
+            return
+        self._digest = _digest(config, ranks.world_size)
+        attempts = ranks.gather(self._noted().get(self._digest, AGAIN))[0]
+        self.config = replace(config, resume_check="witness" if attempts < AGAIN else "replay")
+        if attempts < AGAIN:
+            self._write(attempts + 1)
 
-    def _noted(self) -> list[str]:
+    def _noted(self) -> dict[str, int]:
         try:
-            return self._file.read_text(errors="replace").split()
+            lines = [line.split() for line in self._file.read_text(errors="replace").splitlines()]
         except OSError:  # nothing is proven; the other ranks wait for this one's answer
-            return []
+            return {}
+        return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
-    def note(self) -> None:
+    def note_equal(self) -> None:
         """Note that a repeated step was equal in this environment."""
+        self._write(1)
+
+    def put_off(self) -> None:
+        """Have the next attempt repeat no step: this one could not go on behind it."""
+        self._write(AGAIN - 1)
+
+    def _write(self, attempts: int) -> None:
         if not self._digest or not self._writes:
             return
+        noted = self._noted()
+        noted.pop(self._digest, None)
+        noted[self._digest] = attempts
+        written = self._file.with_name(f"{FILE}.new")
         try:
-            with self._file.open("a") as file:
-                file.write(f"{self._digest}\n")
+            written.write_text("".join(f"{one} {count}\n" for one, count in list(noted.items())[-_MOST:]))
+            written.replace(self._file)
         except OSError as error:
             _log.info("memckpt: each resume repeats its last step, as that it was equal cannot be noted: %s", error)
 

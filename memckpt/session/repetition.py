@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import restore_groups, restore_state_order
+from memckpt.errors import DamagedStateError
 from memckpt.recovery.comparison import Comparison, Findings
 from memckpt.session.held_record import HeldRecord
 from memckpt.session.rank_state import RankState
@@ -142,7 +143,7 @@ class Repetition:
         """Release the held record; training ends before the step does."""
         self.held.close()
 
-    def finish(self, rank_state: bytes, states: RankState) -> list[Findings] | None:
+    def finish(self, rank_state: bytes, states: RankState) -> tuple[list[Findings], list[Findings]] | None:
         """Compare the live state with the held one, and put the held one back; collective.
 
         Args:
@@ -150,16 +151,31 @@ class Repetition:
             states: compares rank states part by part.
 
         Returns:
-            The findings of all ranks, by rank; None if some agent is gone and nothing was put back.
+            The findings of all ranks, by rank, and those of what was put back, compared with its sample; None if some
+            agent is gone and nothing was put back.
 
         Raises:
-            MemckptError: the held state cannot be put back; the same on every rank.
+            DamagedStateError: the held state cannot be put back; on every rank.
         """
         if not all(self._ranks.gather(self.held.advance())):
             return None
-        found: list[Findings] = []
-        self._ranks.together(lambda: found.append(self._put_back(rank_state, states)))
-        return self._ranks.gather(found[0])
+        found = self._ranks.together(lambda: self._try_to_put_back(rank_state, states))
+        return [one for one, _ in found], [sampled for _, sampled in found]
+
+    def _try_to_put_back(self, rank_state: bytes, states: RankState) -> tuple[Findings, Findings]:
+        try:
+            repeated = self._put_back(rank_state, states)
+        except Exception as error:  # redo runs the user's classes with what was recorded
+            raise DamagedStateError(
+                f"resume: expected to put the state after step {self.step} back, which was repeated, found "
+                f"{type(error).__name__}: {error}. What was held is still held: start again with "
+                "resume_check='witness' (with 'auto' the next start repeats no step), which leaves such a state for an "
+                "older one"
+            ) from error
+        sampled = Comparison()
+        if "evidence" in self.state:
+            compare_sample(self.held.evidence(), self.state["evidence"], sampled)
+        return repeated, sampled.findings(self._live.tensors())
 
     def _put_back(self, rank_state: bytes, states: RankState) -> Findings:
         comparison = Comparison()

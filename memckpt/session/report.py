@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from memckpt.session.resume_check import ResumeCheck
@@ -40,9 +40,9 @@ class HeldState:
     newest_step: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class RestoreReport:
-    """A completed restore.
+    """A completed restore; what the first steps show of it is added later.
 
     Attributes:
         step: the framework's step number of the restored state.
@@ -77,11 +77,12 @@ class RestoreReport:
         return not self.reasons and self.check.verdict != "different"
 
     def because(self, *reasons: str) -> RestoreReport:
-        """The report with further reasons, each logged; empty ones are left out."""
+        """Add further reasons, and log each; empty ones are left out. Returns the report itself."""
         new = tuple(reason for reason in reasons if reason and reason not in self.reasons)
         for reason in new:
             _log.warning("memckpt: training does not go on exactly: %s", reason)
-        return replace(self, reasons=self.reasons + new)
+        self.reasons += new
+        return self
 
     def __repr__(self) -> str:
         # For a script's log: the check as its verdict, and no more digits than anybody reads.

@@ -32,6 +32,7 @@ from memckpt.state.tensors import local
 
 _log = logging.getLogger("memckpt")
 _OTHER_RANKS = "the number of ranks or their shards have changed, and what is private to a rank is another's"
+_NO_SAMPLE = "the record carries no sample of the state, and what was restored is compared with nothing"
 
 
 class Restoration:
@@ -127,14 +128,14 @@ class Restoration:
             self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
         held, check = chosen.held, self._proof.check
         # Logged before: by the choice of the state, and as the verdict of the check.
-        reasons = _OTHER_RANKS if chosen.resharded else "", proof.inexact if proof is not None else ""
-        self.report = report = RestoreReport(
+        unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
+        self.report = self._proof.report = report = RestoreReport(
             held.step,
             held.record,
             held.tier,
             self._seconds,
             chosen.lost,
-            tuple(filter(None, reasons)),
+            tuple(filter(None, [unproven if proof is None else proof.inexact])),
             check,
             repeated=self._proof.repeated,
         )
@@ -213,7 +214,7 @@ class Restoration:
     def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof | None:
         """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
         if not all(self._ranks.gather("evidence" in chosen.state)):
-            return None  # an older memckpt has written it
+            return None
         comparison = Comparison()
         compare_sample(evidence, chosen.state["evidence"], comparison)
         for name, value in describe_groups(self._live).items():

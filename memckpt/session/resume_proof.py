@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 
+from memckpt import dataloader
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
-from memckpt.errors import AgentGoneError, ResumeMismatchError
+from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
 from memckpt.protocol.trainer import Checked
 from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
+from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import RankState
 from memckpt.session.repetition import Repetition, any_accelerator, compare_following
-from memckpt.session.resume_check import ResumeCheck, judge, judge_witness
+from memckpt.session.report import RestoreReport
+from memckpt.session.resume_check import ResumeCheck, judge, judge_witness, prove
 from memckpt.session.staging import RestorePoint
 from memckpt.session.witness import Witness
 from memckpt.user_messages import show_by_default
@@ -40,25 +42,27 @@ class ResumeProof:
         training: training that is resumed.
         link: connection to the agent, which reports the verdict.
         rank_state: compares rank states part by part.
-        note_proven: called where a repeated step was equal.
+        proven: notes that a repeated step was equal.
 
     Attributes:
         check: the verdict, and the differences that led to it.
         repetition: the step that is being repeated; None while none is.
+        report: report of the restore; None before it.
     """
 
     def __init__(
-        self, training: LocalTraining, link: AgentLink, rank_state: RankState, note_proven: Callable[[], None]
+        self, training: LocalTraining, link: AgentLink, rank_state: RankState, proven: ProvenEnvironments
     ) -> None:
         self._training = training
         self._ranks = training.ranks
         self._recorder = training.recorder
         self._link = link
         self._rank_state = rank_state
-        self._note_proven = note_proven
+        self._proven = proven
         choice = training.config.resume_check
         self.check = ResumeCheck(choice, "off" if choice == "off" else "pending")
         self.repetition: Repetition | None = None
+        self.report: RestoreReport | None = None
         self._witness: Witness | None = None
         #: Whether gradients come in buckets, reduced over all ranks.
         self._reduces = False
@@ -91,6 +95,7 @@ class ResumeProof:
 
     def begin(self, chosen: Chosen) -> None:
         """Begin the comparison, after the restore of tensors and gradients."""
+        dataloader.departures.append(self._depart)
         if isinstance(chosen, ChosenInMemory):
             self._following = chosen.following
         if self.repetition is not None:
@@ -104,6 +109,11 @@ class ResumeProof:
             if self._witness.waits:
                 self._recorder.witness = self._witness.gradient
 
+    def _depart(self, reason: str) -> None:
+        """Correct the report: a loader has gone on with other data than it was left at."""
+        if self.report is not None:
+            self.report.because(reason)
+
     # The first records
 
     def end_repetition(self, point: RestorePoint) -> tuple[SlotWriter | None, str]:
@@ -116,20 +126,28 @@ class ResumeProof:
         repetition, self.repetition, self._recorder.repeated = self.repetition, None, None
         assert repetition is not None
         self._link.finish_sending()
-        everybody = None
+        found = None
         try:
             self._training.copier.wait_before_changes()
-            everybody = repetition.finish(point.rank_state, self._rank_state)
+            found = repetition.finish(point.rank_state, self._rank_state)
+        except MemckptError:
+            self._proven.put_off()
+            raise
         finally:
-            if everybody is None:
+            if found is None:
                 repetition.close()
         what = f"step {repetition.step} was repeated"
-        if everybody is None:
+        if found is None:
             self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
             return None, "the agent has gone"
-        judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
+        everybody, sampled = found
+        accelerated = any_accelerator(self._training.live, self._ranks)
+        proof = prove(sampled, accelerated, repetition.step, "where it was put back")
+        if proof.differs:
+            self.check.prove(proof)
+        judge(self.check, everybody, accelerated, what)
         if self.check.verdict in ("equal", "rounding"):
-            self._note_proven()
+            self._proven.note_equal()
         return repetition.held.take_writer(), ""
 
     def end_record(self, point: RestorePoint) -> None:
@@ -192,6 +210,8 @@ class ResumeProof:
 
     def close(self) -> None:
         """Release states and gradients that were not compared."""
+        if self._depart in dataloader.departures:
+            dataloader.departures.remove(self._depart)
         self._witness = None
         repetition, self.repetition = self.repetition, None
         if repetition is not None:

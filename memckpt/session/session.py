@@ -106,7 +106,7 @@ class Session(Information):
         self._rank_state = RankState(live, self._copier, device)
         self._loop = Loop(self._rank_state, ranks, self._restore_rng)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
-        self._proof = ResumeProof(training, link, self._rank_state, proven.note)
+        self._proof = ResumeProof(training, link, self._rank_state, proven)
         self._restoration = Restoration(training, link, staging, self._proof)
         self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
         self._closed = self._has_told = False

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memckpt.config import StorageConfig
+from memckpt.recovery.restore import Restorer
 from memckpt.session.changes import Changes
 from memckpt.session.staging import Staging
 from memckpt.state.redo import RedoGroup
@@ -97,16 +98,17 @@ def test_storage_that_is_damaged_keeps_no_state_of_memory_from_its_resume(lab: L
 
 
 def without_samples(_: Control) -> None:
-    """As a former version wrote its records."""
+    """Plant the fault: records lack their sample."""
     Staging._completed = lambda self, point, *_: point.packed  # type: ignore[method-assign]
 
 
-def test_a_record_without_a_sample_is_resumed_as_ever(lab: Lab) -> None:
+def test_a_record_without_a_sample_is_resumed_and_not_called_exact(lab: Lab) -> None:
     settings = config("lazy", resume_check="witness")
     lab.train(PLAIN, settings, prepare=without_samples, actions={("after commit", 7): kill_self})
     ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
     assert ended.restored_step == 7
     assert ended.verdict[0] == "none"
+    assert not ended.of("restored")[0]["exact"]
     lab.check_same(PLAIN, ended)
 
 
@@ -149,4 +151,48 @@ def test_a_state_that_cannot_be_made_is_left_for_the_one_before(lab: Lab) -> Non
     ended = lab.train(PLAIN, settings, seed=4, prepare=lambda control: around(RedoGroup, "apply_all", fail_at_the_last))
     assert ended.restored_step == CHANGED - 1
     assert "cannot be made: KeyError: 'exp_avg'; step 8 is resumed from local memory" in ended.log
+    lab.check_same(PLAIN, ended)
+
+
+def change_in_the_commit(control: Control) -> None:
+    """Nothing that a repeated step does again."""
+    assert control.training is not None
+    next(iter(control.training.model.parameters())).data.view(-1).mul_(1.5)
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_what_a_repeated_step_led_to_is_compared_with_its_sample(lab: Lab, redo: str) -> None:
+    """A replica stands before the record: only what is put back behind the step shows what it makes of it."""
+    settings = config(redo, audit_budget=0.0)
+    actions = {("in commit", CHANGED): change_in_the_commit, ("after commit", CHANGED): kill_self}
+    lab.train(PLAIN, settings, prepare=look_away, actions=actions)
+    later: Any = {} if redo == "lazy" else {("after commit", CHANGED + 2): kill_self}
+    ended = lab.train(PLAIN, settings, seed=4, unchecked=None, actions=later)
+    if redo == "lazy":
+        assert ended.restored_step == CHANGED - 1
+        assert ended.verdict[0] == "equal"
+        return
+    assert ended.verdict[0] == "different"
+    assert f"the state after step {CHANGED}, from where it was put back is DIFFERENT: parameter" in ended.verdict[1]
+    ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
+    assert not ended.of("restored")[0]["exact"]
+
+
+def test_a_state_that_cannot_be_put_back_is_left_at_the_next_start(lab: Lab) -> None:
+    settings = config("lazy", resume_check="auto")
+    lab.train(PLAIN, settings, actions={("after commit", CHANGED): kill_self})
+
+    def fail_to_put_back(original: Any, restorer: Restorer, *arguments: Any) -> None:
+        if len(arguments) > 5:
+            raise KeyError("exp_avg")
+        original(restorer, *arguments)
+
+    child, _ = lab.begin(PLAIN, settings, seed=4, prepare=lambda control: around(Restorer, "restore", fail_to_put_back))
+    assert child.wait() not in (0, -9)
+    log = child.log.read_text()
+    assert f"expected to put the state after step {CHANGED} back, which was repeated, found KeyError: 'exp_avg'" in log
+    ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
+    assert ended.restored_step == CHANGED
+    assert ended.of("restored")[0]["exact"]
+    assert "was repeated" not in ended.log
     lab.check_same(PLAIN, ended)

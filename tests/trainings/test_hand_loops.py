@@ -231,8 +231,10 @@ def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> Non
     def body(dies: tuple[str, int] | None) -> None:
         process = Process(lab.run_dir, lab.directory / "found", dies, "off")
         loader = process.session.loader(DataLoader(Unseeded(), 4))
-        process.session.restore()
+        report = process.session.restore()
+        assert report is None or report.exact
         for batch in loader:
+            assert report is None or (process.session.report is report and not report.exact)
             process.backward("batch", batch)
             process.step()
             process.session.commit()
