@@ -28,23 +28,13 @@ _CHECKPOINTS, _LEAST_BYTES = 10, 1 << 30
 _RETRY_SECONDS = 5.0
 
 
-def record_bytes(layout: Layout) -> int:
-    """Bytes of a record in the log, about: gradients and by-value tensors."""
-    return layout.gradient_bytes + layout.by_value_bytes
-
-
 def batch_steps_for(layout: Layout, asked: int | None) -> int:
-    return asked or max(1, min(_BATCH_STEPS, BATCH_BYTES // max(record_bytes(layout), 1)))
-
-
-def snapshot_bytes(layout: Layout) -> int:
-    """Bytes of a checkpoint, about."""
-    return layout.snapshot_bytes + layout.static_bytes
+    return asked or max(1, min(_BATCH_STEPS, BATCH_BYTES // max(layout.logged_bytes, 1)))
 
 
 def room_to_log(layout: Layout, asked: int | None) -> int:
     """Bytes that a log takes at least: two batches of as many records as asked for, and the checkpoint behind."""
-    return snapshot_bytes(layout) + 2 * batch_steps_for(layout, asked) * record_bytes(layout)
+    return layout.checkpoint_bytes + 2 * batch_steps_for(layout, asked) * layout.logged_bytes
 
 
 @dataclass(frozen=True)
@@ -296,7 +286,7 @@ class RecordLog:
             batch_seconds=_BATCH_SECONDS,
             run=self._run,
             # For the checkpoint that ends the log, and for the one on which it is redone, if that is yet to be written.
-            reserve=snapshot_bytes(generation.layout) * (1 if self.based else 2),
+            reserve=generation.layout.checkpoint_bytes * (1 if self.based else 2),
             witness=self._witness,
             fixed_steps=self._asked_steps is not None,
         )

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.checkpointing.record_log import RecordLog, record_bytes, room_to_log, snapshot_bytes
+from memckpt.checkpointing.record_log import RecordLog, room_to_log
 from memckpt.checkpointing.schedule import Schedule, alone
-from memckpt.checkpointing.storage_mode import Measured, choose_mode
 from memckpt.checkpointing.writer_jobs import Job
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.memory.generation import Generation
@@ -62,9 +61,8 @@ class RunStorage:
         self.url = self.witness = ""
         self.timeline: Timeline | None = None
         self.mode: StorageMode = "replica"
-        self._mode_reason = ""
-        #: The generation that the mode was chosen for.
-        self._mode_of: int | None = None
+        #: Why records are not logged though that is configured, in words.
+        self._not_logged = ""
         self.last: Saved | None = None
         self._saved_record: tuple[Timeline, int] | None = None
         self.alarm = ""
@@ -83,7 +81,7 @@ class RunStorage:
             self.schedule.restart()
             # The state that the last attempt has left could not be written; a copy by trainers may succeed.
             self.schedule.at_once = bool(self.alarm)
-            self._missing = self._mode_of = None
+            self._missing = None
         if config is None:
             self.log.pause()
         else:
@@ -97,11 +95,10 @@ class RunStorage:
         """The record after which a checkpoint begins now; None: not now. `lead`: records that an order is ahead."""
         # Without a checkpoint to redo it on, the log is of no use yet; one may also make room for it.
         unbased = self.mode == "log" and (not self.log.based or bool(self.log.short))
-        if self.mode == "log" and self.log.too_large(snapshot_bytes(generation.layout)):
+        if self.mode == "log" and self.log.too_large(generation.layout.checkpoint_bytes):
             self.schedule.at_once = True
         record = self.schedule.due_record(generation, attempt, lead, unbased)
         if self.config is not None and record is not None:
-            self._choose_mode(generation, self.config)
             self.schedule.began()
         return record
 
@@ -172,37 +169,23 @@ class RunStorage:
         """Log what has been committed, if records are logged."""
         if self.config is None:
             return
-        self.schedule.pace.note(generation.common, time.monotonic())
-        if self._mode_of != generation.number:
-            self._choose_mode(generation, self.config)
+        self.schedule.pace.add_record(generation.common, time.monotonic())
+        self._set_mode(generation, self.config)
         if self.mode == "log":
             self.log.collect(generation)
             if self.schedule.at_once and self.log.based and alone(generation):
                 self.schedule.at_once = False
                 self.log.flush()
 
-    def _choose_mode(self, generation: Generation, config: StorageConfig) -> None:
-        layout = generation.layout
-        measured = Measured(
-            record_bytes=record_bytes(layout),
-            checkpoint_bytes=snapshot_bytes(layout),
-            step_seconds=self.schedule.pace.seconds,
-            bytes_per_second=self._bytes_per_second,
-            interval_steps=self.schedule.interval_steps_unlogged(),
-            logged=self.mode == "log",
-        )
-        impossible = not_loggable(generation.spec)
-        if config.mode == "auto" and not alone(generation):
-            impossible = "with several nodes that has to be asked for, since each measures for itself"
-        self._mode_of = generation.number
-        known = measured.step_seconds is not None and measured.bytes_per_second is not None
-        if config.mode == "auto" and self._mode_reason and not known and not impossible:
-            return  # a new attempt goes on as the one before has found right
-        mode, reason = choose_mode(config.mode, impossible, measured)
+    def _set_mode(self, generation: Generation, config: StorageConfig) -> None:
+        """Log records where that is configured, and a generation's tensors permit it."""
+        problem = not_loggable(generation.spec) if config.mode == "log" else ""
+        mode: StorageMode = "log" if config.mode == "log" and not problem else "replica"
+        if problem and problem != self._not_logged:
+            _log.info("records are not logged, only checkpoints are written: %s", problem)
         if mode != self.mode:
-            _log.info("storage mode %s: %s", mode, reason)
             self.log.pause()
-        self.mode, self._mode_reason = mode, reason
+        self.mode, self._not_logged = mode, problem
         self.schedule.logged = mode == "log"
 
     @property
@@ -245,7 +228,7 @@ class RunStorage:
             saving=saving,
             alarm=self.alarm or self.log.alarm,
             mode=self.mode,
-            reason=self._mode_reason,
+            reason=self._not_logged,
             batch_steps=self.log.batch_steps if self.mode == "log" else None,
             logged=self.log.taken,
             loses_at_most=at_most,

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable
 
-from memckpt.checkpointing.storage_mode import Pace
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
 from memckpt.memory.generation import Generation
@@ -37,6 +36,31 @@ _TELL_RECORDS = 4
 def alone(generation: Generation) -> bool:
     """Whether all ranks of the job run on this node and hold the same."""
     return generation.spec.world_size == len(generation.spec.local_ranks)
+
+
+class Pace:
+    """Time per record, over those since :meth:`restart`."""
+
+    _ENOUGH = 8
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._newest: tuple[int, float] | None = None
+
+    def restart(self) -> None:
+        self._first = self._newest = None
+
+    def add_record(self, record: int, now: float) -> None:
+        """Count a record that was committed at `now`, in seconds of the monotonic clock."""
+        self._first = self._first or (record, now)
+        self._newest = record, now
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds per record; None before there are enough of them."""
+        if self._first is None or self._newest is None or self._newest[0] - self._first[0] < self._ENOUGH:
+            return None
+        return (self._newest[1] - self._first[1]) / (self._newest[0] - self._first[0])
 
 
 class Schedule:
@@ -178,27 +202,11 @@ class Schedule:
 
     def interval_steps(self) -> float | None:
         """Records between two checkpoints, about; None before that can be told."""
-        return self._steps_of(self.interval_seconds)
-
-    def interval_steps_unlogged(self) -> float | None:
-        """The same for checkpoints between which no records are logged, whether or not they are.
-
-        With a log checkpoints may be further apart; whether a log is worth it must not depend on there being one.
-        """
-        return self._steps_of(self._unlogged_seconds)
-
-    def _steps_of(self, interval: Callable[[], float]) -> float | None:
         assert self._config is not None
         if self._config.every_steps is not None:
             return self._config.every_steps
         seconds = self.pace.seconds
-        return interval() / max(seconds, 1e-9) if seconds is not None else None
-
-    def _unlogged_seconds(self) -> float:
-        observed, cost, least = self._observed, self._cost_seconds, self._least_seconds()
-        if observed is None or not cost:
-            return least
-        return checkpoint_interval(cost, observed.failures_per_second, 1.0, least)
+        return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
 
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
         """The record after which to take a snapshot, so that every rank learns of it in time; None: not now.

@@ -103,7 +103,7 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
         table.add_row("unreadable", f"[yellow]{count(stored.unreadable, 'file')}; see memckpt verify[/]")
     if tier is not None:
         if tier.reason:
-            table.add_row("mode", escape(f"{tier.mode}: {tier.reason}"))
+            table.add_row("mode", escape(f"{tier.mode}: records are not logged: {tier.reason}"))
         table.add_row("interval", _interval_text(tier))
         if tier.loses_at_most is not None:
             table.add_row("at risk", f"at most {count(tier.loses_at_most, 'step')}, if this node is lost")

@@ -16,7 +16,6 @@ RedoMode = Literal["eager", "lazy", "snapshot"]
 RedoChoice = Literal["auto", "eager", "lazy", "snapshot"]
 TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
-StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "exact", "never"]
 AckPolicy = Literal["wait", "proceed"]
 CadencePolicy = Literal["auto", "every_step"]
@@ -112,7 +111,7 @@ class StorageConfig:
     """
 
     url: str | None = None
-    mode: StorageChoice = "auto"
+    mode: StorageMode = "replica"
     every_steps: int | None = None
     min_seconds: float = 60.0
     overhead: float = 0.01

@@ -92,7 +92,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
     Attributes:
         url: where it is.
         mode: what it holds: ``"replica"`` checkpoints, ``"log"`` also the records since.
-        reason: why it is that one.
+        reason: why records are not logged though that is configured; empty otherwise.
         step: the newest that this agent has made restorable; None before the first.
         batch_steps: records in one batch, where they are logged.
         logged: the newest record that has been taken for the log.

@@ -58,7 +58,7 @@ from memckpt.session.sharing import (
     refuse_unordered,
 )
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.session.start_line import tell_start
+from memckpt.session.start_line import tell_start, tell_when_log_pays
 from memckpt.session.tuning import Tuning
 from memckpt_run.recording import note_imports
 
@@ -154,6 +154,7 @@ class Session(Information):
         resumed = self._resumption
         if self._ranks.rank == 0:
             tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
+            tell_when_log_pays(self._training.config.storage, self._live.spec(self._switch.request))
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
         self._tuning.resume_rate(resumed.held.rank_state if resumed.held is not None else None)
         self._switch.use_mode()

@@ -1,4 +1,4 @@
-"""The start line: the step at which training resumes, or the reason why it starts over.
+"""The start line: the step at which training resumes, or the reason why it starts over; and when a log would pay.
 
 It is shown with Python's default logging, too: a resume that did not happen must not be noticed in the loss curve only.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import logging
 
+from memckpt.config import StorageConfig
 from memckpt.session.report import HeldState
+from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec
+from memckpt.storage.batch import not_loggable
 from memckpt.user_messages import show_by_default
 
 #: A child of the engine's logger: a handler or level of that one applies here as well.
 _log = logging.getLogger("memckpt.start")
+#: Steps from this duration on are not counted on where a log is mentioned: with plain fp32 it pays from 20 s on.
+_LONG_STEP_SECONDS = 5.0
 
 
 def tell_start(
@@ -34,3 +40,28 @@ def tell_start(
         step, proof = (held.step, "") if repeated is None else (repeated, ", which is repeated first, as a proof")
         gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
         _log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
+
+
+def tell_when_log_pays(storage: StorageConfig | None, spec: StateSpec) -> None:
+    """Log when ``storage.mode="log"`` would write no more than checkpoints alone do. Called on rank 0.
+
+    Args:
+        storage: settings of storage; None: nothing is written.
+        spec: layout of the state.
+    """
+    if storage is None or storage.mode == "log" or not_loggable(spec):
+        return
+    layout = Layout(spec)
+    share = layout.logged_bytes / max(layout.checkpoint_bytes, 1)
+    if storage.every_steps is not None:
+        condition = "" if share * storage.every_steps <= 1 else None
+    else:
+        seconds = share * storage.min_seconds
+        condition = f", where steps take {seconds:.2g} s or longer" if seconds < _LONG_STEP_SECONDS else None
+    if condition is not None:
+        _log.info(
+            'memckpt: storage.mode="log" would have each step in storage, and write no more than checkpoints do%s: a '
+            "record is %.1f%% of a checkpoint",
+            condition,
+            100 * share,
+        )

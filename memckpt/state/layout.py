@@ -267,6 +267,16 @@ class Layout:
         """Bytes of shared memory of one generation on this node."""
         return self.slots_bytes + self.static_bytes + self.replica_bytes
 
+    @property
+    def logged_bytes(self) -> int:
+        """Bytes of a record in a log, about: gradients and by-value tensors."""
+        return self.gradient_bytes + self.by_value_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint, about."""
+        return self.snapshot_bytes + self.static_bytes
+
     def start_ranges(self, record: int) -> list[tuple[int, int]]:
         """(offset, length) of the ranges of the slots' region that a start after `record` writes (bytes, whole pages).
 

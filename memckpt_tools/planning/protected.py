@@ -350,5 +350,5 @@ def _config(
         snapshot_every_steps=every or MemckptConfig.snapshot_every_steps,
         agent=AgentConfig(memory_budget_bytes=None if budget is None else int(budget)),
         peers=peers,
-        storage=StorageConfig(mode="log" if log else "auto"),
+        storage=StorageConfig(mode="log" if log else "replica"),
     )

@@ -133,56 +133,22 @@ def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_
 # Modes
 
 
-def test_auto_logs_small_records_where_all_ranks_are_on_one_node(make: Any) -> None:
+def test_records_are_logged_only_where_that_is_configured(make: Any) -> None:
     node = make(every_steps=20)
-    node.checkpoint()
-    assert node.mode == "replica"
-    node.checkpoint()
-    assert node.mode == "log"
-
-
-def test_auto_logs_nothing_on_several_nodes(make: Any) -> None:
-    """Each would measure for itself, and one that logs alone writes what nobody can use."""
-    node = make(Filled(spec=SEVERAL_NODES), every_steps=20)
     for _ in range(3):
         node.checkpoint()
         assert node.mode == "replica"
-    assert "several nodes" in node.status.reason
     assert node.records == []
 
 
 def test_several_nodes_log_where_that_is_asked_for(make: Any) -> None:
     node = make(Filled(spec=SEVERAL_NODES), every_steps=20, mode="log")
     node.train()
-    assert (node.mode, node.status.reason) == ("log", "as configured")
+    assert (node.mode, node.status.reason) == ("log", "")
     assert len(node.records) == 1
 
 
-def test_a_new_attempt_goes_on_as_the_one_before_has_found_right(make: Any) -> None:
-    node = make(every_steps=20)
-    node.checkpoint()
-    node.checkpoint()
-    node.begin_attempt(T2)
-    node.saver.resumed(node.attempt.at, T1)
-    node.train()
-    assert node.mode == "log"
-
-
-def test_a_new_attempt_on_several_nodes_does_not_go_on_to_log(make: Any) -> None:
-    node = make(every_steps=20)
-    node.checkpoint()
-    node.checkpoint()
-    assert node.mode == "log"
-    node.saver.forget(node.held)
-    node.filled.close()
-    node.filled = Filled(2, SEVERAL_NODES, base=node.attempt.at)
-    node.begin_attempt(T2)
-    node.train()
-    assert node.mode == "replica"
-    assert node.records[-1].closed
-
-
-def test_the_mode_is_chosen_again_for_a_generation_whose_records_cannot_be_logged(make: Any) -> None:
+def test_a_generation_whose_records_cannot_be_logged_is_not(make: Any) -> None:
     node = logging_node(make)
     assert node.mode == "log"
     node.saver.forget(node.held)

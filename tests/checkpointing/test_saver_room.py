@@ -11,7 +11,6 @@ import pytest
 
 from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
-from memckpt.checkpointing.record_log import snapshot_bytes
 from memckpt.checkpointing.writer import records
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.messages import Message
@@ -251,7 +250,7 @@ def test_until_there_is_a_checkpoint_the_log_leaves_room_for_two(
     monkeypatch.setattr(RecordsProcess, "send", note)
     node = make(mode="log", min_seconds=3600, batch_steps=2)
     node.train(3)
-    whole = snapshot_bytes(node.held.layout)
+    whole = node.held.layout.checkpoint_bytes
     assert reserves == [2 * whole]
     node.train(max(0, node.orders[-1].record - node.attempt.at))
     node.copy(node.orders[-1].record)

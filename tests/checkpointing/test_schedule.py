@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.checkpointing import schedule as schedule_module
-from memckpt.checkpointing.schedule import Schedule
+from memckpt.checkpointing.schedule import Pace, Schedule
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
 from memckpt.memory.generation import Generation
@@ -61,7 +61,7 @@ class Run:
         for _ in range(count):
             self.clock.passes(seconds)
             self.newest += 1
-            self.schedule.pace.note(self.newest, self.clock.now)
+            self.schedule.pace.add_record(self.newest, self.clock.now)
 
     def due(self, lead: int = 2, unbased: bool = False) -> int | None:
         ledger = SimpleNamespace(step_of=lambda record: record + self.offset)
@@ -380,6 +380,17 @@ def test_no_more_is_lost_than_was_said_while_steps_and_storage_are_as_fast_as_be
 # Tuned
 
 
+def test_pace_is_known_after_enough_records() -> None:
+    pace = Pace()
+    for record in range(1, 9):
+        pace.add_record(record, record * 2.0)
+    assert pace.seconds is None
+    pace.add_record(9, 18.0)
+    assert pace.seconds == 2.0
+    pace.restart()
+    assert pace.seconds is None
+
+
 def test_the_interval_follows_failures_and_costs_within_its_budget(clock: Clock) -> None:
     decisions: list[Decision] = []
     run = Run(clock)
@@ -415,8 +426,6 @@ def test_with_a_log_a_failure_costs_redo_only(clock: Clock) -> None:
     for _ in range(2):
         run.wrote(cpu_seconds=4.0)
     assert run.schedule.interval_seconds() == pytest.approx(math.sqrt(2 * 2.0 * 10_000 / 0.1))
-    unlogged = max(200.0, math.sqrt(2 * 2.0 * 10_000))
-    assert run.schedule.interval_steps_unlogged() == pytest.approx(unlogged), "a log is judged without its own effect"
 
 
 @pytest.mark.parametrize("config", [{"min_seconds": 5.0}, {"overhead": 0.5}, {"every_steps": 10}])
@@ -428,7 +437,7 @@ def test_limits_of_the_user_s_are_left_alone(clock: Clock, config: dict[str, flo
     run.schedule.observe(Observed(1 / 40_000, 0.02))
     for _ in range(3):
         run.wrote(cpu_seconds=4.0)
-    assert run.schedule.interval_steps() == before == run.schedule.interval_steps_unlogged()
+    assert run.schedule.interval_steps() == before
 
 
 def test_what_an_agent_that_ends_begins_late_has_only_the_rest_of_the_grace_period(clock: Clock) -> None:

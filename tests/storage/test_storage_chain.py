@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from memckpt.checkpointing.storage_mode import Measured, Pace, choose_mode
 from memckpt.errors import DamagedStateError
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, SparseGradient, SubStep, Timeline
@@ -317,49 +316,6 @@ def test_a_batch_s_commit_file_is_not_taken_for_a_checkpoint_s() -> None:
     moved = msgspec.structs.replace(one, first=6)
     with pytest.raises(DamagedStateError, match="belongs at"):
         decode_commit(encode_commit(moved), one.commit_path)
-
-
-GOOD = Measured(1 << 20, 100 << 20, 0.5, 200e6, 60)
-
-
-@pytest.mark.parametrize(
-    ("change", "mode", "why"),
-    [
-        ({}, "log", "1.0% of what this storage takes"),
-        ({"step_seconds": 0.01}, "replica", "at 10 ms a step would take 52.4% of the"),
-        ({"interval_steps": 200}, "replica", "more than a checkpoint"),
-        ({"interval_steps": 140}, "replica", "more than a checkpoint"),
-        ({"interval_steps": 140, "logged": True}, "log", "140 MiB between two checkpoints"),
-        ({"interval_steps": 160, "logged": True}, "replica", "more than a checkpoint"),
-        ({"step_seconds": 0.04, "logged": True}, "log", "13.1% of what this storage takes"),
-        ({"bytes_per_second": None}, "replica", "the first checkpoint measures"),
-        ({"step_seconds": None}, "replica", "the first checkpoint measures"),
-    ],
-)
-def test_records_are_logged_where_they_are_small(change: dict[str, float], mode: str, why: str) -> None:
-    measured = Measured(**{**vars(GOOD), **change})
-    found, reason = choose_mode("auto", "", measured)
-    assert (found, why in reason) == (mode, True), reason
-
-
-def test_what_is_asked_for_is_done_where_it_can_be() -> None:
-    assert choose_mode("replica", "", GOOD)[0] == "replica"
-    slow = Measured(1 << 30, 1 << 30, 0.01, 1e6, 1e6)
-    assert choose_mode("log", "", slow)[0] == "log"
-    mode, reason = choose_mode("log", "w is complex128", slow)
-    assert mode == "replica"
-    assert "w is complex128" in reason
-
-
-def test_pace_is_known_after_enough_records() -> None:
-    pace = Pace()
-    for record in range(1, 9):
-        pace.note(record, record * 2.0)
-    assert pace.seconds is None
-    pace.note(9, 18.0)
-    assert pace.seconds == 2.0
-    pace.restart()
-    assert pace.seconds is None
 
 
 def test_a_batch_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:

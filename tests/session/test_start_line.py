@@ -1,0 +1,52 @@
+"""The line that says when a log in storage would be the better choice."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from memckpt.config import StorageConfig
+from memckpt.session.start_line import tell_when_log_pays
+from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec, TensorSpec
+from tests.support.cluster.storage_node import spec_of
+
+PLAIN = spec_of()
+#: Most of the state is never trained.
+FROZEN = msgspec.structs.replace(PLAIN, static=(TensorSpec("backbone", (1 << 16,), "float32"),))
+
+
+def said(caplog: pytest.LogCaptureFixture, storage: StorageConfig | None, spec: StateSpec) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="memckpt.start"):
+        tell_when_log_pays(storage, spec)
+    return caplog.text
+
+
+def test_small_records_are_said_with_the_duration_of_steps_from_which_a_log_pays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layout = Layout(FROZEN)
+    seconds = 60 * layout.logged_bytes / layout.checkpoint_bytes
+    text = said(caplog, StorageConfig(), FROZEN)
+    assert 'storage.mode="log" would have each step in storage' in text
+    assert f"where steps take {seconds:.2g} s or longer" in text
+    assert "no more than checkpoints do: a record is" in said(caplog, StorageConfig(every_steps=2), FROZEN)
+
+
+@pytest.mark.parametrize(
+    ("storage", "spec"),
+    [
+        (None, FROZEN),
+        (StorageConfig(mode="log"), FROZEN),
+        (StorageConfig(min_seconds=36_000), PLAIN),
+        (StorageConfig(every_steps=100_000), FROZEN),
+        (StorageConfig(), spec_of(dtype="complex128")),
+    ],
+)
+def test_nothing_is_said_where_a_log_would_write_more_or_cannot_be(
+    caplog: pytest.LogCaptureFixture, storage: StorageConfig | None, spec: StateSpec
+) -> None:
+    assert said(caplog, storage, spec) == ""
