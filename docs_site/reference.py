@@ -18,7 +18,7 @@ import typer.core
 import typer.main
 
 from memckpt.cli.main import app
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.config.settings import Setting, alternatives, describe_settings
 
 #: Parts of the tree that a page shows under headings of their own, and the classes that hold them.
@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[type, ...]] = {
     "": (MemckptConfig,),
     "agent": (AgentConfig,),
     "storage": (StorageConfig,),
-    "peers": (ErasureConfig, MirrorConfig),
+    "peers": (ErasureConfig,),
     "compression": tuple(alternatives(typing.get_type_hints(MemckptConfig)["compression"])[0]),
 }
 #: Units by the ends of names, the longest first.
@@ -44,7 +44,6 @@ _UNITS_OF = {
     "ratio": "share",
     "threads": "threads",
     "tolerate": "nodes",
-    "copies": "nodes",
     "data": "fragments",
     "keep_last": "checkpoints",
     "rank": "columns",

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_memckpt.callback import MemCheckpoint
 from memckpt.config import MemckptConfig
 from memckpt.config.arguments import RUN_DIR, config_from_environment, run_dir_from_environment
-from memckpt.config.settings import KIND, alternatives, from_mapping, to_mapping, variant_name
+from memckpt.config.settings import KIND, from_mapping, to_mapping, variants_of
 from memckpt.errors import ConfigurationError
 
 _FLAGS = ("run_dir", "resume", "memckpt")
@@ -21,23 +21,27 @@ _FLAGS = ("run_dir", "resume", "memckpt")
 _RESUME: Any = Literal["auto", "require", "exact", "never"] | NonNegativeInt | None
 
 
-#: Fields that hold one of several dataclasses: peers, compression.
-_VARIED = {name for name, hint in typing.get_type_hints(MemckptConfig).items() if len(alternatives(hint)[0]) > 1}
+_HINTS = typing.get_type_hints(MemckptConfig)
+#: The dataclasses of parts that are off by default (peers, compression), by the names that switch them on.
+_VARIED = {
+    each.name: variants
+    for each in dataclasses.fields(MemckptConfig)
+    if (variants := variants_of(each, _HINTS[each.name]))
+}
 
 
 def _flags() -> Any:
-    """MemckptConfig for jsonargparse, with a mapping for each field that holds one of several dataclasses.
+    """MemckptConfig for jsonargparse, with a mapping for each part that is off by default.
 
-    Among several dataclasses jsonargparse picks the first that has the given fields: ``ack`` alone would turn a mirror
-    into an erasure code. In a mapping ``kind`` selects the class, as in every file of ours.
+    Among several dataclasses jsonargparse picks the first that has the given fields. In a mapping ``kind`` selects the
+    class, as in every file of ours.
     """
-    hints = typing.get_type_hints(MemckptConfig)
     fields: list[tuple[str, Any, Any]] = []
     for each in dataclasses.fields(MemckptConfig):
         default: Any = dataclasses.field(default=each.default)
         if each.default_factory is not dataclasses.MISSING:
             default = dataclasses.field(default_factory=each.default_factory)
-        fields.append((each.name, dict[str, Any] | None if each.name in _VARIED else hints[each.name], default))
+        fields.append((each.name, dict[str, Any] | None if each.name in _VARIED else _HINTS[each.name], default))
     made = dataclasses.make_dataclass("MemckptFlags", fields, frozen=True, kw_only=True)
     made.__doc__ = MemckptConfig.__doc__
     return made
@@ -53,9 +57,9 @@ def _flags_of(config: MemckptConfig) -> Any:
 
 def _without_others(given: dict[str, Any]) -> dict[str, Any]:
     """Leave out fields of the environment's variant that the flags' variant lacks: jsonargparse has merged both."""
-    hints, below = typing.get_type_hints(MemckptConfig), to_mapping(config_from_environment())
-    for name in _VARIED:
-        chosen, known = given[name], {variant_name(kind): kind for kind in alternatives(hints[name])[0]}
+    below = to_mapping(config_from_environment())
+    for name, known in _VARIED.items():
+        chosen = given[name]
         if isinstance(chosen, dict) and below[name] is not None and chosen.get(KIND) in known:
             having = {KIND, *(each.name for each in dataclasses.fields(known[chosen[KIND]]))}
             absent = object()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
+    from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
     from memckpt.config.arguments import ProtectionArguments, add_arguments, from_args
     from memckpt.errors import MemckptError
     from memckpt.recovery.comparison import Kind as ComparedKind
@@ -24,7 +24,6 @@ _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
     "ComparedKind": ("memckpt.recovery.comparison", "Kind"),
     "ErasureConfig": ("memckpt.config", "ErasureConfig"),
-    "MirrorConfig": ("memckpt.config", "MirrorConfig"),
     "ProtectionArguments": ("memckpt.config.arguments", "ProtectionArguments"),
     "add_arguments": ("memckpt.config.arguments", "add_arguments"),
     "from_args": ("memckpt.config.arguments", "from_args"),
@@ -47,7 +46,6 @@ __all__ = [
     "HeldState",
     "MemckptConfig",
     "MemckptError",
-    "MirrorConfig",
     "ProtectionArguments",
     "RestoreReport",
     "Session",

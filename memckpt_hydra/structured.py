@@ -1,8 +1,8 @@
 """Structured configs made from the dataclasses of `memckpt.config`, so that there is one definition.
 
 OmegaConf does not support `Literal`; an Enum with the same names replaces it, and its error lists them. Nor does it
-support a field with one of several dataclasses: each becomes an option of its own group (``memckpt/peers=erasure``),
-and its node names its class under ``kind``.
+support a field with one of several dataclasses. A part that is off by default becomes a group of its own with an option
+for each of its dataclasses (``memckpt/peers=erasure``), and the node names its class under ``kind``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hydra.core.config_store import ConfigStore
 
 from memckpt import config
-from memckpt.config.settings import KIND, alternatives, variant_name
+from memckpt.config.settings import KIND, alternatives, variants_of
 
 GROUP = "memckpt"
 SCHEMA = "schema"
@@ -28,8 +28,7 @@ def node(kind: type, variant: str | None = None) -> type:
     hints = typing.get_type_hints(kind)
     fields: list[Any] = [] if variant is None else [(KIND, str, dataclasses.field(default=variant))]
     for each in dataclasses.fields(kind):
-        factory = each.default_factory
-        fields.append((each.name, *_field(each.name, hints[each.name], each.default, factory)))
+        fields.append((each.name, *_field(each, hints[each.name])))
     made = dataclasses.make_dataclass(kind.__name__, fields, namespace={"__module__": __name__})
     # OmegaConf's error about an unknown key shows the class's name, so that lists the valid keys.
     made.__name__ = f"{kind.__name__}: one of {', '.join(hints)}"
@@ -38,11 +37,12 @@ def node(kind: type, variant: str | None = None) -> type:
     return made
 
 
-def _field(name: str, hint: Any, default: Any, factory: Any) -> tuple[Any, Any]:
-    (inner, *others), optional = alternatives(hint)
-    if others:
-        for each in (inner, *others):  # pickle needs them, too
-            node(each, variant_name(each))
+def _field(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
+    (inner, *_), optional = alternatives(hint)
+    name, default, factory = field.name, field.default, field.default_factory
+    if variants := variants_of(field, hint):
+        for variant, kind in variants.items():  # pickle needs them, too
+            node(kind, variant)
         return Any, dataclasses.field(default=default)
     if dataclasses.is_dataclass(inner):
         inner = node(typing.cast(type, inner))
@@ -79,11 +79,10 @@ def register() -> None:
     """Store the schemas in Hydra's ConfigStore; the search-path plugin does so for every application."""
     store = ConfigStore.instance()
     store.store(group=GROUP, name=SCHEMA, node=node(config.MemckptConfig), provider="memckpt")
-    for name, hint in typing.get_type_hints(config.MemckptConfig).items():
-        kinds, _ = alternatives(hint)
-        if len(kinds) == 1:
-            continue
-        for kind in kinds:
-            variant = variant_name(kind)
-            store.store(group=f"{GROUP}/{name}", name=variant, node=node(kind, variant), provider="memckpt")
-        store.store(group=f"{GROUP}/{name}", name="none", node={name: None}, package=GROUP, provider="memckpt")
+    hints = typing.get_type_hints(config.MemckptConfig)
+    for each in dataclasses.fields(config.MemckptConfig):
+        variants, group = variants_of(each, hints[each.name]), f"{GROUP}/{each.name}"
+        for variant, kind in variants.items():
+            store.store(group=group, name=variant, node=node(kind, variant), provider="memckpt")
+        if variants:
+            store.store(group=group, name="none", node={each.name: None}, package=GROUP, provider="memckpt")

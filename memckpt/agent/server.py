@@ -22,7 +22,6 @@ from memckpt.agent.metrics.exporter import Metrics
 from memckpt.agent.metrics.figures import Snapshot
 from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peers import Peers
-from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.agent.status import Figures, describe
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
@@ -90,18 +89,12 @@ class Agent:
         self._liveness_seconds = 15.0
         self._groups = GroupStates(address.node, self)
         self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
-        self._standbys = StandbyReplicas(
-            address.node,
-            lambda key, message: self._loop.post(partial(self._peers.standby_said, key, message)),
-            lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._groups),
-        )
         self._peers = Peers(
             self._loop,
             self._groups.get,
             self._groups.adopt,
             self._watermark_advanced,
             self._replicator_lost,
-            self._standbys,
         )
         self._auditing = Auditing(self._loop, self._hear)
         self._trainer_messages = TrainerMessages(
@@ -186,7 +179,6 @@ class Agent:
         farewell = Leaving(last=True, unsaved=self._lifetime.unsaved)
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._groups.close()
-        self._standbys.close()
         self._connections.close(farewell)
         self._metrics.close()
         self._observer.close(self._lifetime.over or "an error, which its log has")
@@ -266,7 +258,7 @@ class Agent:
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
-        return self._peers.held_bytes
+        return self._peers.kept_bytes
 
     def _accelerates(self, ranks: RankGroup) -> bool:
         """Whether one of these ranks trains on an accelerator, which rounds otherwise than redo here."""
@@ -350,8 +342,7 @@ class Agent:
         self._lifetime.trainer_came()
         self._groups.introduce(hello)
         self._peers.introduce(hello.rank, hello.fingerprint)
-        # One that is back asks for nothing, and replicas of others are not to stand still for it.
-        held = () if hello.rejoining else (*self._groups.inventory(hello), *self._peers.inventory_of_standbys())
+        held = () if hello.rejoining else self._groups.inventory(hello)  # one that is back asks for nothing
         self._liveness_seconds = hello.liveness_seconds
         self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
         inventory = Inventory(held, os.getpid(), self._observer.latest_attempt)

@@ -8,7 +8,7 @@
     MEMCKPT_AGENT_THREADS=2        --memckpt-agent-threads 2   a field of its AgentConfig
     MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
     MEMCKPT_STORAGE=none           --memckpt-storage off       no storage tier
-    MEMCKPT_PEERS=erasure          --memckpt-peers erasure     an ErasureConfig; mirror: a MirrorConfig; none
+    MEMCKPT_PEERS=erasure          --memckpt-peers erasure     an ErasureConfig; none: no peers
     MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
 
 An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE

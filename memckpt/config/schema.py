@@ -5,7 +5,6 @@ Names include units. Explicit arguments win over environment variables. Nothing 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -138,10 +137,19 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeersConfig(ABC):
-    """Common settings of records in other nodes' memory; use one of the two subclasses.
+class ErasureConfig:
+    """Records go to other nodes' memory as fragments of an erasure code; any m of a group's k + m nodes may be lost.
+
+    With `data` = 1 these are plain copies: one on each of `tolerate` other nodes.
 
     Args:
+        data: k, number of data fragments of a record; 1 makes plain copies.
+        tolerate: m, number of nodes of a group that may be lost. The owner is a holder itself, so a record takes
+            (k + m - 1) / k times its size on the network.
+        backend: backend of liberasurecode, used if k and m are 2 or more.
+        cadence: what is sent when links do not carry every record: ``"auto"``: the whole state after every N-th step,
+            with the smallest N that the links allow; ``"every_step"``: records only, so that training waits for them,
+            or with ``ack="proceed"`` drops some.
         ack: ``"wait"`` lets training wait for peers that are slower than it, so that the tolerated number of nodes can
             be lost at any time; ``"proceed"`` lets it go on, and reports the records that only the node's own memory
             held.
@@ -159,6 +167,10 @@ class PeersConfig(ABC):
             silence is no loss; only ``resume="never"`` starts over. 0: not at all.
     """
 
+    data: int = 2
+    tolerate: int = 1
+    backend: str = "isa_l_rs_cauchy"
+    cadence: CadencePolicy = "auto"
     ack: AckPolicy = "wait"
     security: Security = "curve"
     host: str | None = None
@@ -172,6 +184,9 @@ class PeersConfig(ABC):
     recovery_patience_seconds: float = 300.0
 
     def __post_init__(self) -> None:
+        _require(1 <= self.data <= 32, "peers.data", "1 to 32", self.data)
+        _require(1 <= self.tolerate <= 32, "peers.tolerate", "1 to 32", self.tolerate)
+        _require(self.cadence in ("auto", "every_step"), "peers.cadence", "'auto' or 'every_step'", self.cadence)
         rate, patience = self.rate_bytes_per_second, self.recovery_patience_seconds
         timeout = self.ack_timeout_seconds
         _require(self.ack in ("wait", "proceed"), "peers.ack", "'wait' or 'proceed'", self.ack)
@@ -187,71 +202,9 @@ class PeersConfig(ABC):
         )
 
     @property
-    @abstractmethod
-    def tolerated(self) -> int:
-        """Number of nodes of a group that may be lost at once."""
-
-    @property
-    @abstractmethod
     def group_nodes(self) -> int:
         """Minimum number of nodes in a group, and so in the job."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErasureConfig(PeersConfig):
-    """Records go to other nodes' memory as fragments of an erasure code; any m of a group's k + m nodes may be lost.
-
-    Args:
-        data: k, number of data fragments of a record; 1 makes plain copies.
-        tolerate: m, number of nodes of a group that may be lost. The owner is a holder itself, so a record takes
-            (k + m - 1) / k times its size on the network.
-        backend: backend of liberasurecode, used if m is 2 or more.
-        cadence: what is sent when links do not carry every record: ``"auto"``: the whole state after every N-th step,
-            with the smallest N that the links allow; ``"every_step"``: records only, so that training waits for them,
-            or with ``ack="proceed"`` drops some.
-    """
-
-    data: int = 2
-    tolerate: int = 1
-    backend: str = "isa_l_rs_cauchy"
-    cadence: CadencePolicy = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.cadence in ("auto", "every_step"), "peers.cadence", "'auto' or 'every_step'", self.cadence)
-        _require(1 <= self.data <= 32, "peers.data", "1 to 32", self.data)
-        _require(1 <= self.tolerate <= 32, "peers.tolerate", "1 to 32", self.tolerate)
-
-    @property
-    def tolerated(self) -> int:
-        return self.tolerate
-
-    @property
-    def group_nodes(self) -> int:
         return self.data + self.tolerate
-
-
-@dataclass(frozen=True, kw_only=True)
-class MirrorConfig(PeersConfig):
-    """Records go to partner nodes, which redo them at once on replicas of their own.
-
-    Args:
-        copies: M, number of nodes that hold each state, including its owner; any M - 1 of them may be lost.
-    """
-
-    copies: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(2 <= self.copies <= 32, "peers.copies", "2 to 32", self.copies)
-
-    @property
-    def tolerated(self) -> int:
-        return self.copies - 1
-
-    @property
-    def group_nodes(self) -> int:
-        return self.copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +222,7 @@ class MemckptConfig:
         slots: D, records in flight: one being filled, one waiting, one being applied; None: 3.
         snapshot_every_steps: N, interval of snapshots in steps; a crash loses fewer than N steps.
         agent: settings of the agent.
-        peers: records in other nodes' memory, an ErasureConfig or a MirrorConfig; None: none.
+        peers: records in other nodes' memory, an ErasureConfig; None: none.
         storage: checkpoints beyond this node's memory; None: none are written or read.
         resume_check: how a resume proves itself, beyond the sample of the state that each restore compares.
             ``"witness"`` compares the first gradients with those that the dead attempt left of the same step, at no
@@ -295,7 +248,7 @@ class MemckptConfig:
     slots: int | None = None
     snapshot_every_steps: int = 10
     agent: AgentConfig = field(default_factory=AgentConfig)
-    peers: ErasureConfig | MirrorConfig | None = None
+    peers: ErasureConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
     resume_check: ResumeCheckChoice = "auto"
     compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
@@ -317,8 +270,8 @@ class MemckptConfig:
         every = self.snapshot_every_steps
         _require(1 <= every <= 1_000_000, "snapshot_every_steps", "1 to 1000000", every)
         _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
-        peers, kinds = self.peers, (ErasureConfig, MirrorConfig)
-        _require(peers is None or isinstance(peers, kinds), "peers", "None, an ErasureConfig or a MirrorConfig", peers)
+        peers = self.peers
+        _require(peers is None or isinstance(peers, ErasureConfig), "peers", "None or an ErasureConfig", peers)
         storage = self.storage
         _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
         compression, compressors = self.compression, (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision)

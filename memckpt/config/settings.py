@@ -1,7 +1,7 @@
 """The configuration tree as a list of settings, and its conversion from and to the nested mapping of a file.
 
-Names, types, defaults and help texts are read from the dataclasses in :mod:`memckpt.config`. For a field that holds
-one of several dataclasses the key ``kind`` of a mapping selects it: ``{kind: mirror, copies: 3}``.
+Names, types, defaults and help texts are read from the dataclasses in :mod:`memckpt.config`. In a part of
+the tree that is off by default the key ``kind`` of a mapping names its dataclass: ``{kind: erasure, data: 4}``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ KIND = "kind"
 PREFIX = "memckpt"
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _NONE = ("none", "null")
+#: What to write in place of a variant that there was.
+_FORMER = {"mirror": "; for copies write {kind: erasure, data: 1, tolerate: 1}"}
 TRUTH = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -36,7 +38,7 @@ class Setting:
         optional: whether it may be None.
         default: default value.
         help: description in its dataclass's docstring.
-        variants: variants of its part that have it; empty: the part has no variants.
+        variants: variants of its part that have it; empty: the part is not named by ``kind``.
     """
 
     path: str
@@ -106,10 +108,9 @@ def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[
     texts = _help_of(kind)
     for each in dataclasses.fields(kind):
         path, text = prefix + each.name, texts[each.name]
-        (inner, *others), optional = alternatives(hints[each.name])
+        (inner, *_), optional = alternatives(hints[each.name])
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        if others:
-            variants = {variant_name(one): one for one in (inner, *others)}
+        if variants := variants_of(each, hints[each.name]):
             chosen = None if default is None else variant_name(type(default))
             yield Setting(path, None, tuple(variants), optional, chosen, text)
             yield from _of_variants(variants, path + ".")
@@ -141,6 +142,13 @@ def alternatives(hint: Any) -> tuple[list[Any], bool]:
     kinds = [each for each in typing.get_args(hint) if each is not types.NoneType]
     assert len(kinds) == 1 or all(map(dataclasses.is_dataclass, kinds)), f"a setting has one type, found {hint}"
     return kinds, len(kinds) < len(typing.get_args(hint))
+
+
+def variants_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """The dataclasses of a part that is off by default, by the names that switch it on; empty for other fields."""
+    kinds, _ = alternatives(hint)
+    named = field.default is None and dataclasses.is_dataclass(kinds[0])
+    return {variant_name(kind): kind for kind in kinds} if named else {}
 
 
 def variant_name(kind: type) -> str:
@@ -187,16 +195,15 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
         if name not in fields:
             raise ConfigurationError(f"{path}{name}: expected one of {', '.join(fields)}, found {name!r}")
         kinds, optional = alternatives(hints[name])
-        inner = kinds[0]
+        inner, variants = kinds[0], variants_of(fields[name], hints[name])
         if value is None and optional:
             arguments[name] = None
         elif dataclasses.is_dataclass(inner):
             if not isinstance(value, Mapping):
-                known = value in [variant_name(one) for one in kinds] and len(kinds) > 1
-                remedy = f"; write {{{KIND}: {value}}}" if known else ""
+                remedy = f"; write {{{KIND}: {value}}}" if value in variants else ""
                 raise ConfigurationError(f"{path}{name}: expected a mapping, found {value!r}{remedy}")
-            if len(kinds) > 1:
-                inner, value = _variant(kinds, value, f"{path}{name}")
+            if variants:
+                inner, value = _variant(variants, value, f"{path}{name}")
             arguments[name] = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")
         elif typing.get_origin(inner) is Literal:
             arguments[name] = value
@@ -210,13 +217,12 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
     return kind(**arguments)
 
 
-def _variant(kinds: list[Any], value: Mapping[str, Any], path: str) -> tuple[type, Mapping[str, Any]]:
+def _variant(variants: Mapping[str, Any], value: Mapping[str, Any], path: str) -> tuple[type, Mapping[str, Any]]:
     """The dataclass selected by a mapping's ``kind``, and the mapping's other entries."""
-    variants = {variant_name(one): one for one in kinds}
     found = value.get(KIND)
-    if found not in variants:
-        names = " or ".join(map(repr, variants))
-        raise ConfigurationError(f"{path}.{KIND}: expected {names}, found {'none' if found is None else repr(found)}")
+    if not isinstance(found, str) or found not in variants:
+        names, shown = " or ".join(map(repr, variants)), "none" if found is None else repr(found)
+        raise ConfigurationError(f"{path}.{KIND}: expected {names}, found {shown}{_FORMER.get(str(found), '')}")
     return variants[found], {name: one for name, one in value.items() if name != KIND}
 
 
@@ -227,7 +233,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
         if dataclasses.is_dataclass(value):
-            tag = {KIND: variant_name(type(value))} if len(alternatives(hints[each.name])[0]) > 1 else {}
+            tag = {KIND: variant_name(type(value))} if variants_of(each, hints[each.name]) else {}
             value = {**tag, **to_mapping(value)}
         values[each.name] = value
     return values

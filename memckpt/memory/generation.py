@@ -407,7 +407,6 @@ def describe(
     history: tuple[Branch, ...],
     steps: Mapping[int, int],
     newest: int,
-    standby: bool = False,
 ) -> HeldRecords:
     """Describe records that can be produced while nothing comes.
 
@@ -418,7 +417,6 @@ def describe(
         history: of their timelines.
         steps: of each record that can be produced, oldest first.
         newest: the newest record that all of the ranks have committed, where any can be produced.
-        standby: whether a standby replica holds them for ranks of another node.
     """
     return HeldRecords(
         node=node,
@@ -431,5 +429,4 @@ def describe(
         sharding=spec.sharding(),
         newest=newest if steps else 0,
         replicas=spec.replicas,
-        standby=standby,
     )

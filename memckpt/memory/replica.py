@@ -57,7 +57,6 @@ class Replica:
         self._slots_map = slots.map
         self._replica_map = replica.map
         self._copy_at: tuple[int, Region] | None = None
-        self._skip_to = 0
         self._gradients = StagedGradients(slots.map, layout)
         self._values: list[torch.Tensor] = []
         self._states: list[dict[tuple[int, str], torch.Tensor]] = []
@@ -110,7 +109,6 @@ class Replica:
             self._redo_targets = redo_targets
             self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(redo_targets)]
             self.applied = self._limit = record
-            self._skip_to = 0
             self._metas.clear()
             self._frozen = False
 
@@ -181,23 +179,6 @@ class Replica:
         """Drop what was offered beyond `record`: it belongs to an abandoned timeline."""
         with self._condition:
             self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
-
-    def skip_to(self, record: int) -> None:
-        """Records up to `record` do not come, or not all of them: go on behind it.
-
-        The state is wrong from then on, until the anchors of T records have overwritten all of it.
-        """
-        with self._condition:
-            self._metas = {number: meta for number, meta in self._metas.items() if number > record}
-            self._skip_to = record
-            if not self._busy:
-                self._skip()
-            self._condition.notify_all()
-
-    def _skip(self) -> None:
-        if self.applied < self._skip_to:
-            self.applied = self._skip_to
-            self._notify(Credit(self.applied))
 
     def copy_at(self, record: int, snapshot: Region) -> bool:
         """Have the thread copy the state after `record` and its by-value tensors into a snapshot.
@@ -282,7 +263,6 @@ class Replica:
                     self.applied = record
                     self.records_applied += 1
                     self.seconds_applying += seconds
-                    self._skip()
                 else:
                     self._broken = problem
                 if copied is not None:

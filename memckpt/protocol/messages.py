@@ -28,16 +28,6 @@ from memckpt.protocol.replication import (
     TakeState,
     WatermarkAdvanced,
 )
-from memckpt.protocol.standby import (
-    CloseStandby,
-    OpenStandby,
-    StandbyApplied,
-    StandbyFailed,
-    StandbyOpened,
-    StandbyRecord,
-    StandbyRefused,
-    StandbySkip,
-)
 from memckpt.protocol.status import PeersReport, Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import (
     Logged,
@@ -190,10 +180,6 @@ AgentToReplicator = Union[  # noqa: UP007
     Describe,
     Fill,
     Halt,
-    StandbyOpened,
-    StandbyRefused,
-    StandbyApplied,
-    StandbyFailed,
 ]
 #: What a replicator says to its agent.
 ReplicatorToAgent = Union[  # noqa: UP007
@@ -207,10 +193,6 @@ ReplicatorToAgent = Union[  # noqa: UP007
     TakeState,
     PeersReport,
     GivenUp,
-    OpenStandby,
-    StandbyRecord,
-    StandbySkip,
-    CloseStandby,
     Described,
     Filled,
     RecoveryProgress,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from memckpt.state.records import HeldFragments, RankGroup
@@ -70,8 +68,7 @@ class PeerJob(msgspec.Struct, frozen=True):
         attempt: its nonce.
         nodes: in the order of their first ranks; the first one is the leader.
         units: all of the job.
-        scheme: how records are kept.
-        data, tolerate: k and m; for standby replicas 1 and M - 1.
+        data, tolerate: k and m; copies where k is 1.
         backend: of the code.
         wait: whether training waits for acknowledgements.
         rate_bytes_per_second, overhead: of the traffic budget.
@@ -84,7 +81,6 @@ class PeerJob(msgspec.Struct, frozen=True):
     attempt: str
     nodes: tuple[PeerNode, ...]
     units: tuple[PeerUnit, ...]
-    scheme: Literal["erasure", "mirror"]
     data: int
     tolerate: int
     backend: str

@@ -9,7 +9,7 @@ from memckpt.state.spec import StateSpec
 
 
 class FromNode(msgspec.Struct, frozen=True, tag="node"):
-    """Source of a state: all of it from a node that holds it, its own or as a standby replica."""
+    """Source of a state: all of it from a node that holds it."""
 
     node: str
 

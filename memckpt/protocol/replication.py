@@ -101,7 +101,7 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
-    """To the replicator: bytes of this node's memory in base, log and standby replicas, those being written too."""
+    """To the replicator: bytes of this node's memory in base and log, those being written too."""
 
     nbytes: int
 

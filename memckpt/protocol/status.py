@@ -46,7 +46,7 @@ class PeersStatus(msgspec.Struct, frozen=True):
     """The peers tier, as its agent sees it.
 
     Attributes:
-        scheme: ``"erasure code, k=4, m=2"`` or ``"mirror, 2 copies"``.
+        scheme: ``"erasure code, k=4, m=2"`` or ``"2 copies"``.
         security: ``"curve"`` or ``"plain"``.
         ack: what is done where peers fall behind, ``"wait"`` or ``"proceed"``.
         watermark: the newest record that is acknowledged for every node; None before the first.

@@ -67,7 +67,7 @@ def serves(fetches: Iterable[Fetch], node: str) -> tuple[RankGroup, ...]:
 
 def place_of(held: HeldRecords) -> tuple[object, ...]:
     """Identity of a held state, equal for inventories that ranks of one node repeat."""
-    return held.node, held.ranks, held.standby, held.history if held.standby else ()
+    return held.node, held.ranks
 
 
 def newest_history(inventories: Iterable[HeldRecords], fragments: Iterable[HeldFragments]) -> tuple[Branch, ...]:
@@ -94,11 +94,10 @@ class _Live:
     steps: dict[int, int]
     shared: _Shared
     reachable: bool
-    standby: bool
 
     def serves(self, node: str | None) -> bool:
         """Whether `node` can fetch it; None: whether any node can."""
-        return self.reachable or (not self.standby and node in (None, self.node))
+        return self.reachable or node in (None, self.node)
 
     def has(self, records: Iterable[int]) -> bool:
         """Whether it can produce all of these."""
@@ -191,7 +190,7 @@ class Sources:
         self.units: set[RankGroup] = set()
         self.held: set[tuple[RankGroup, int, str]] = set()
         self.newest = 0
-        #: By unit and place: a node may hold the unit itself and standby replicas of it.
+        #: By unit and node.
         self._live: dict[RankGroup, dict[tuple[object, ...], _Live]] = defaultdict(dict)
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
         self._coded: dict[RankGroup, list[_Generation]] = {}
@@ -210,7 +209,7 @@ class Sources:
                 continue
             shared = _shared(held.replicas, held.sharding, held.world_size)
             reachable = BadSource(held.node, held.ranks, damaged=False) not in without
-            live = _Live(held.node, held.ranks, steps, shared, reachable, held.standby)
+            live = _Live(held.node, held.ranks, steps, shared, reachable)
             self._live[held.ranks][place_of(held)] = live
         for by_place in self._live.values():
             for live in by_place.values():
@@ -267,9 +266,7 @@ class Sources:
             return {}
         homes: dict[RankGroup, str] = {}
         for unit, by_place in self._live.items():
-            own = [live.node for live in by_place.values() if not live.standby]
-            if own:
-                homes[unit] = min(own)
+            homes[unit] = min(live.node for live in by_place.values())
         load = Counter(homes.values())
         for unit in sorted(self.units - homes.keys()):
             homes[unit] = min(nodes, key=lambda node: (load[node], node))
@@ -335,9 +332,9 @@ class Sources:
         raise AssertionError(f"ranks {[unit for unit, _ in lacking]} cannot all get record {record}")
 
     def _has_itself(self, unit: RankGroup, node: str, record: int) -> bool:
-        """Whether the node holds the unit's state itself; a standby replica there has to be fetched from."""
+        """Whether the node holds the unit's state itself."""
         live = self._live.get(unit, {}).values()
-        return any(one.node == node and not one.standby and record in one.steps for one in live)
+        return any(one.node == node and record in one.steps for one in live)
 
     def _fetch(self, unit: RankGroup, node: str, wanted: Collection[int], load: Counter[str]) -> Fetch | None:
         """The fetch of these records, the newest and perhaps the one before; None if it is impossible."""

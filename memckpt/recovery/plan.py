@@ -138,7 +138,7 @@ def make_plan(
     something = any(held.records or held.problem for held in everything)
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something, asked=True)
-    memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_standbys(nodes), attempt)
+    memory: _OwnMemory | _PeersMemory = _OwnMemory(nodes, attempt)
     if attempt.units:
         memory = _PeersMemory(nodes, fragments, without, attempt, before)
     # Memory is older than storage: the job had moved elsewhere and is back.
@@ -182,14 +182,14 @@ def must_reshard(
     """
     if attempt.units:
         return bool(_PeersMemory(inventories, fragments, (), attempt).changed)
-    return bool(_OwnMemory(_without_standbys(inventories), attempt).changed)
+    return bool(_OwnMemory(inventories, attempt).changed)
 
 
 def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
     """The record that is written to storage before resharding; None if memory cannot produce the one asked for."""
     if resume == "never" or any(held.problem for held in inventories):
         return None
-    chosen = _choose(common_records(_without_standbys(inventories)), resume)
+    chosen = _choose(common_records(inventories), resume)
     return chosen[0] if chosen is not None else None
 
 
@@ -329,20 +329,14 @@ class _PeersMemory:
     def refuse_changed(self, stored: Stored) -> None:
         """Refuse a changed run whose live state is not in storage yet.
 
-        Fragments and standby replicas cannot be written there first: for these an older state in storage suffices.
+        Fragments cannot be written there first: for these an older state in storage suffices.
         """
-        own = _without_standbys(self._nodes)
-        unsaved = _not_stored(own, Sources(own).common_of_all(), stored.points) is not None
+        unsaved = _not_stored(self._nodes, Sources(self._nodes).common_of_all(), stored.points) is not None
         if unsaved or (not stored.points and self._sources.common_of_all()):
             raise _changed_error(f"memory holds a run {self.changed}", stored.name)
 
     def why_nothing(self) -> str:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
-
-
-def _without_standbys(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
-    """Inventories of nodes' own ranks."""
-    return [held for held in inventories if not held.standby]
 
 
 _OTHER_SHARDS = "with another number of ranks, or other shards"

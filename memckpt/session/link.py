@@ -145,7 +145,7 @@ class AgentLink:
             self.abandon()
             inventory = self.connect(spec, next_record=0, rejoining=False)
         # An agent that holds something has come later than one that leaves, which then has nothing newer.
-        if not any(each.records and not each.standby for each in inventory.held):
+        if not any(each.records for each in inventory.held):
             grace = self._storage.grace_seconds if self._storage is not None else 0.0
             self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
         return inventory

@@ -9,7 +9,7 @@ import torch
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import STEPS, SelfTest
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.config import MemckptConfig, MirrorConfig, RedoMode
+from memckpt.config import MemckptConfig, RedoMode
 from memckpt.planning.tuning import LayoutSettings
 from memckpt.session.policy import choose_redo
 from memckpt.session.ranks import Ranks
@@ -88,9 +88,7 @@ class ModeChoice:
         """
         config, ranks = self._config, self._ranks
         chosen = self.settings if settings is None else settings
-        # A replica of this node, or those of a lazy node on others.
-        replicas = chosen.mode == "eager" or (chosen.mode == "lazy" and isinstance(config.peers, MirrorConfig))
-        trails = config.replays and replicas
+        trails = config.replays and chosen.mode == "eager"
         # The replica is one record further behind, and with several ranks one of them may be filling the next slot.
         # Ranks may differ by one commit, and a commit from an accelerator is sent one record later.
         more = (ranks.world_size > 1 or chosen.slots < 3) + asynchronous if trails else 0
@@ -98,7 +96,7 @@ class ModeChoice:
             mode=chosen.mode,
             period=chosen.period,
             every=self.every,
-            slots=chosen.slots + (more if chosen.mode == "eager" else 0),
+            slots=chosen.slots + more,
             trails=trails,
             local_ranks=ranks.unit,
             world_size=ranks.world_size,

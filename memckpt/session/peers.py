@@ -11,7 +11,7 @@ import msgspec
 
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
-from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
+from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerKeys, PeerNode, PeerUnit
@@ -40,9 +40,7 @@ class Peers:
         units: for each rank, its node and the ranks there that hold the same shards; set by :meth:`listen`.
     """
 
-    def __init__(
-        self, config: ErasureConfig | MirrorConfig | None, ranks: Ranks, link: AgentLink, agent: AgentConfig
-    ) -> None:
+    def __init__(self, config: ErasureConfig | None, ranks: Ranks, link: AgentLink, agent: AgentConfig) -> None:
         self._config = config
         self._ranks = ranks
         self._link = link
@@ -85,7 +83,7 @@ class Peers:
         names = list(dict.fromkeys(node for node, _ in self.units))
         if len(names) < config.group_nodes:
             raise ConfigurationError(
-                f"peers: expected {config.group_nodes} nodes or more to tolerate the loss of {config.tolerated}, found "
+                f"peers: expected {config.group_nodes} nodes or more to tolerate the loss of {config.tolerate}, found "
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
         ranks.together(lambda: _try_code(config))
@@ -114,7 +112,7 @@ class Peers:
             _log.info("memckpt: peers are placed by %s: %s", level.name, level.reason)
         return [held for answer, _ in found.values() if answer is not None for held in answer.fragments]
 
-    def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | str, alone: bool) -> Listening | None:
+    def _open(self, config: ErasureConfig, keys: PeerKeys | str, alone: bool) -> Listening | None:
         address = own_address(config.host, alone)
         budget, threads = self._agent.memory_budget_bytes, self._agent.threads
         self._listen = Listen(
@@ -156,17 +154,15 @@ class Peers:
     def _join(self, plan: Plan) -> None:
         config = self._config
         assert config is not None
-        standby = isinstance(config, MirrorConfig)
         names = [one.name for one in self._nodes]
         units = self._sent_units(config)
         self._job = PeerJob(
             attempt=self._ranks.nonce,
             nodes=self._nodes,
             units=units,
-            scheme="mirror" if standby else "erasure",
-            data=config.data if isinstance(config, ErasureConfig) else 1,
-            tolerate=config.tolerated,
-            backend=config.backend if isinstance(config, ErasureConfig) else "",
+            data=config.data,
+            tolerate=config.tolerate,
+            backend=config.backend,
             wait=config.ack == "wait",
             rate_bytes_per_second=config.rate_bytes_per_second,
             overhead=config.overhead,
@@ -174,22 +170,19 @@ class Peers:
             forget=isinstance(plan, StartOver) and plan.asked,
             ack_timeout_seconds=config.ack_timeout_seconds,
             # Shared tensors of replicas are not sent, and replicas hold no version as old as a state by value.
-            cadence=isinstance(config, ErasureConfig)
-            and config.cadence == "auto"
-            and not any(unit.private for unit in units),
+            cadence=config.cadence == "auto" and not any(unit.private for unit in units),
         )
         assert self._ranks.node in names
         job = self._job
         self._ranks.together(lambda: self._link.send(Join(job)) if self._leads else None)
         self._link.connection.watermark = job.record or 0
 
-    def _sent_units(self, config: ErasureConfig | MirrorConfig) -> tuple[PeerUnit, ...]:
+    def _sent_units(self, config: ErasureConfig) -> tuple[PeerUnit, ...]:
         """Units that are sent: only their private parts, where more nodes of a group hold them than can be lost."""
         from memckpt.replication.coding.placement import place
 
         names = [one.name for one in self._nodes]
-        data = config.data if isinstance(config, ErasureConfig) else 1
-        placement = place([one.domain for one in self._nodes], data, config.tolerated)
+        placement = place([one.domain for one in self._nodes], config.data, config.tolerate)
         if self._ranks.rank == 0:
             for warning in placement.warnings:
                 _log.warning("memckpt: %s", warning)
@@ -197,7 +190,7 @@ class Peers:
         for node, unit in self.units:
             replicas = next(group for group in self._ranks.groups if unit[0] in group)
             at = {names.index(self.units[rank][0]) for rank in replicas}
-            private = any(len(at & set(group.nodes)) > config.tolerated for group in placement.groups)
+            private = any(len(at & set(group.nodes)) > config.tolerate for group in placement.groups)
             units[unit] = PeerUnit(names.index(node), unit, private)
         return tuple(units.values())
 
@@ -209,8 +202,8 @@ class Peers:
     def describe(self) -> str:
         """Redundancy in other nodes' memory, in words; empty without peers."""
         config, count = self._config, len(self._nodes)
-        if isinstance(config, MirrorConfig):
-            return f"; {config.copies} nodes of {count} hold each state"
+        if config is not None and config.data == 1:
+            return f"; {config.group_nodes} nodes of {count} hold each state"
         if config is not None:
             of = f"the {count}" if config.group_nodes == count else f"each {config.group_nodes} of {count}"
             return f"; any {config.tolerate} of {of} nodes may be lost (k={config.data})"
@@ -242,7 +235,7 @@ class Peers:
             self._link.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
 
 
-def _try_code(config: ErasureConfig | MirrorConfig) -> None:
+def _try_code(config: ErasureConfig) -> None:
     """Check that this node can encode.
 
     Raises:
@@ -250,11 +243,10 @@ def _try_code(config: ErasureConfig | MirrorConfig) -> None:
     """
     from memckpt.replication.coding.code import Code
 
-    if isinstance(config, ErasureConfig):
-        Code(config.data, config.tolerate, config.backend).close()
+    Code(config.data, config.tolerate, config.backend).close()
 
 
-def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfig:
+def _common(config: ErasureConfig) -> ErasureConfig:
     """The settings that have to be equal on all nodes."""
     from dataclasses import replace
 

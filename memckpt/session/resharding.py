@@ -102,7 +102,7 @@ class Resharding:
         return None
 
     def _save(self, own: Sequence[HeldRecords], record: int | None, storage: StorageConfig) -> None:
-        held = any(each.records for each in own if not each.standby)
+        held = any(each.records for each in own)
         if held and record is not None and self._ranks.rank == self._ranks.local_ranks[0]:
             name = "storage" if self._config is not None else RESHARDING
             _log.info("memckpt: record %d goes to %s first: the ranks, or their shards, have changed", record, name)

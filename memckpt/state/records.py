@@ -116,7 +116,6 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         newest: the newest record that all of its ranks have committed. With captured state that may be later than any
             record that can be produced.
         replicas: all ranks of the job that hold the same shards; empty: all ranks of the job.
-        standby: whether it was redone here for another node: these ranks have not run here.
     """
 
     node: str
@@ -130,7 +129,6 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     sharding: str = ""
     newest: int = 0
     replicas: tuple[int, ...] = ()
-    standby: bool = False
 
 
 class HeldFragments(msgspec.Struct, frozen=True, array_like=True):

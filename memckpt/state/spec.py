@@ -162,8 +162,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `flattened`: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
 
-    `trails`: eager redo, here or on a standby replica, stays one record behind what it could apply, so that the newest
-    record can be repeated.
+    `trails`: eager redo stays one record behind what it could apply, so that the newest record can be repeated.
 
     `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots.
 
@@ -251,7 +250,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         """
         tensors = sorted((one for one in self.tensors() if not is_ours(one.name)), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
-        lines += [f"{_OPTIMIZER} {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
+        lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         lines += ["pieces of flat parameters (FSDP1)"] * self.flattened
         return lines
 
@@ -279,14 +278,6 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
 #: Number of fields that are part of every digest.
 _ALWAYS = StateSpec.__struct_fields__.index("encodings")
-#: First word of a fingerprint's line that names an optimizer.
-_OPTIMIZER = "optimizer"
-
-
-def optimizers_of(fingerprint: Sequence[str]) -> frozenset[str]:
-    """The optimizer classes, with their modules, in a fingerprint."""
-    lines = (line.split(" ") for line in fingerprint)
-    return frozenset(words[2] for words in lines if len(words) == 3 and words[0] == _OPTIMIZER)
 
 
 def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from memckpt.cli.common import count
-from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, MirrorConfig, RedoMode
+from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, RedoMode
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS
 from memckpt.state.layout import SNAPSHOTS
 from memckpt.user_messages import nbytes_text
@@ -94,7 +94,7 @@ def check_settings(problem: str) -> Check:
     return Check("settings", "ok", "the environment's settings are valid")
 
 
-def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:
+def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig | None) -> Check:
     """Whether the erasure code is available.
 
     Args:
@@ -102,8 +102,8 @@ def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig 
         problem: pyeclib's import error; empty: none.
         peers: the environment's peer settings: a code that they do not need is no problem.
     """
-    backend = peers.backend if isinstance(peers, ErasureConfig) else ErasureConfig().backend
-    coded = isinstance(peers, ErasureConfig) and peers.data > 1 and peers.tolerate > 1
+    backend = ErasureConfig().backend if peers is None else peers.backend
+    coded = peers is not None and peers.data > 1 and peers.tolerate > 1
     outcome: Outcome = "problem" if coded else "warning"
     if problem:
         return Check("erasure code", outcome, f"pyeclib: {problem}", "pip install --force-reinstall pyeclib")
@@ -113,7 +113,7 @@ def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig 
     return Check("erasure code", "ok", f"{backend}, and {count(len(backends) - 1, 'other')}")
 
 
-def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:
+def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfig | None) -> Check:
     """Whether ZeroMQ is available: its `version`, whether it has `curve`, or pyzmq's import error."""
     if problem:
         outcome: Outcome = "warning" if peers is None else "problem"
@@ -235,9 +235,7 @@ def check_advice(line: str, reason: str) -> Check:
     return Check("settings of the run", "ok", "no other ones are known to be better")
 
 
-def check_descriptors(
-    soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | MirrorConfig | None
-) -> Check:
+def check_descriptors(soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | None) -> Check:
     """Whether the limit on open files suffices for the replicator of rank 0's node, which connects to all others.
 
     Args:

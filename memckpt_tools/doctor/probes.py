@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from memckpt.cli.run_view import read_within
-from memckpt.config import ErasureConfig, MirrorConfig
+from memckpt.config import ErasureConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError
 from memckpt.processes.address import AgentAddress
@@ -55,7 +55,7 @@ def torch_facts() -> tuple[str, int, bool]:
     return "", torch.get_num_threads(), torch.cuda.is_available()
 
 
-def configured_peers() -> tuple[ErasureConfig | MirrorConfig | None, str]:
+def configured_peers() -> tuple[ErasureConfig | None, str]:
     """The environment's peer settings, and the error in its settings (empty: none)."""
     try:
         return config_from_environment().peers, ""

@@ -16,7 +16,6 @@ from memckpt.config import (
     ErasureConfig,
     HalfPrecision,
     LossyConfig,
-    MirrorConfig,
     PowerSGD,
     Quantized8,
     RandomK,
@@ -89,37 +88,32 @@ def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
     return ring + (held.whole_bytes if mode == "eager" else 0.0)
 
 
-def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig | MirrorConfig, held: Held) -> float:
+def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig, held: Held) -> float:
     """Memory of a node for other nodes' records, in bytes, once a generation is complete; twice while one begins.
 
-    Source: docs/operations.md, "What it takes": (k + m - 1)/k (T + D)(g + s/T) per parameter, a mirror (M - 1)(s +
-    (D + 2)(g + s/T)). Captured states are kept three at a time (``sizes_of``), by mirrors, too.
+    Source: docs/operations.md, "What it takes": (k + m - 1)/k (T + D)(g + s/T) per parameter. Captured states
+    are kept three at a time (``sizes_of``).
     """
     if mode == "snapshot":
         return _sent(peers) * (1 + SNAPSHOTS) * held.whole_bytes
-    if isinstance(peers, MirrorConfig):
-        replica = held.whole_bytes + (held.slots + 2) * held.record_bytes
-        return (peers.copies - 1) * replica
     return _sent(peers) * (held.period + held.slots) * held.record_bytes
 
 
-def wire_bytes(peers: ErasureConfig | MirrorConfig, held: Held) -> float:
+def wire_bytes(peers: ErasureConfig, held: Held) -> float:
     """Bytes that a node sends for each step.
 
-    Source: docs/operations.md, "What it takes": (k + m - 1)/k (g + s/T) per parameter, a mirror M - 1 times.
+    Source: docs/operations.md, "What it takes": (k + m - 1)/k (g + s/T) per parameter.
     """
     return _sent(peers) * held.record_bytes
 
 
-def state_wire_bytes(peers: ErasureConfig | MirrorConfig, held: Held) -> float:
+def state_wire_bytes(peers: ErasureConfig, held: Held) -> float:
     """Bytes that a node sends for one state by value (``cadence="auto"``): (k + m - 1)/k s per parameter."""
     return _sent(peers) * held.whole_bytes
 
 
-def _sent(peers: ErasureConfig | MirrorConfig) -> float:
+def _sent(peers: ErasureConfig) -> float:
     """Bytes sent for each byte of a record: the owner keeps one of the pieces itself."""
-    if isinstance(peers, MirrorConfig):
-        return peers.copies - 1
     return (peers.data + peers.tolerate - 1) / peers.data
 
 
@@ -156,7 +150,7 @@ def node_memory(
     mode: RedoMode,
     held: Held,
     *,
-    peers: ErasureConfig | MirrorConfig | None = None,
+    peers: ErasureConfig | None = None,
     private: bool = False,
     stores: bool = True,
     residual_bytes: float = 0.0,

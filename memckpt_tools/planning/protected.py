@@ -1,4 +1,4 @@
-"""This product's schemes for a job: local memory, copies, an erasure code, standby replicas, compression, a log."""
+"""This product's schemes for a job: local memory, copies, an erasure code, compression, a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from memckpt.config import (
     AgentConfig,
     ErasureConfig,
     MemckptConfig,
-    MirrorConfig,
     Quantized8,
     RedoMode,
     StorageConfig,
@@ -29,9 +28,9 @@ from memckpt_tools.planning.footprint import (
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.planned import Planned, evaluate, peer_rate, storage_tier
 from memckpt_tools.planning.restoring import (
+    from_other_replica_seconds,
     from_peers_seconds,
     from_replica_seconds,
-    from_standby_seconds,
     from_window_seconds,
     redo_seconds,
 )
@@ -71,15 +70,6 @@ def copies(job: Job) -> Planned:
 def erasure(job: Job) -> Planned:
     """Records as fragments of a code on other nodes: k and m with the least traffic for the budget of losses."""
     return _coded(job, "(k, m)", _DATA[1:])
-
-
-def standby(job: Job) -> Planned:
-    """Standby replicas on other nodes, which redo records at once."""
-    return best(
-        _setting(job, "standby", f"{count} copies", mode, period, peers=MirrorConfig(copies=count))
-        for mode, period in _REDONE
-        for count in (2, 3)
-    )
 
 
 def logged(job: Job) -> Planned:
@@ -175,7 +165,7 @@ class _Sending:
     note: str = ""
 
 
-def _sending(job: Job, peers: ErasureConfig | MirrorConfig, held: Held, private: bool, captured_every: int) -> _Sending:
+def _sending(job: Job, peers: ErasureConfig, held: Held, private: bool, captured_every: int) -> _Sending:
     """Records where training need not wait for them, else the state after every N-th step."""
     if private:
         return _Sending(every_steps=captured_every or 1, lag_steps=1.0, wire_bytes=PRIVATE_WIRE_BYTES)
@@ -186,10 +176,7 @@ def _sending(job: Job, peers: ErasureConfig | MirrorConfig, held: Held, private:
     wire, free = wire_bytes(peers, held), job.step_seconds * job.network_idle_share
     sends = wire / peer_rate(job)
     waits = max(0.0, sends - free) / job.step_seconds
-    if isinstance(peers, MirrorConfig):  # its holders redo every record
-        redone = (peers.copies - 1) * held.parameters / job.agent_redo_parameters_per_second
-        waits += max(0.0, redone - job.step_seconds) / job.step_seconds
-    if waits <= job.overhead_budget or isinstance(peers, MirrorConfig):
+    if waits <= job.overhead_budget:
         lag = held.slots if waits else min(float(held.slots), sends / free)
         return _Sending(waits, 1.0, lag, wire)
     state = state_wire_bytes(peers, held)
@@ -206,7 +193,7 @@ def _setting(
     mode: RedoMode,
     period: int | None,
     *,
-    peers: ErasureConfig | MirrorConfig | None = None,
+    peers: ErasureConfig | None = None,
     log: bool = False,
     residual: float = 0.0,
 ) -> Planned:
@@ -220,7 +207,7 @@ def _setting(
         period=config.anchor_period(mode),
         slots=config.records_in_flight,
     )
-    private = peers is not None and job.replicas > peers.tolerated
+    private = peers is not None and job.replicas > peers.tolerate
     sending = _Sending() if peers is None else _sending(job, peers, held, private, every)
     storing = _storing(job, held, log)
     problems = [storing.problem] if storing.problem else []
@@ -248,14 +235,13 @@ def _setting(
         disk_bytes=storing.disk_bytes,
     )
     kind = f"every {every} steps" if every else f"{mode}, T={held.period}"
-    on_cpu = mode == "eager" or (isinstance(peers, MirrorConfig) and not private)
     return evaluate(
         job,
         scheme,
         choice=", ".join(filter(None, [choice, kind, storing.choice])),
         memory=memory,
         config=config,
-        exact=not (job.gpus_per_node and on_cpu),
+        exact=not (job.gpus_per_node and mode == "eager"),
         problems=tuple(problems),
         notes=(sending.note,) if sending.note else (),
     )
@@ -278,10 +264,10 @@ def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
     return waits / job.step_seconds
 
 
-def _peer_tier(job: Job, peers: ErasureConfig | MirrorConfig, held: Held, sending: _Sending, private: bool) -> Tier:
+def _peer_tier(job: Job, peers: ErasureConfig, held: Held, sending: _Sending, private: bool) -> Tier:
     rate, copying = peer_rate(job), job.copy_bytes_per_second
-    if private or isinstance(peers, MirrorConfig):
-        seconds = from_standby_seconds(held, rate, copying)
+    if private:
+        seconds = from_other_replica_seconds(held, rate, copying)
     else:
         seconds = from_peers_seconds(held, rate, copying, job.redo_parameters_per_second)
     return Tier(
@@ -291,7 +277,7 @@ def _peer_tier(job: Job, peers: ErasureConfig | MirrorConfig, held: Held, sendin
         restore_seconds=seconds,
         rebuild_seconds=job.step_seconds if private else state_wire_bytes(peers, held) / rate,
         group_nodes=job.replicas if private else peers.group_nodes,
-        tolerates=job.replicas - 1 if private else peers.tolerated,
+        tolerates=job.replicas - 1 if private else peers.tolerate,
     )
 
 
@@ -339,7 +325,7 @@ def _storing(job: Job, held: Held, log: bool) -> _Storing:
 
 
 def _config(
-    job: Job, mode: RedoMode, period: int | None, peers: ErasureConfig | MirrorConfig | None, log: bool, every: int
+    job: Job, mode: RedoMode, period: int | None, peers: ErasureConfig | None, log: bool, every: int
 ) -> MemckptConfig:
     if peers is not None:
         peers = replace(peers, overhead=job.overhead_budget)

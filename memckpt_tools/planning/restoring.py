@@ -55,8 +55,8 @@ def from_peers_seconds(
     return fetched + from_window_seconds(held, copy_bytes_per_second, parameters_per_second)
 
 
-def from_standby_seconds(held: Held, peer_bytes_per_second: float, copy_bytes_per_second: float) -> float:
-    """Time to restore a lost node from a standby replica: it fetches the state."""
+def from_other_replica_seconds(held: Held, peer_bytes_per_second: float, copy_bytes_per_second: float) -> float:
+    """Time to restore a lost node from another replica: it fetches the state."""
     return held.whole_bytes / _rate(peer_bytes_per_second) + from_replica_seconds(held, copy_bytes_per_second)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memckpt_tools.planning.baselines import asynchronous, synchronous, unprotected
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.planned import Planned
-from memckpt_tools.planning.protected import SAME_ETTR, compressed, copies, erasure, logged, memory_only, standby
+from memckpt_tools.planning.protected import SAME_ETTR, compressed, copies, erasure, logged, memory_only
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ def make_plan(job: Job) -> Plan:
         memory_only(job),
         copies(job),
         erasure(job),
-        standby(job),
         compressed(job),
         logged(job),
     )

@@ -19,7 +19,6 @@ from memckpt.config import (
     ErasureConfig,
     HalfPrecision,
     MemckptConfig,
-    MirrorConfig,
     PowerSGD,
     Quantized8,
     RandomK,
@@ -97,8 +96,8 @@ def test_peers_are_a_group_within_each_option(base: str) -> None:
     assert peers() is None
     assert peers("memckpt/peers=none") is None
     assert peers("memckpt/peers=erasure") == ErasureConfig()
-    assert peers("memckpt/peers=mirror", "memckpt.peers.copies=3", "memckpt.peers.ack=proceed") == MirrorConfig(
-        copies=3, ack="proceed"
+    assert peers("memckpt/peers=erasure", "memckpt.peers.data=3", "memckpt.peers.ack=proceed") == ErasureConfig(
+        data=3, ack="proceed"
     )
     assert peers("memckpt/peers=erasure", "memckpt.peers=null") is None
 
@@ -156,8 +155,8 @@ def test_compression_that_cannot_be_is_an_error_when_composed(overrides: list[st
     [
         (["memckpt.peers.data=4"], "Could not override 'memckpt.peers.data'"),
         (
-            ["memckpt/peers=mirror", "memckpt.peers.data=4"],
-            "Key 'data' not in 'MirrorConfig: one of ack, security, host, port,",
+            ["memckpt/peers=erasure", "memckpt.peers.copies=4"],
+            "Key 'copies' not in 'ErasureConfig: one of data, tolerate, backend,",
         ),
         (
             ["memckpt/peers=erasure", "memckpt.peers.ack=later"],
@@ -165,7 +164,7 @@ def test_compression_that_cannot_be_is_an_error_when_composed(overrides: list[st
         ),
         (
             ["memckpt/peers=raid"],
-            "Could not find 'memckpt/peers/raid'\n\nAvailable options in 'memckpt/peers':\n\terasure\n\tmirror\n\tnone",
+            "Could not find 'memckpt/peers/raid'\n\nAvailable options in 'memckpt/peers':\n\terasure\n\tnone",
         ),
     ],
 )
@@ -199,9 +198,12 @@ def test_a_wrong_key_or_value_is_an_error_when_it_is_composed(override: str, mes
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+memckpt=default", "memckpt/peers=mirror", "memckpt.peers.copies=1"], "peers.copies: expected 2 to 32"),
-        (["+memckpt=default", "memckpt/peers=mirror", "+memckpt.peers.data=4"], "peers.data: expected one of ack,"),
-        (["+memckpt=default", "memckpt.peers=mirror"], "peers: expected a mapping, found 'mirror'"),
+        (["+memckpt=default", "memckpt/peers=erasure", "memckpt.peers.data=0"], "peers.data: expected 1 to 32"),
+        (
+            ["+memckpt=default", "memckpt/peers=erasure", "+memckpt.peers.copies=4"],
+            "peers.copies: expected one of data,",
+        ),
+        (["+memckpt=default", "memckpt.peers=erasure"], "peers: expected a mapping, found 'erasure'; write {kind"),
         (
             ["+memckpt=default", "memckpt.compression=topk"],
             "compression: expected a mapping, found 'topk'; write {kind",
@@ -228,7 +230,7 @@ def test_what_composes_and_cannot_be_is_an_error_of_ours(overrides: list[str], m
 
 
 def test_a_configuration_can_be_sent_to_another_process() -> None:
-    found = compose("+memckpt=durable", "memckpt/peers=mirror", "memckpt.redo=lazy")
+    found = compose("+memckpt=durable", "memckpt/peers=erasure", "memckpt.redo=lazy")
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).memckpt)"
     there = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(found), capture_output=True, timeout=60
@@ -241,9 +243,8 @@ def test_the_tree_has_every_field_of_the_dataclasses() -> None:
     found = compose("+memckpt=default").memckpt
     for part, kind in ((found, MemckptConfig), (found.agent, AgentConfig), (found.storage, StorageConfig)):
         assert list(part) == [each.name for each in dataclasses.fields(kind)]
-    for name, variant in (("erasure", ErasureConfig), ("mirror", MirrorConfig)):
-        peers = compose("+memckpt=default", f"memckpt/peers={name}").memckpt.peers
-        assert list(peers) == ["kind", *(each.name for each in dataclasses.fields(variant))]
+    peers = compose("+memckpt=default", "memckpt/peers=erasure").memckpt.peers
+    assert list(peers) == ["kind", *(each.name for each in dataclasses.fields(ErasureConfig))]
 
 
 @pytest.mark.parametrize("experiment", sorted(each.stem for each in ROOT.glob("examples/conf/experiment/*.yaml")))

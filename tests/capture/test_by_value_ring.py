@@ -20,7 +20,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.checkpointing.writer.records import RecordWriter
-from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import Generation
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
@@ -98,7 +98,7 @@ def test_small_ones_stay_as_long_as_their_record() -> None:
         ({}, False),
         ({"storage": None}, False),
         ({"storage": StorageConfig(mode="log")}, True),
-        ({"peers": MirrorConfig()}, True),
+        ({"peers": ErasureConfig()}, True),
     ],
 )
 def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None:

@@ -133,7 +133,7 @@ def test_peers_that_do_not_protect() -> None:
     cut = PeerLinkStatus("c", False, 1 << 20, None, "[Errno 113] no route")
     lying = PeerLinkStatus("d", True, 0, 0.1, "its fragments are damaged")
     peers = some_peers(
-        scheme="mirror, 2 copies",
+        scheme="2 copies",
         security="plain",
         ack="proceed",
         watermark=None,
@@ -151,7 +151,7 @@ def test_peers_that_do_not_protect() -> None:
     text = text_of(a_view(an_agent(peers=peers)))
     for expected in (
         "not protected: node c [rack 2] is not there; nothing is acknowledged yet",
-        "mirror, 2 copies; neither encrypted nor authenticated (plain); ack proceed",
+        "2 copies; neither encrypted nor authenticated (plain); ack proceed",
         "not connected, silent for 3 min",
         "not connected, never heard, 1.0 MiB behind: [Errno 113] no route",
         "connected, silent for 0.1 s: its fragments are damaged",

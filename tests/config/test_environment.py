@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from accelerate_plugin import MemCheckpointPlugin
 from lightning_memckpt import MemCheckpoint
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, parse_resume
 from memckpt.config.arguments import (
     config_from_environment,
     resume_from_environment,
@@ -64,15 +64,15 @@ def test_storage_can_be_left_out() -> None:
     [
         ({"": "erasure"}, ErasureConfig()),
         (
-            {"": "mirror", "COPIES": "3", "ACK": "proceed", "HOST": "eth0"},
-            MirrorConfig(copies=3, ack="proceed", host="eth0"),
+            {"": "erasure", "DATA": "3", "ACK": "proceed", "HOST": "eth0"},
+            ErasureConfig(data=3, ack="proceed", host="eth0"),
         ),
         ({"": "none"}, None),
-        ({"": "off", "DATA": "4", "COPIES": "3"}, None),
+        ({"": "off", "DATA": "4"}, None),
         ({}, None),
     ],
 )
-def test_peers_are_the_variant_that_is_named(variables: dict[str, str], peers: object) -> None:
+def test_peers_are_those_that_are_named(variables: dict[str, str], peers: object) -> None:
     given = {f"MEMCKPT_PEERS_{name}".rstrip("_"): value for name, value in variables.items()}
     assert config_from_environment(given).peers == peers
 
@@ -80,20 +80,12 @@ def test_peers_are_the_variant_that_is_named(variables: dict[str, str], peers: o
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"PEERS": "raid"}, "MEMCKPT_PEERS: expected erasure, mirror or none, found 'raid'"),
-        (
-            {"PEERS": "mirror", "PEERS_DATA": "4"},
-            "MEMCKPT_PEERS_DATA: expected MEMCKPT_PEERS=erasure beside it, found mirror",
-        ),
-        (
-            {"PEERS": "erasure", "PEERS_COPIES": "2"},
-            "MEMCKPT_PEERS_COPIES: expected MEMCKPT_PEERS=mirror beside it, found erasure",
-        ),
-        ({"PEERS_ACK": "wait"}, "MEMCKPT_PEERS_ACK: expected MEMCKPT_PEERS=erasure or mirror beside it, found nothing"),
-        ({"PEERS": "mirror", "PEERS_COPIES": "1"}, "MEMCKPT_PEERS_COPIES: expected 2 to 32, found 1"),
+        ({"PEERS": "raid"}, "MEMCKPT_PEERS: expected erasure or none, found 'raid'"),
+        ({"PEERS_ACK": "wait"}, "MEMCKPT_PEERS_ACK: expected MEMCKPT_PEERS=erasure beside it, found nothing"),
+        ({"PEERS": "erasure", "PEERS_DATA": "0"}, "MEMCKPT_PEERS_DATA: expected 1 to 32, found 0"),
     ],
 )
-def test_a_setting_that_the_variant_does_not_have_is_named(variables: dict[str, str], message: str) -> None:
+def test_a_setting_of_peers_that_cannot_be_is_named(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{message}$"):
         config_from_environment({f"MEMCKPT_{name}": value for name, value in variables.items()})
 

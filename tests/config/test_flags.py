@@ -12,7 +12,7 @@ import pytest
 
 import memckpt
 from memckpt.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, parse_resume
 from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
 from tests.support.trainings.engine_harness import Lab
@@ -58,7 +58,6 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "peers.data": ("4", 4),
     "peers.tolerate": ("2", 2),
     "peers.backend": ("isa_l_rs_vand", "isa_l_rs_vand"),
-    "peers.copies": ("3", 3),
     "compression.min_elements": ("64", 64),
     "compression.error_feedback": ("false", False),
     "compression.residual": ("drop", "drop"),
@@ -123,8 +122,7 @@ def test_every_field_of_every_dataclass_is_an_option() -> None:
     fields = {each.name for each in dataclasses.fields(MemckptConfig)} - {"agent"}
     fields |= {f"agent.{each.name}" for each in dataclasses.fields(AgentConfig)}
     fields |= {f"storage.{each.name}" for each in dataclasses.fields(StorageConfig)}
-    for kind in (ErasureConfig, MirrorConfig):
-        fields |= {f"peers.{each.name}" for each in dataclasses.fields(kind)}
+    fields |= {f"peers.{each.name}" for each in dataclasses.fields(ErasureConfig)}
     for kind in (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision):
         fields |= {f"compression.{each.name}" for each in dataclasses.fields(kind)}
     assert sorted(paths) == sorted(fields)
@@ -156,15 +154,13 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
     ("arguments", "environment", "peers"),
     [
         (["erasure", "data=4", "tolerate=2"], {}, ErasureConfig(data=4, tolerate=2)),
-        (["mirror"], {}, MirrorConfig()),
-        (["none", "copies=4"], {}, None),
-        ([], {"PEERS": "mirror", "PEERS_COPIES": "4"}, MirrorConfig(copies=4)),
-        (["copies=3"], {"PEERS": "mirror", "PEERS_ACK": "proceed"}, MirrorConfig(copies=3, ack="proceed")),
-        (["none"], {"PEERS": "mirror", "PEERS_COPIES": "4"}, None),
-        (["erasure"], {"PEERS": "mirror", "PEERS_COPIES": "4", "PEERS_PORT": "5"}, ErasureConfig(port=5)),
+        (["none", "data=4"], {}, None),
+        ([], {"PEERS": "erasure", "PEERS_DATA": "4"}, ErasureConfig(data=4)),
+        (["data=3"], {"PEERS": "erasure", "PEERS_ACK": "proceed"}, ErasureConfig(data=3, ack="proceed")),
+        (["none"], {"PEERS": "erasure", "PEERS_DATA": "4"}, None),
     ],
 )
-def test_peers_are_the_variant_that_is_named(
+def test_peers_are_those_that_are_named(
     arguments: list[str], environment: dict[str, str], peers: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert peers_of(arguments, environment, monkeypatch) == peers
@@ -173,25 +169,15 @@ def test_peers_are_the_variant_that_is_named(
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (
-            ["mirror", "data=4"],
-            {},
-            "--memckpt-peers-data: expected --memckpt-peers erasure beside it, found mirror",
-        ),
-        (["port=5"], {}, "--memckpt-peers-port: expected --memckpt-peers erasure or mirror beside it, found nothing"),
+        (["port=5"], {}, "--memckpt-peers-port: expected --memckpt-peers erasure beside it, found nothing"),
         (
             ["data=4"],
             {"PEERS": "none"},
             "--memckpt-peers-data: expected --memckpt-peers erasure beside it, found nothing",
         ),
-        (
-            ["data=4"],
-            {"PEERS": "mirror"},
-            "--memckpt-peers-data: expected MEMCKPT_PEERS=erasure beside it, found mirror",
-        ),
     ],
 )
-def test_an_option_that_the_variant_does_not_have_is_named(
+def test_an_option_of_peers_that_are_off_is_named(
     arguments: list[str], environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"^{message}$"):
@@ -212,9 +198,9 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
     parser = argparse.ArgumentParser()
     memckpt.add_arguments(parser)
     shown = " ".join(parser.format_help().split())
-    assert "--memckpt-peers erasure|mirror" in shown
+    assert "--memckpt-peers erasure " in shown
     assert "(with erasure; default: MEMCKPT_PEERS_DATA, or 2)" in shown
-    assert "(with erasure or mirror; default: MEMCKPT_PEERS_ACK, or wait)" in shown
+    assert "(with topk or randomk; default: MEMCKPT_COMPRESSION_RATIO, or 0.01)" in shown
 
 
 @pytest.mark.parametrize(
@@ -277,10 +263,14 @@ def test_how_to_resume(text: object, value: object) -> None:
         ({"slots": True}, "slots: expected None or int, found True"),
         ({"agent": None}, "agent: expected a mapping, found None"),
         ({"peers": "erasure"}, "peers: expected a mapping, found 'erasure'"),
-        ({"peers": {"data": 4}}, "peers.kind: expected 'erasure' or 'mirror', found none"),
-        ({"peers": {"kind": "raid"}}, "peers.kind: expected 'erasure' or 'mirror', found 'raid'"),
-        ({"peers": {"kind": "mirror", "data": 4}}, "peers.data: expected one of ack, security, host,"),
-        ({"peers": {"kind": "mirror", "copies": 1}}, "peers.copies: expected 2 to 32, found 1"),
+        ({"peers": {"data": 4}}, "peers.kind: expected 'erasure', found none"),
+        ({"peers": {"kind": "raid"}}, "peers.kind: expected 'erasure', found 'raid'"),
+        (
+            {"peers": {"kind": "mirror", "copies": 2}},
+            "peers.kind: expected 'erasure', found 'mirror'; for copies write {kind: erasure, data: 1, tolerate: 1}",
+        ),
+        ({"peers": {"kind": "erasure", "copies": 4}}, "peers.copies: expected one of data, tolerate, backend,"),
+        ({"peers": {"kind": "erasure", "data": 0}}, "peers.data: expected 1 to 32, found 0"),
     ],
 )
 def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -288,7 +278,7 @@ def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str
         from_mapping(values)
 
 
-@pytest.mark.parametrize("peers", [None, ErasureConfig(data=4, host="eth0"), MirrorConfig(copies=3)])
+@pytest.mark.parametrize("peers", [None, ErasureConfig(data=4, host="eth0")])
 @pytest.mark.parametrize("storage", [None, StorageConfig(every_steps=7)])
 def test_a_mapping_has_all_of_a_configuration(peers: Any, storage: Any) -> None:
     config = MemckptConfig(slots=4, agent=AgentConfig(threads=2), peers=peers, storage=storage)
@@ -355,17 +345,16 @@ def test_flags_that_cannot_be_are_refused(scripts: Scripts) -> None:
 @pytest.mark.parametrize(
     ("flags", "environment", "peers"),
     [
-        ("peers.kind=mirror peers.ack=proceed", None, MirrorConfig(ack="proceed")),
+        ("peers.kind=erasure peers.ack=proceed", None, ErasureConfig(ack="proceed")),
         (
             "peers.kind=erasure peers.data=4 peers.rate_bytes_per_second=1e8",
             None,
             ErasureConfig(data=4, rate_bytes_per_second=1e8),
         ),
         ("slots=4", None, None),
-        ("slots=4", "mirror", MirrorConfig()),
-        ("peers.ack=proceed", "mirror", MirrorConfig(ack="proceed")),
-        ("peers.kind=erasure", "mirror", ErasureConfig()),
-        ("peers=null", "mirror", None),
+        ("slots=4", "erasure", ErasureConfig()),
+        ("peers.ack=proceed", "erasure", ErasureConfig(ack="proceed")),
+        ("peers=null", "erasure", None),
     ],
 )
 def test_peers_of_a_lightning_cli(
@@ -376,10 +365,10 @@ def test_peers_of_a_lightning_cli(
     assert _cli_config(flags).peers == peers
 
 
-def test_a_flag_that_the_variant_of_peers_does_not_have_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"peers\.data: expected one of ack, .* copies, found 'data'"):
-        _cli_config("peers.kind=mirror peers.data=4")
-    with pytest.raises(ConfigurationError, match=r"peers\.kind: expected 'erasure' or 'mirror', found none"):
+def test_a_flag_that_peers_do_not_have_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"peers\.copies: expected one of data, .*, found 'copies'"):
+        _cli_config("peers.kind=erasure peers.copies=4")
+    with pytest.raises(ConfigurationError, match=r"peers\.kind: expected 'erasure', found none"):
         _cli_config("peers.data=4")
 
 
@@ -414,7 +403,7 @@ def test_compression_that_cannot_be_is_named_by_a_lightning_cli() -> None:
     [
         ("{compression: {kind: topk, ratio: 0.1}}", MemckptConfig(compression=TopK(ratio=0.1))),
         ("{compression: {kind: powersgd}, storage: null}", MemckptConfig(compression=PowerSGD(), storage=None)),
-        ("{peers: {kind: mirror}, slots: 4}", MemckptConfig(peers=MirrorConfig(), slots=4)),
+        ("{peers: {kind: erasure}, slots: 4}", MemckptConfig(peers=ErasureConfig(), slots=4)),
         ("{slots: 4}", MemckptConfig(slots=4)),
     ],
 )

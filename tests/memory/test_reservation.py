@@ -13,13 +13,9 @@ import pytest
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory import pending_generation
 from memckpt.memory.pending_generation import Reservation
-from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyOpened, StandbyRefused
-from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process import fragment_memory
-from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.peers_harness import wait_for
-from tests.support.cluster.peers_records import MemoryRoom
 from tests.support.cluster.replicator_node import Node
 
 CHUNK = 4096
@@ -121,22 +117,3 @@ def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkey
         kernel.go_on()
         node.replicator._leave()
         assert not node.replicator._memory._reserving
-
-
-def test_a_replicator_does_not_wait_for_its_agent_to_make_a_replica() -> None:
-    asked: list[OpenStandby] = []
-    told: list[object] = []
-    with closing(Node()) as node:
-        standby_feed = StandbyFeed(FragmentStore("b", MemoryRoom), asked.append, told.append)
-        standby_feed.begin("a1", 0, node.code)
-        window = node.window("a", standby=True, data=1, tolerate=2, index=0)
-        for _ in range(2):
-            answer = standby_feed.open(window)
-            assert isinstance(answer, NotStored)
-            assert "being reserved" in answer.reason
-        assert len(asked) == 1
-        standby_feed.answered(StandbyRefused((0,), "ga", "no memory"), [])
-        assert "no memory" in standby_feed.problem
-        standby_feed.halt()
-        standby_feed.answered(StandbyOpened((0,), "ga", 1, node.records[0].spec), [])
-        assert told == [CloseStandby((0,), "ga")]

@@ -10,7 +10,7 @@ import pytest
 
 import memckpt
 from memckpt import errors
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, check_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, check_resume
 from memckpt.errors import ConfigurationError, MemckptError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,6 @@ def test_the_public_names() -> None:
         "HeldState",
         "MemckptConfig",
         "MemckptError",
-        "MirrorConfig",
         "ProtectionArguments",
         "RestoreReport",
         "Session",
@@ -90,14 +89,13 @@ def test_every_error_has_a_place_in_the_tree_and_kinds_an_exit_code_of_their_own
         (ErasureConfig, {"data": 0}, "peers.data"),
         (ErasureConfig, {"tolerate": 33}, "peers.tolerate"),
         (ErasureConfig, {"ack": "sometimes"}, "peers.ack"),
-        (MirrorConfig, {"copies": 1}, "peers.copies"),
-        (MirrorConfig, {"security": "none"}, "peers.security"),
-        (MirrorConfig, {"port": 65536}, "peers.port"),
-        (MirrorConfig, {"rate_bytes_per_second": 0.0}, "peers.rate_bytes_per_second"),
-        (MirrorConfig, {"overhead": 0.0}, "peers.overhead"),
-        (MirrorConfig, {"domain_level": "row"}, "peers.domain_level"),
-        (MirrorConfig, {"ack_timeout_seconds": 0.0}, "peers.ack_timeout_seconds"),
-        (MirrorConfig, {"recovery_patience_seconds": -1.0}, "peers.recovery_patience_seconds"),
+        (ErasureConfig, {"security": "none"}, "peers.security"),
+        (ErasureConfig, {"port": 65536}, "peers.port"),
+        (ErasureConfig, {"rate_bytes_per_second": 0.0}, "peers.rate_bytes_per_second"),
+        (ErasureConfig, {"overhead": 0.0}, "peers.overhead"),
+        (ErasureConfig, {"domain_level": "row"}, "peers.domain_level"),
+        (ErasureConfig, {"ack_timeout_seconds": 0.0}, "peers.ack_timeout_seconds"),
+        (ErasureConfig, {"recovery_patience_seconds": -1.0}, "peers.recovery_patience_seconds"),
     ],
     ids=str,
 )

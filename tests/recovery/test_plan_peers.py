@@ -204,16 +204,14 @@ def test_the_record_before_is_fetched_where_all_units_can_get_it() -> None:
     # One that goes on with its own has no earlier one.
     survivors = [live("a", 0, range(8, 9)), *SURVIVORS[1:]]
     assert fetched_before(survivors, ITS_FRAGMENTS) == [False]
-    # Another one is handed out where it is, by its own agent or as a replica.
-    for moved in (live("x", 0), live("b", 0, standby=True)):
-        assert fetched_before([moved, *SURVIVORS[1:]], ITS_FRAGMENTS) == [True, True]
-    stands = live("b", 0, range(8, 9), standby=True)
-    assert fetched_before([stands, *SURVIVORS[1:]], ITS_FRAGMENTS) == [False, False]
+    # Another one is handed out where it is, by its own agent.
+    assert fetched_before([live("x", 0), *SURVIVORS[1:]], ITS_FRAGMENTS) == [True, True]
+    assert fetched_before([live("x", 0, range(8, 9)), *SURVIVORS[1:]], ITS_FRAGMENTS) == [False, False]
 
 
 def test_the_record_before_decides_who_hands_out() -> None:
     """A replica that has gone past it is done without."""
-    past, behind = live("b", 0, range(8, 9), standby=True), live("d", 0, range(7, 9), standby=True)
+    past, behind = live("b", 0, range(8, 9)), live("d", 0, range(7, 9))
     found = plan([past, behind, *SURVIVORS[1:]], ITS_FRAGMENTS, before=True)
     assert [(one.ranks, node_of(one), one.before) for one in found.fetches] == [((0,), "d", True), ((2,), None, True)]
     found = plan([past, *SURVIVORS[1:]], [*ITS_FRAGMENTS, fragments("b", 0, 0), fragments("d", 0, 1)], before=True)
@@ -223,7 +221,7 @@ def test_the_record_before_decides_who_hands_out() -> None:
 def test_the_record_before_of_private_fragments_comes_with_a_replica_that_has_it() -> None:
     both = [fragments("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, both) == [True]
-    [found] = plan([live("a", 0, range(8, 9)), *SURVIVORS[1:], live("d", 0, standby=True)], both, before=True).fetches
+    [found] = plan([live("a", 0, range(8, 9)), *SURVIVORS[1:], live("d", 0)], both, before=True).fetches
     assert (found.before, found.server) == (False, ("a", (0,)))  # rank 0 itself has none
     newest = [fragments("a", 2, 0, range(8, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, newest) == [False]

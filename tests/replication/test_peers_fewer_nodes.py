@@ -6,23 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.config import MemckptConfig, StorageConfig
 from tests.support.cluster.peers_lab import agent_of, fail, goes_on, peers_config, peers_job, start, told
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.sharded_cases import Setup, named
 from tests.support.cluster.sharded_lab import Death, noted, reference, results
 from tests.support.faults.frozen import differences
-from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 
 FSDP4, FSDP2, DDP4, DDP3 = Setup(world_size=4), Setup(world_size=2), Setup("ddp", 4), Setup("ddp", 3)
 slow = pytest.mark.slow
 #: So many steps are with peers when nodes are lost.
 AT = 6
-
-
-def as_standby(redo: str) -> MemckptConfig:
-    return config(redo, peers=MirrorConfig(copies=2, host="127.0.0.1"), storage=StorageConfig(every_steps=1000))
 
 
 def coded(data: int, tolerate: int, redo: str) -> MemckptConfig:
@@ -41,7 +36,6 @@ def coded(data: int, tolerate: int, redo: str) -> MemckptConfig:
         pytest.param(DDP4, DDP3, ("node1", "node2", "node3"), coded(2, 1, "lazy"), marks=slow),
         pytest.param(FSDP4, DDP3, ("node1", "node2", "node3"), coded(2, 1, "eager"), marks=slow),
         pytest.param(FSDP4, DDP3, ("node3", "node2", "node0"), coded(2, 1, "lazy"), marks=slow),
-        pytest.param(FSDP4, FSDP2, ("node0", "node3"), as_standby("eager"), marks=slow),
     ],
     ids=named,
 )

@@ -39,7 +39,7 @@ class Shelf:
         self.limit = limit
         self.rooms: list[MemoryRoom] = []
         self.fragment_store = FragmentStore("n", self.reserve, keeper)
-        self.fragment_store.begin("a1", 0, CODE)
+        self.fragment_store.begin_attempt("a1", 0, CODE)
 
     def reserve(self, nbytes: int) -> MemoryRoom:
         if nbytes > self.limit:
@@ -96,7 +96,7 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     assert [window.fragment(3, stripe) for stripe in (-1, 3, 1 << 62)] == [None] * 3
     assert window.fragment(4, 0) is None
     assert shelf.fragment_store.nbytes == sum(len(room.view) for room in shelf.rooms)
-    shelf.fragment_store.close()
+    shelf.fragment_store.drop_all()
     assert shelf.open_rooms == 0
 
 
@@ -123,7 +123,7 @@ def adopted(memory: Memory) -> FragmentStore:
     """Another holder, which maps the memory of one that has died."""
     assert memory.place is not None
     holder = FragmentStore("n", MemoryRoom, memory)
-    holder.adopt(memory.place.window, memory.place.unit, memory.mapped_again())
+    holder.take_over_window(memory.place.window, memory.place.unit, memory.mapped_again())
     return holder
 
 
@@ -144,19 +144,19 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
         shelf.put(record, stripes=2, content=bytes([record]))
     shelf.put(STATIC, stripes=3)
     expected = content(shelf.fragment_store)
-    shelf.fragment_store.leave()
+    shelf.fragment_store.unmap()
     holder = adopted(memory)
     assert content(holder) == expected
     assert holder.held(lambda window: None)[0].records == tuple(range(4, 4 + most))
     assert holder.held(lambda window: None)[0].steps == tuple(range(104, 104 + most))
     # The attempt goes on: what is sent once more is said once more, what follows takes the slot of the oldest.
-    holder.begin("a1", None, CODE, rejoined=True)
+    holder.begin_attempt("a1", None, CODE, rejoined=True)
     assert holder.open(records.window("g", CODE)) is None
     assert content(holder) == expected
     fragment, payload = sealed(4 + most, 0, 1, b"y" * 100)
     assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", 4 + most)
     assert holder.held(lambda window: None)[0].records == tuple(range(5, 5 + most))
-    holder.close()
+    holder.drop_all()
     assert memory.rooms == {}
 
 
@@ -167,9 +167,9 @@ def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> 
     for record in (3, 4):
         shelf.put(record, stripes=2, content=b"x")
     expected = content(shelf.fragment_store)
-    shelf.fragment_store.leave()
+    shelf.fragment_store.unmap()
     shelf.fragment_store = adopted(memory)
-    shelf.fragment_store.begin("a1", None, CODE, rejoined=True)
+    shelf.fragment_store.begin_attempt("a1", None, CODE, rejoined=True)
     window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     window._records[4].fragments[1][1][7] ^= 1  # a bit of what is kept
@@ -183,12 +183,12 @@ def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> 
     assert content(shelf.fragment_store) == expected
     other = shelf.put(4, stripes=2, content=b"y")
     assert isinstance(other[0], NotStored)
-    shelf.fragment_store.close()
+    shelf.fragment_store.drop_all()
 
 
 def drop_beyond(holder: FragmentStore) -> None:
-    holder.halt()
-    holder.begin("a2", 3, CODE)
+    holder.end_attempt()
+    holder.begin_attempt("a2", 3, CODE)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[F
     shelf.put(3)
     shelf.put(4, stripes=3)
     drop(shelf.fragment_store)
-    shelf.fragment_store.leave()
+    shelf.fragment_store.unmap()
     assert adopted(memory).held(lambda window: None)[0].records == (3,)
 
 
@@ -220,11 +220,11 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
     for stripe in range(present):
         fragment, payload = sealed(newest, stripe, 3, b"y" * STRIPE_BYTES)
         assert shelf.fragment_store.put(fragment, 0, payload) is None
-    shelf.fragment_store.leave()
+    shelf.fragment_store.unmap()
     holder = adopted(memory)
     first = 3 if present == 0 else 4
     assert holder.held(lambda window: None)[0].records == tuple(range(first, newest))
-    holder.begin("a1", None, CODE, rejoined=True)
+    holder.begin_attempt("a1", None, CODE, rejoined=True)
     # From its beginning: what is left of the first try does not count.
     for stripe in range(2):
         fragment, payload = sealed(newest, stripe, 3, b"z" * STRIPE_BYTES)
@@ -237,7 +237,7 @@ def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
     shelf.fragment_store.open(records.window("g", CODE))
-    shelf.fragment_store.leave()
+    shelf.fragment_store.unmap()
     memory.rooms[SLOTS] = MemoryRoom(100)
     with pytest.raises(ValueError, match="expected a room of"):
         adopted(memory)
@@ -381,7 +381,7 @@ def test_whatever_a_layout_is_it_is_taken_or_refused(records: Records, junk: byt
         answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), spec=spec))
         assert answer is None or isinstance(answer, NotStored)
         shelf.fragment_store.held(lambda window: None)
-    shelf.fragment_store.close()
+    shelf.fragment_store.drop_all()
     assert shelf.open_rooms == 0
 
 
@@ -417,7 +417,7 @@ def test_nothing_is_taken_outside_of_its_attempt(records: Records) -> None:
     assert isinstance(shelf.fragment_store.open(other), NotStored)
     shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3)
-    shelf.fragment_store.halt()
+    shelf.fragment_store.end_attempt()
     assert isinstance(shelf.fragment_store.open(records.window("h", CODE)), NotStored)
     assert isinstance(shelf.put(4)[0], NotStored)
     assert shelf.records() == [3]
@@ -429,11 +429,11 @@ def test_an_attempt_goes_on_with_what_it_builds_on(records: Records) -> None:
     for record in range(1, 6):
         shelf.put(record)
     shelf.put(STATIC)
-    shelf.fragment_store.begin("a2", 4, CODE)
+    shelf.fragment_store.begin_attempt("a2", 4, CODE)
     assert shelf.records() == [1, 2, 3, 4]
     assert isinstance(shelf.put(5)[0], NotStored)
     # One that starts over needs none of it, and may die before it is protected itself.
-    shelf.fragment_store.begin("a3", None, CODE)
+    shelf.fragment_store.begin_attempt("a3", None, CODE)
     assert shelf.records() == [1, 2, 3, 4]
     newer = msgspec.structs.replace(records.window("h", CODE), attempt="a3")
     shelf.fragment_store.open(newer)
@@ -456,10 +456,10 @@ def test_what_an_attempt_has_no_use_for_goes_where_there_is_no_room_for_both(rec
     shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3)
     newer = msgspec.structs.replace(records.window("h", CODE), attempt="a2")
-    shelf.fragment_store.begin("a2", 3, CODE)
+    shelf.fragment_store.begin_attempt("a2", 3, CODE)
     assert isinstance(shelf.fragment_store.open(newer), NotStored)  # the attempt may yet need what it goes on from
     assert shelf.records() == [3]
-    shelf.fragment_store.begin("a2", None, CODE)
+    shelf.fragment_store.begin_attempt("a2", None, CODE)
     assert shelf.fragment_store.open(newer) is None
     assert [one.window.generation for one in shelf.fragment_store.windows()] == ["h"]
 
@@ -483,7 +483,7 @@ def test_what_nobody_needs_any_more_goes(records: Records) -> None:
     shelf.fragment_store.watermark_advanced(7, whole=False)
     assert [one.window.generation for one in shelf.fragment_store.windows()] == ["h"]
     # Of another attempt, until all that this one has is protected.
-    shelf.fragment_store.begin("a2", 6, CODE)
+    shelf.fragment_store.begin_attempt("a2", 6, CODE)
     later = msgspec.structs.replace(newer, generation="i", attempt="a2", base=7)
     assert shelf.fragment_store.open(later) is None
     shelf.fragment_store.watermark_advanced(7, whole=False)

@@ -21,7 +21,6 @@ from tests.support.cluster.peers_lab import (
     goes_on,
     peers_config,
     peers_job,
-    standby_config,
     told,
 )
 from tests.support.cluster.sharded_cases import Setup
@@ -51,19 +50,19 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
 @pytest.mark.parametrize(
     ("setup", "config"),
     [
-        (Setup(), standby_config(2, "lazy")),
-        pytest.param(FSDP, standby_config(2, "lazy"), marks=slow),
+        (Setup(), peers_config(1, 1, "lazy")),
+        pytest.param(FSDP, peers_config(1, 1, "lazy"), marks=slow),
         pytest.param(DDP, peers_config(2, 2, "eager"), marks=slow),
-        pytest.param(FSDP, standby_config(2, "eager"), marks=slow),
-        pytest.param(FSDP, standby_config(3, "lazy"), marks=slow),
-        pytest.param(DDP, standby_config(2, "lazy"), marks=slow),
+        pytest.param(FSDP, peers_config(1, 1, "eager"), marks=slow),
+        pytest.param(FSDP, peers_config(1, 2, "lazy"), marks=slow),
+        pytest.param(DDP, peers_config(1, 1, "lazy"), marks=slow),
         pytest.param(DDP, peers_config(3, 1, "lazy"), marks=slow),
         pytest.param(HSDP, peers_config(2, 2, "lazy"), marks=slow),
-        pytest.param(HSDP, standby_config(2, "eager"), marks=slow),
+        pytest.param(HSDP, peers_config(1, 1, "eager"), marks=slow),
         pytest.param(FSDP, peers_config(2, 2, "eager"), marks=slow),
     ],
-    ids=["two nodes", "standby replicas", "private fragments, eager", "standby replicas, eager", "three copies",
-         "standby, ddp", "private fragments", "hsdp", "standby replicas, hsdp, eager", "fragments, eager"],
+    ids=["two nodes", "copies", "private fragments, eager", "copies, eager", "three copies",
+         "copies, ddp", "private fragments", "hsdp", "copies, hsdp, eager", "fragments, eager"],
 )  # fmt: skip
 def test_a_step_is_repeated_and_whatever_becomes_of_it_nothing_is_lost(
     lab: Lab, setup: Setup, config: MemckptConfig

@@ -75,7 +75,6 @@ WRONG_WINDOWS: dict[str, dict[str, Any]] = {
     "no tolerance": {"tolerate": 0},
     "much tolerance": {"tolerate": FAR},
     "private": {"private": True},
-    "for a standby replica": {"standby": True},
 }
 
 
@@ -254,9 +253,7 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(GotNone, NUMBERS, st.just("because")),
 )
 CHANGES = st.dictionaries(
-    st.sampled_from(
-        ["owner", "node", "index", "data", "tolerate", "base", "period", "kept", "every", "record_bytes", "standby"]
-    ),
+    st.sampled_from(["owner", "node", "index", "data", "tolerate", "base", "period", "kept", "every", "record_bytes"]),
     NUMBERS,
     min_size=1,
     max_size=2,
@@ -281,8 +278,6 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
             if isinstance(message, dict):
                 if isinstance(message.get("owner"), int):
                     message["owner"] = (message["owner"],)
-                if "standby" in message:
-                    message["standby"] = True
                 if "node" in message:
                     message["node"] = str(message["node"])
                 message = Open(node.window("c", **message))

@@ -17,7 +17,6 @@ import pytest
 from memckpt.agent.replication import own_replicator, peers
 from memckpt.agent.replication.handing_out import Standing
 from memckpt.agent.replication.peers import Peers
-from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.processes import helper_process
 from memckpt.processes.event_loop import EventLoop
@@ -53,11 +52,10 @@ class Desk:
         self.lost: list[str] = []
         self.places = {(0,): Place(), (1,): Place()}
         monkeypatch.setattr(own_replicator, "ReplicatorProcess", self._start)
-        standbys = StandbyReplicas("a", lambda key, message: None, lambda: 0)
         find: Any = self.places.get
         self.now = 100.0
         self.loop = EventLoop(clock=lambda: self.now)
-        self.peers = Peers(self.loop, find, find, lambda passed: None, self.lost.append, standbys)
+        self.peers = Peers(self.loop, find, find, lambda passed: None, self.lost.append)
 
     def _start(
         self, module: str, arguments: object, loop: object, received: Any, ended: Any, *watched: object
@@ -114,7 +112,7 @@ class FakeReplicator:
 
 
 LISTEN = Listen("a1", "a", "127.0.0.1", 0, None)
-JOB = PeerJob("a1", (PeerNode("a", FakeReplicator.address, ("a",)),), (), "erasure", 1, 1, "", True, None, 0.01, 0)
+JOB = PeerJob("a1", (PeerNode("a", FakeReplicator.address, ("a",)),), (), 1, 1, "", True, None, 0.01, 0)
 
 
 @pytest.fixture

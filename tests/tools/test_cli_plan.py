@@ -60,7 +60,7 @@ def test_the_table_has_each_scheme_and_the_recommended_configuration(monkeypatch
     assert result.exit_code == 0
     for expected in (
         "405B parameters on 2048 nodes of 8 GPUs, a step of 6 s, a failure every 3 h, 22%",
-        "torch.save", "async to disk", "memory", "copies", "(k, m)", "standby", "compressed", "log", "all (",
+        "torch.save", "async to disk", "memory", "copies", "(k, m)", "compressed", "log", "all (",
         "recommended: (k, m), k=8, m=2", "# YAML, for Hydra", "tolerate: 2", "peers=ErasureConfig(",
         "compressed: compression: expected DistributedDataParallel",
     ):  # fmt: skip

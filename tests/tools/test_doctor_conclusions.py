@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
+from memckpt.config import ErasureConfig, MemckptConfig
 from memckpt.session import policy as choice
 from memckpt_tools.doctor import checks, storage_checks
 from memckpt_tools.doctor import probes as facts
@@ -73,9 +73,9 @@ def test_the_driver_of_an_object_store() -> None:
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(checks.check_settings(""), checks.check_settings("MEMCKPT_SLOTS: no")) == ["ok", "problem"]
     assert facts.configured_peers() == (None, "")
-    monkeypatch.setenv("MEMCKPT_PEERS", "mirror")
-    assert facts.configured_peers() == (MirrorConfig(), "")
-    monkeypatch.setenv("MEMCKPT_PEERS_DATA", "4")
+    monkeypatch.setenv("MEMCKPT_PEERS", "erasure")
+    assert facts.configured_peers() == (ErasureConfig(), "")
+    monkeypatch.setenv("MEMCKPT_PEERS_DATA", "0")
     assert "MEMCKPT_PEERS_DATA" in facts.configured_peers()[1]
 
 
@@ -90,17 +90,16 @@ def test_the_erasure_code() -> None:
         # Copies and stripes without parity need no code.
         checks.check_erasure((), "", ErasureConfig(data=1, tolerate=2)),
         checks.check_erasure((), "", ErasureConfig(data=2, tolerate=1)),
-        checks.check_erasure((), "", MirrorConfig()),
         checks.check_erasure((), "", None),
     ]
-    assert outcomes(*found) == ["ok", "ok", "problem", "problem", "warning", "warning", "warning", "warning"]
+    assert outcomes(*found) == ["ok", "ok", "problem", "problem", "warning", "warning", "warning"]
     assert found[0].text == "isa_l_rs_cauchy, and 1 other"
     assert found[2].text == "shss is not available; available: isa_l_rs_cauchy, isa_l_rs_vand"
     assert "liberasurecode.so" in found[3].text
 
 
 def test_the_transport_of_peers() -> None:
-    curve, plain = MirrorConfig(), MirrorConfig(security="plain")
+    curve, plain = ErasureConfig(), ErasureConfig(security="plain")
     found = [
         checks.check_transport("4.3.5", True, "", curve),
         checks.check_transport("4.3.5", False, "", curve),

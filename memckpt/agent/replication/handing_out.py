@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memckpt.agent.group_state import GroupState
-from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import SendGeneration, StateTaken
-from memckpt.protocol.standby import CloseStandby
 from memckpt.state.records import Branch, RankGroup
 
 
@@ -62,16 +60,13 @@ class Standing(NamedTuple):
     history: tuple[Branch, ...]
 
 
-def stand_still(
-    ranks: RankGroup, message: Recover, standbys: StandbyReplicas, group: GroupState | None
-) -> Standing | str:
-    """Have the state of some ranks stand still, their own or that of their standby replica.
+def stand_still(ranks: RankGroup, message: Recover, group: GroupState | None) -> Standing | str:
+    """Have the state of some ranks of this node stand still.
 
     Args:
         ranks: the ranks.
         message: names the record, and whether the state before it is wanted, too.
-        standbys: standby replicas of this node.
-        group: the ranks' own state; None: they are not on this node.
+        group: their state; None: they are not on this node.
 
     Returns:
         The state; or why it cannot be had after that record, in words.
@@ -80,19 +75,10 @@ def stand_still(
         AgentError: it is not here.
     """
     record, behind = message.record, int(message.before)
-    standby = standbys.find(ranks, record, message.history, behind)
-    if standby is not None:
-        try:
-            return Standing(standby.stand_at(record, behind), standby.opened.history)
-        except AgentError as error:
-            if not behind:
-                standbys.close_one(CloseStandby(ranks, standby.opened.generation))
-            return f"the replica of ranks {list(ranks)}: {error}"
-    if behind and (group is None or group.generations.why_not_repeated(record)):
-        reason = group.generations.why_not_repeated(record) if group is not None else "no replica here has both"
-        return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
     if group is None:
-        raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+        raise AgentError(f"expected ranks {list(ranks)} on this node, to hand them out, found no state of them")
+    if behind and (reason := group.generations.why_not_repeated(record)):
+        return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
     return Standing(group.generations.stand_at(record, behind), group.history)
 
 

@@ -13,20 +13,16 @@ from memckpt.agent.replication.handing_out import by_value, hand_out, stand_stil
 from memckpt.agent.replication.own_records import OwnRecords
 from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.replication.recovery import Recovery
-from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.phases import PhasesPage
-from memckpt.memory.redo_news import RedoNews
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.messages import ReplicatorToAgent
 from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PhasesAre
 from memckpt.protocol.recovery import BadSourceSeen, Described, Filled, Recover, Recovered, RecoveryProgress
 from memckpt.protocol.replication import Deserted, GivenUp, GiveUp, StateMissed, TakeState, WatermarkAdvanced
-from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyRecord, StandbySkip
 from memckpt.protocol.status import PeersReport, PeersStatus
-from memckpt.state.records import HeldRecords, RankGroup
-from memckpt.state.spec import optimizers_of
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds without a report after which the replicator stands still; it reports every second.
@@ -42,7 +38,6 @@ class Peers:
         adopt: makes a group for ranks that are not here.
         watermark_advanced: called when the watermark has got further.
         lost: called with the reason when there is no replicator for a while, or for the rest of the attempt.
-        standbys: standby replicas of other nodes' ranks; belong to the caller.
 
     Attributes:
         watermark: the newest record that is acknowledged for every node of the job; None: no peers take part.
@@ -55,10 +50,8 @@ class Peers:
         adopt: Callable[[RankGroup], GroupState],
         watermark_advanced: Callable[[WatermarkAdvanced], None],
         lost: Callable[[str], None],
-        standbys: StandbyReplicas,
     ) -> None:
         self._clock = loop.clock
-        self._standbys = standbys
         self._group = group
         self._adopt = adopt
         self._tell_watermark = watermark_advanced
@@ -96,12 +89,7 @@ class Peers:
 
     def tell_own(self, nbytes: int) -> None:
         """Tell the replicator what memory base and log of this node's own ranks take, in bytes."""
-        self._replicator.tell_own(nbytes + self._standbys.nbytes)
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory of what is kept of other nodes' records, in fragments and in standby replicas."""
-        return self.kept_bytes + self._standbys.nbytes
+        self._replicator.tell_own(nbytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -132,15 +120,12 @@ class Peers:
 
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """Note a rank of the attempt, and what its model consists of."""
-        fingerprints = self._replicator.fingerprints
-        fingerprints[rank] = fingerprint
-        self._standbys.optimizers = frozenset[str]().union(*map(optimizers_of, fingerprints.values()))
+        self._replicator.fingerprints[rank] = fingerprint
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
         self._give_up_recovery("its attempt is over")
         self._replicator.begin_attempt()
-        self._standbys.halt()
         self._reported = self._job = self.watermark = None
         self._records.forget()
         self._given_up.clear()
@@ -171,14 +156,8 @@ class Peers:
         self._take_part(message)
 
     def _take_part(self, message: Join) -> None:
-        self._job = job = message.job
+        self._job = message.job
         self._replicator.planned = True
-        if not message.rejoin or self._standbys.attempt != job.attempt:
-            listen = self._replicator.told
-            assert listen is not None
-            if job.forget:
-                self._standbys.close()
-            self._standbys.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._records.forget()
@@ -195,15 +174,6 @@ class Peers:
             self._phases = PhasesPage.create(ranks)
             self._replicator.send(PhasesAre(), [self._phases.fd])
         return PhasesAre(position), self._phases.fd
-
-    def inventory_of_standbys(self) -> tuple[HeldRecords, ...]:
-        """What standby replicas on this node can produce of others' ranks."""
-        fingerprints = self._replicator.fingerprints
-
-        def fingerprint_of(ranks: RankGroup) -> tuple[str, ...] | None:
-            return next((fingerprints[rank] for rank in ranks if rank in fingerprints), None)
-
-        return self._standbys.inventory(fingerprint_of)
 
     # Records on their way to peers
 
@@ -274,7 +244,7 @@ class Peers:
         self._replicator.check()
         process = self._replicator.process
         for ranks in message.serve:
-            state = stand_still(ranks, message, self._standbys, self._group(ranks))
+            state = stand_still(ranks, message, self._group(ranks))
             if isinstance(state, str):
                 assert self._replicator.told is not None
                 done(Recovered(state, (BadSourceSeen(self._replicator.told.node, ranks, ""),)))
@@ -308,7 +278,6 @@ class Peers:
         match message:
             case WatermarkAdvanced():
                 self.watermark, self._newest = message.record, message
-                self._standbys.watermark_advanced(message.record, message.whole)
                 self._tell_watermark(message)
             case TakeState():
                 self._take_state(message.record)
@@ -317,29 +286,12 @@ class Peers:
             case GivenUp():
                 self._given_up.add(message.generation)
                 self._tell_watermark(self._newest)
-            case OpenStandby():
-                answer, fds = self._standbys.open(message)
-                self._replicator.send(answer, fds)
-            case StandbyRecord():
-                failed = self._standbys.record(message)
-                if failed is not None:
-                    self._replicator.send(failed)
-            case StandbySkip():
-                self._standbys.skip(message)
-            case CloseStandby():
-                self._standbys.close_one(message)
             case Described() | Filled() | RecoveryProgress():
                 if self._recovery is not None:
                     self._recovery.answered(message)
                     self._end_recovery()
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the replicator")
-
-    def standby_said(self, key: StandbyKey, message: RedoNews) -> None:
-        """Hear the redo thread of a standby replica."""
-        news = self._standbys.told(key, message)
-        if news is not None:
-            self._replicator.send(news)
 
     def replicator_died(self) -> None:
         """Give up what the replicator was doing."""

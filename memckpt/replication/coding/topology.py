@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from memckpt.config import DomainLevel, PeersConfig
+from memckpt.config import DomainLevel, ErasureConfig
 from memckpt.errors import ConfigurationError
 from memckpt.replication.coding.placement import Path, domains_suffice
 
@@ -41,7 +41,7 @@ class Level(NamedTuple):
     reason: str
 
 
-def find_domain(config: PeersConfig, node: str, environment: Mapping[str, str]) -> Domain:
+def find_domain(config: ErasureConfig, node: str, environment: Mapping[str, str]) -> Domain:
     """Where this node is: what is configured, or else MEMCKPT_RACK and MEMCKPT_ZONE, or else Slurm's switches.
 
     Of Slurm's way to the node, the innermost switch or block counts as its rack, the one around it as its zone.

@@ -9,7 +9,6 @@ from memckpt.errors import MemckptError
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, KeptWindow, Reserve, Room
-from memckpt.replication.keeping.record_store import RecordStore
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldFragments, RankGroup
 
@@ -18,8 +17,15 @@ _log = logging.getLogger("memckpt.replicator")
 MOST_WINDOWS = 8
 
 
-class FragmentStore(RecordStore):
-    """All fragments that a node keeps for others. Opens and drops windows as their owners and the watermark say.
+class FragmentStore:
+    """All fragments that a node keeps for others: a window for each generation. Belongs to the replicator's loop.
+
+    *When bytes may change.* A payload belongs to its caller again when :meth:`put` returns: it has been copied. A
+    record that was answered with :class:`Stored` does not change before it is dropped.
+
+    *Who drops what.* Windows of this attempt go when the watermark passes the base of a later one, or with the record
+    that their owner abandons. Windows of earlier attempts go when this attempt is whole. The process that owns the
+    memory outlives this one: :meth:`unmap` drops nothing.
 
     Args:
         node: its name.
@@ -43,6 +49,7 @@ class FragmentStore(RecordStore):
 
     @property
     def nbytes(self) -> int:
+        """Reserved memory, in bytes."""
         return sum(window.nbytes for window in self._windows.values())
 
     def windows(self) -> list[KeptWindow]:
@@ -53,10 +60,11 @@ class FragmentStore(RecordStore):
 
     # Attempts
 
-    def halt(self) -> None:
+    def end_attempt(self) -> None:
+        """Take nothing more until another attempt begins."""
         self._attempt = self._code = None
 
-    def adopt(self, window: Window, unit: int, rooms: Mapping[int, Room]) -> None:
+    def take_over_window(self, window: Window, unit: int, rooms: Mapping[int, Room]) -> None:
         """Take over what a process that has died kept of a generation.
 
         Args:
@@ -70,7 +78,17 @@ class FragmentStore(RecordStore):
         kept = KeptWindow(window, unit, self._reserve, self._keeper, rooms)
         self._windows[window.owner, window.generation] = kept
 
-    def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
+    def begin_attempt(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
+        """Take fragments of an attempt, which goes on behind `record`, or uses nothing of what is here (None).
+
+        What is of no use to it stays until all of it is protected: it may end before, and another one find better use.
+
+        Args:
+            attempt: its nonce.
+            record: the record behind which the attempt goes on.
+            code: the code of its fragments; belongs to the caller, and is not used after the attempt.
+            rejoined: whether the attempt has begun before, with another process, whose memory this is.
+        """
         self._attempt, self._code = attempt, code
         self.watermark = record or 0
         if rejoined:
@@ -80,23 +98,26 @@ class FragmentStore(RecordStore):
             for window in self.windows():
                 window.drop_beyond(record)
 
-    def close(self) -> None:
-        """Drop all that is kept."""
+    def drop_all(self) -> None:
+        """Drop all that is kept: nobody wants it."""
         for window in self.windows():
-            self._forget(window)
+            self._drop(window)
 
-    def leave(self) -> None:
+    def unmap(self) -> None:
+        """Unmap everything; its keeper keeps it."""
+        self.end_attempt()
         for window in self.windows():
-            window.leave()
+            window.unmap()
         self._windows.clear()
 
-    def _forget(self, window: KeptWindow) -> None:
+    def _drop(self, window: KeptWindow) -> None:
         del self._windows[window.window.owner, window.window.generation]
         window.close()
 
     # What owners say
 
     def open(self, window: Window) -> NotStored | None:
+        """Make room for a generation, or begin it anew; an answer only if there is no room."""
         key = window.owner, window.generation
         if window.attempt != self._attempt or self._code is None:
             return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here", True)
@@ -104,7 +125,7 @@ class FragmentStore(RecordStore):
         if known is not None and known.window == window:
             return None  # the owner has lost sight of what is here, and sends it once more
         if known is not None:
-            self._forget(known)
+            self._drop(known)
         count = sum(one.window.owner == window.owner and one.window.attempt == self._attempt for one in self.windows())
         if count >= MOST_WINDOWS:
             return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows", True)
@@ -126,7 +147,7 @@ class FragmentStore(RecordStore):
                 raise
             _log.warning("dropping fragments of an earlier attempt, which this one does not use: %s", error)
             for one in former:
-                self._forget(one)
+                self._drop(one)
             return KeptWindow(window, unit, self._reserve, self._keeper)
 
     def keep_own(self, window: Window, code: Code) -> KeptWindow:
@@ -139,7 +160,7 @@ class FragmentStore(RecordStore):
         Raises:
             MemckptError: there is none.
         """
-        self.let_go_of(window.owner, window.generation)
+        self.drop_generation(window.owner, window.generation)
         kept = KeptWindow(window, code.fragment_bytes(STRIPE_BYTES), self._reserve, self._keeper)
         self._windows[window.owner, window.generation] = kept
         return kept
@@ -148,13 +169,14 @@ class FragmentStore(RecordStore):
         """Whether a window is of this node's own ranks."""
         return window.window.node == self._node
 
-    def let_go_of(self, owner: RankGroup, generation: str) -> None:
+    def drop_generation(self, owner: RankGroup, generation: str) -> None:
         """Drop a generation that is not needed any more."""
         window = self._windows.get((owner, generation))
         if window is not None:
-            self._forget(window)
+            self._drop(window)
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
+        """Copy a fragment; the answer that its owner is to get, if any."""
         key = fragment.owner, fragment.generation
         window = self._windows.get(key)
         if window is None or window.window.attempt != self._attempt or self._code is None:
@@ -170,14 +192,21 @@ class FragmentStore(RecordStore):
             return NotStored(*key, fragment.record, str(error))
 
     def abandon(self, owner: RankGroup, generation: str, record: int) -> None:
+        """Drop what has come of a record of which no more comes."""
         window = self._windows.get((owner, generation))
         if window is None:
             return
         window.abandon(record)
         if window.window.cut and not window.records():
-            self._forget(window)  # another state is sent instead
+            self._drop(window)  # another state is sent instead
 
     def watermark_advanced(self, watermark: int, whole: bool) -> None:
+        """Drop what is not needed any more.
+
+        Args:
+            watermark: the newest record that is acknowledged for every node, as far as is known here.
+            whole: whether every node is protected by windows of this attempt.
+        """
         self.watermark = max(self.watermark, watermark)
         # Beyond the base: that itself was acknowledged before, where a generation begins because its agent was lost.
         newest = {
@@ -189,22 +218,20 @@ class FragmentStore(RecordStore):
             told = window.window
             if told.attempt != self._attempt:
                 if whole:
-                    self._forget(window)
+                    self._drop(window)
             elif told.cut:
                 if told.base < self.watermark:
-                    self._forget(window)  # a later state is with all its holders, or records reach further
+                    self._drop(window)  # a later state is with all its holders, or records reach further
             elif told.base < newest.get(told.owner, told.base):
-                self._forget(window)
+                self._drop(window)
             else:
                 # One more than a state takes, for who repeats a step: where a slot is needed, the oldest goes first.
                 window.drop_up_to(self.watermark - told.period * told.every - (not window.snapshots))
 
-    def forget_before(self, owner: RankGroup, base: int) -> None:
-        """Drop an owner's generations of this attempt that begin before `base`."""
-        for window in self.windows():
-            told = window.window
-            if told.owner == owner and told.attempt == self._attempt and told.base < base and not told.cut:
-                self._forget(window)
+    def kept(self) -> tuple[tuple[str, RankGroup, int], ...]:
+        """Node, ranks and newest record of all that is kept for other nodes."""
+        others = [one for one in self.windows() if not self.keeps_for_itself(one)]
+        return tuple((one.window.node, one.window.owner, max(records)) for one in others if (records := one.records()))
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldFragments, ...]:
         """Description of all that is kept, for the plan."""

@@ -269,7 +269,7 @@ class KeptWindow:
         for slot in list(self._rooms):
             self._remove_room(slot)
 
-    def leave(self) -> None:
+    def unmap(self) -> None:
         """Unmap the memory; its keeper keeps it."""
         self._records.clear()
         for room in self._rooms.values():

@@ -126,7 +126,7 @@ class FragmentMemory:
             told, _ = next(iter(rooms.values()))
             try:
                 window = msgspec.msgpack.decode(told.window, type=Window)
-                store.adopt(window, told.unit, {slot: room for slot, (_, room) in rooms.items()})
+                store.take_over_window(window, told.unit, {slot: room for slot, (_, room) in rooms.items()})
             except (MemckptError, ValueError) as error:
                 _log.error("fragments of ranks %s are dropped: %s", list(told.owner), error)
                 for slot in rooms:

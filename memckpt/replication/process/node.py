@@ -12,6 +12,7 @@ from memckpt.memory.region import Region
 from memckpt.protocol.peers import PeerJob
 from memckpt.protocol.replication import GiveUp, SendGeneration, SendRecord, TakeState, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.keeping.watermark import Leader
@@ -24,7 +25,6 @@ from memckpt.replication.process.node_plan import NodePlan
 from memckpt.replication.process.own_generations import OwnGenerations
 from memckpt.replication.process.pump import Pump
 from memckpt.replication.process.run_ahead import RunAhead
-from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.process.states_by_value import StatesByValue
 from memckpt.replication.transport.transport import Transport
 from memckpt.replication.transport.wire import (
@@ -49,7 +49,7 @@ class ReplicationNode:
     Args:
         node: name of this node.
         job: the plan of the attempt.
-        feed: keeps other nodes' fragments, and passes on what is for standby replicas; belongs to the caller.
+        store: keeps other nodes' fragments; belongs to the caller.
         transport: belongs to the caller.
         watermark_advanced: told when the watermark has got further, or protection has changed.
         rejoined: whether the node has taken part before, and has lost what its own records were on their way to.
@@ -72,7 +72,7 @@ class ReplicationNode:
         self,
         node: str,
         job: PeerJob,
-        feed: StandbyFeed,
+        store: FragmentStore,
         transport: Transport,
         watermark_advanced: Callable[[WatermarkAdvanced], None],
         rejoined: bool = False,
@@ -81,7 +81,7 @@ class ReplicationNode:
         start = job.record or 0
         self.job = job
         self.plan = plan = NodePlan(node, job)
-        self.feed = feed
+        self.store = store
         self.transport = transport
         self.mail = Mail(node, plan.addresses, transport)
         self.refused: Counter[str] = Counter()
@@ -99,11 +99,11 @@ class ReplicationNode:
         self.cuts: StatesByValue | None = None
         if job.cadence and ask is not None:
             senders = {ranks: self._make_sender(ranks, 0) for ranks in plan.own}
-            self.cuts = StatesByValue(plan, self._code, feed.fragment_store, senders, ask)
+            self.cuts = StatesByValue(plan, self._code, store, senders, ask)
         self._pump = Pump(self.all_senders, self.pacer)
         if job.forget and not rejoined:
-            feed.forget()
-        feed.begin(job.attempt, job.record, self._code, rejoined)
+            store.drop_all()
+        store.begin_attempt(job.attempt, job.record, self._code, rejoined)
         self._generations = OwnGenerations(plan)
         cadence = Cadence() if self.cuts is not None else None
         self.leader = Leader(list(plan.addresses), start, cadence) if plan.leads else None
@@ -172,15 +172,15 @@ class ReplicationNode:
             return
         match message:
             case Open():
-                refusal = self.feed.open(message.window)
+                refusal = self.store.open(message.window)
                 if refusal is not None:
                     self.mail.send(peer, refusal)
             case Put():
-                answer = self.feed.put(message.fragment, message.step, payload)
+                answer = self.store.put(message.fragment, message.step, payload)
                 if answer is not None:
                     self.mail.send(peer, answer)
             case Abandon():
-                self.feed.abandon(message.owner, message.generation, message.record)
+                self.store.abandon(message.owner, message.generation, message.record)
             case Stored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:
@@ -224,7 +224,7 @@ class ReplicationNode:
             return
         self.watermark = watermark
         self._run_ahead.beyond |= watermark.waits_suspended or watermark.every > 0
-        self.feed.watermark_advanced(watermark.record, watermark.whole)
+        self.store.watermark_advanced(watermark.record, watermark.whole)
         for sender in self._senders.values():
             sender.watermark_advanced(watermark.record)
             self._forget_virtual(sender)

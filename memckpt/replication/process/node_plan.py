@@ -89,7 +89,6 @@ class NodePlan:
             static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
-            standby=self.job.scheme == "mirror" and not (private or cut) and spec.mode != "snapshot",
             cut=cut,
         )
 
@@ -105,8 +104,6 @@ class NodePlan:
                     return f"private={window.private} is not as planned"
                 if window.cut and (window.private or not job.cadence):
                     return "no state by value of it is planned"
-                if window.standby and (window.private or job.scheme != "mirror"):
-                    return "no standby replica of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:

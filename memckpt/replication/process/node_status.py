@@ -17,19 +17,18 @@ def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStat
     """
     job = node.job
     senders = node.senders
-    code = f"k={job.data}, m={job.tolerate}" if job.data > 1 else f"{job.tolerate + 1} copies"
     sizes = [sender.last_record_bytes for sender in senders if sender.last_record_bytes is not None]
     pace = node.pacer.state()
     return PeersStatus(
-        scheme=f"mirror, {job.tolerate + 1} copies" if job.scheme == "mirror" else f"erasure code, {code}",
+        scheme=f"erasure code, k={job.data}, m={job.tolerate}" if job.data > 1 else f"{job.tolerate + 1} copies",
         security=security,
         ack="wait" if job.wait else "proceed",
         watermark=node.watermark.record if node.watermark.record else None,
         acknowledged=tuple((sender.ranks, record) for sender in senders if (record := _newest_of(node, sender))),
         protected=node.watermark.whole,
         problem=_problem(node),
-        held_bytes=node.feed.nbytes,
-        kept=node.feed.kept(),
+        held_bytes=node.store.nbytes,
+        kept=node.store.kept(),
         links=_links(node),
         bytes_sent=node.transport.bytes_sent,
         bytes_per_record=float(sum(sizes)) if sizes else None,
@@ -66,8 +65,7 @@ def _links(node: ReplicationNode) -> tuple[PeerLinkStatus, ...]:
 def _problem(node: ReplicationNode) -> str:
     """Why not every node can be lost, in words; empty if each can."""
     if node.watermark.whole:
-        problem = node.feed.problem
-        return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
+        return ""
     if node.deserted:
         return f"training goes on without the peers of this node: {node.deserted}"
     for sender in node.all_senders:

@@ -38,7 +38,6 @@ from memckpt.protocol.replication import (
     StateTaken,
     WatermarkAdvanced,
 )
-from memckpt.protocol.standby import OpenStandby, StandbyApplied, StandbyFailed, StandbyOpened, StandbyRefused
 from memckpt.protocol.status import PeersReport
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
@@ -48,7 +47,6 @@ from memckpt.replication.process.fragment_memory import FragmentMemory
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.node_status import describe
 from memckpt.replication.process.serving import Question
-from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
@@ -85,7 +83,7 @@ class Replicator:
         self._loop.each_turn(self._work, self._deadline)
         self._transport: Transport | None = None
         self._node = ""
-        self._feed: StandbyFeed | None = None
+        self._store: FragmentStore | None = None
         self._member: ReplicationNode | None = None
         self._memory = FragmentMemory(channel)
         self._answering = Answering()
@@ -122,8 +120,8 @@ class Replicator:
             self._member.work(now)
             self._report(now)
         self._fetching.tend(now)
-        if self._member is not None and self._feed is not None:
-            self._answering.work(self._member.mail, self._feed.fragment_store)
+        if self._member is not None and self._store is not None:
+            self._answering.work(self._member.mail, self._store)
         for news in self._fetching.take_news():
             self._channel.send(news)
 
@@ -157,8 +155,8 @@ class Replicator:
     def close(self) -> None:
         """Close everything; what is kept for others stays with the agent."""
         self._leave()
-        if self._feed is not None:
-            self._feed.leave()
+        if self._store is not None:
+            self._store.unmap()
         self._memory.close()
         self._loop.close()
 
@@ -180,8 +178,8 @@ class Replicator:
             self._transport.unregister(self._poller)
             self._transport.close()
             self._transport = None
-        if self._feed is not None:
-            self._feed.halt()
+        if self._store is not None:
+            self._store.end_attempt()
 
     # What the agent says
 
@@ -230,13 +228,6 @@ class Replicator:
             case Halt():
                 self._leave()
                 self._channel.send(Halted())
-            case StandbyOpened() | StandbyRefused():
-                if self._feed is not None:
-                    self._feed.answered(message, regions)
-            case StandbyApplied() | StandbyFailed():
-                if self._member is not None and self._feed is not None:
-                    for node, answer in self._feed.heard(message):
-                        self._member.mail.send(node, answer)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
@@ -253,23 +244,22 @@ class Replicator:
         self._loop.beat_seconds = look_seconds(message.liveness_seconds)
         if self._agent is not None:
             self._agent.limit = message.liveness_seconds
-        if self._feed is None:
-            fragment_store = FragmentStore(message.node, self._memory.reserve, self._memory)
-            self._feed = StandbyFeed(fragment_store, self._ask_for_standby, self._channel.send)
-            self._memory.hand_over(fragment_store)
+        if self._store is None:
+            self._store = FragmentStore(message.node, self._memory.reserve, self._memory)
+            self._memory.hand_over(self._store)
         self._transport = Transport(message.node, Endpoint(message.host, message.port), keys=keys)
         self._channel.send(Listening(self._transport.address))
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None
-        assert self._feed is not None
+        assert self._store is not None
         if self._member is not None:
             self._fetching.stop()  # with the member goes its code, by which readers decode
             self._member.close()
         self._member = ReplicationNode(
             self._node,
             message.job,
-            self._feed,
+            self._store,
             self._transport,
             self._tell_watermark,
             message.rejoin,
@@ -283,13 +273,8 @@ class Replicator:
 
     def _tell_watermark(self, advanced: WatermarkAdvanced) -> None:
         if advanced.whole:
-            # All have what they restore, and the agent drops standby replicas of earlier attempts.
-            self._answering.serving.close()
+            self._answering.serving.close()  # all have what they restore
         self._channel.send(advanced)
-
-    def _ask_for_standby(self, message: OpenStandby) -> None:
-        """Have the agent make room; it takes its time for that, and the loop goes on."""
-        self._channel.send(message)
 
     def _report(self, now: float) -> None:
         """Tell the agent how things are, now and then."""
@@ -302,7 +287,7 @@ class Replicator:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 
-        return () if self._feed is None else self._feed.fragment_store.held(fingerprint_of)
+        return () if self._store is None else self._store.held(fingerprint_of)
 
     def _send_generation(self, message: SendGeneration, regions: list[Region]) -> None:
         if message.serve:
@@ -371,8 +356,8 @@ class Replicator:
 
     def _answer(self, peer: str, question: Question) -> None:
         assert self._member is not None
-        assert self._feed is not None
+        assert self._store is not None
         if self._answering.add(peer, question):
-            self._answering.answer(peer, self._member.mail, self._feed.fragment_store)
+            self._answering.answer(peer, self._member.mail, self._store)
         else:
             self._member.refuse(f"{peer}: more than {MOST_QUESTIONS} questions whose answers it does not take")

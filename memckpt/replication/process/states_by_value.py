@@ -202,7 +202,7 @@ class StatesByValue:
 
     def _let_go(self, ranks: RankGroup, records: Sequence[int]) -> None:
         for record in records:
-            self._fragment_store.let_go_of(ranks, self._kept[ranks].pop(record))
+            self._fragment_store.drop_generation(ranks, self._kept[ranks].pop(record))
 
     def miss(self, record: int, problem: str) -> None:
         """Note that a state was not copied, or that there is no room for it."""

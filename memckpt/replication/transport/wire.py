@@ -32,7 +32,6 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
-        standby: the holder is to redo the records on a replica of its own, rather than keep them.
         cut: it is the state after `base` alone, cut into T virtual records, and no record follows.
     """
 
@@ -53,7 +52,6 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
-    standby: bool = False
     cut: bool = False
 
 

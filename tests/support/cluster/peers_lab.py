@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.recovery import Recover, Recovered
@@ -108,12 +108,6 @@ def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) 
     own = ("ack", "cadence", "rate_bytes_per_second", "ack_timeout_seconds", "recovery_patience_seconds")
     ours = {name: settings.pop(name) for name in own if name in settings}
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
-
-
-def standby_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
-    """Replicas on other nodes of the loopback."""
-    ours = {name: settings.pop(name) for name in ("ack",) if name in settings}
-    return config(redo, peers=MirrorConfig(copies=copies, host="127.0.0.1", **ours), **settings)
 
 
 def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) -> PeersJob:
@@ -386,8 +380,7 @@ def damage(pid: int, every: int = 1) -> int:
 
 def start(lab: Lab, job: PeersJob) -> list[int]:
     """Run the attempt; returns the exit codes of its ranks."""
-    standbys = job.config is not None and isinstance(job.config.peers, MirrorConfig)
-    if job.config is not None and (job.config.redo == "eager" or standbys or job.network is not None):
+    if job.config is not None and (job.config.redo == "eager" or job.network is not None):
         revive_agents(lab, job)
     return run(lab, job, train)
 

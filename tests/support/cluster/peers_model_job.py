@@ -20,7 +20,6 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.node import ReplicationNode
-from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import Window, decode
 from memckpt.state.records import Branch, HeldFragments
 from tests.support.cluster.peers_model import (
@@ -220,7 +219,6 @@ class Job:
             attempt=nonce,
             nodes=tuple(PeerNode(name, "", (name,)) for name in names),
             units=tuple(PeerUnit(index, unit, self.setting.private) for index, unit in enumerate(places)),
-            scheme="erasure",
             data=self.setting.data,
             tolerate=self.setting.tolerate,
             backend="isa_l_rs_cauchy",
@@ -232,7 +230,7 @@ class Job:
         )
         self.close_members()
         for unit, node in places.items():
-            node.fragment_store.halt()
+            node.fragment_store.end_attempt()
             if node.name not in hear:
                 continue
             if record is None:
@@ -263,14 +261,12 @@ class Job:
                     self._allow(unit)
 
         job = msgspec.structs.replace(self.job, record=record)
-        unused: Any = None  # there are no standby replicas
-        feed = StandbyFeed(node.fragment_store, unused, unused)
         self.ordered.pop(node.name, None)
 
         def ask(message: TakeState) -> None:
             self.ordered[node.name] = message.record
 
-        self.members[node.name] = ReplicationNode(node.name, job, feed, port, passed, rejoined, ask)
+        self.members[node.name] = ReplicationNode(node.name, job, node.fragment_store, port, passed, rejoined, ask)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -429,7 +425,7 @@ class Job:
     def lose_agent(self, node: Node) -> None:
         """Lose the agent, its replicator and the fragments. Trainers find another agent, and begin generations."""
         self.emptied.add(node.name)
-        node.fragment_store.close()
+        node.fragment_store.drop_all()
         node.fragment_store = FragmentStore(node.name, Memory)
         self._restart(node)
         mine = [unit for unit, other in self.places.items() if other is node]

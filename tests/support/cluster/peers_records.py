@@ -228,7 +228,7 @@ class Node:
 
     def close(self) -> None:
         self.serving.close()
-        self.fragment_store.close()
+        self.fragment_store.drop_all()
 
 
 def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool = False) -> None:
@@ -236,7 +236,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
     told: deque[tuple[str, WireMessage | None]] = deque()
     by_name = {node.name: node for node in nodes}
     for node in nodes:
-        node.fragment_store.begin("a1", 0, code)
+        node.fragment_store.begin_attempt("a1", 0, code)
 
     def send(peer: str, message: WireMessage, payload: Bytes) -> None:
         told.append((peer, by_name[peer].take(message, payload)))

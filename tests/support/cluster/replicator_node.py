@@ -10,14 +10,12 @@ import msgspec
 
 from memckpt.protocol.peers import Join, PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.replication import SendGeneration
-from memckpt.protocol.standby import OpenStandby
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.replicator import Replicator
-from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
     Put,
@@ -104,10 +102,6 @@ class Wire:
             os.close(end)
 
 
-def refuse_standby(message: OpenStandby) -> None:
-    raise AssertionError("no standby replica was planned")
-
-
 class Node:
     """The replicator of one of three nodes, one rank on each; k = 2 and m = 1: each keeps a fragment of both others."""
 
@@ -117,14 +111,13 @@ class Node:
         self.line, self.wire = Line(), Wire()
         self.replicator = Replicator(self.wire)  # type: ignore[arg-type]
         self.fragment_store = FragmentStore(name, MemoryRoom)
-        self.replicator._feed = StandbyFeed(self.fragment_store, refuse_standby, self.wire.send)
+        self.replicator._store = self.fragment_store
         self.replicator._node = name
         self.replicator._transport = self.line  # type: ignore[assignment]
         self.job = PeerJob(
             attempt="a1",
             nodes=tuple(PeerNode(one, "tcp://127.0.0.1:1", (one,)) for one in NODES),
             units=tuple(PeerUnit(index, (index,), False) for index in range(3)),
-            scheme="erasure",
             data=2,
             tolerate=1,
             backend="",

@@ -17,7 +17,7 @@ from torch import nn
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
-from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.config.arguments import with_environment
 from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
 from memckpt.errors import ConfigurationError
@@ -332,8 +332,8 @@ def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monk
     assert with_environment(None, None, MemckptConfig(storage=None)).config.storage is None
     assert found.config.peers is None
     monkeypatch.setenv(DRILL_NODES, "4")
-    mirror = MirrorConfig(copies=2)
-    assert with_environment(None, None, MemckptConfig(peers=mirror)).config.peers == mirror
+    copies = ErasureConfig(data=1, tolerate=2)
+    assert with_environment(None, None, MemckptConfig(peers=copies)).config.peers == copies
     assert not DrillOrders(tmp_path, 4).lent_peers
     lent = with_environment(None, None, None).config
     assert lent.peers == ErasureConfig(data=3, tolerate=1)

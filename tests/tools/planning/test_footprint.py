@@ -12,7 +12,6 @@ from memckpt.config import (
     CompressionConfig,
     ErasureConfig,
     HalfPrecision,
-    MirrorConfig,
     PowerSGD,
     Quantized8,
     RandomK,
@@ -96,13 +95,6 @@ def test_windows_of_other_nodes_are_what_holders_reserve(data: int, tolerate: in
     captured = sizes_of(a_spec("snapshot", 1, 3), private=False)
     reserved = (data + tolerate - 1) * captured.kept * captured.stripes * STRIPE_BYTES / data
     assert kept_for_others_bytes("snapshot", peers, held(8, 3)) == pytest.approx(reserved, rel=0.02)
-
-
-def test_a_standby_replica_is_an_eager_generation_with_two_more_slots() -> None:
-    layout = Layout(a_spec("eager", 8, 5))
-    kept = kept_for_others_bytes("lazy", MirrorConfig(copies=2), held(8, 3))
-    assert kept == pytest.approx(layout.total_bytes, rel=0.01)
-    assert kept_for_others_bytes("lazy", MirrorConfig(copies=3), held(8, 3)) == pytest.approx(2 * kept)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, TopK
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, TopK
 from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
 from memckpt.planning.intervals import ettr_asynchronous, wall_seconds
@@ -101,7 +101,7 @@ def test_the_plan_of_llama_3() -> None:
     plan = make_plan(LLAMA)
     names = [one.scheme.name for one in plan.rows]
     assert names == [
-        "none", "torch.save", "async to disk", "memory", "copies", "(k, m)", "standby", "compressed", "log",
+        "none", "torch.save", "async to disk", "memory", "copies", "(k, m)", "compressed", "log",
     ]  # fmt: skip
     assert plan.recommended is not None
     config = plan.recommended.config
@@ -205,7 +205,7 @@ def test_the_anchor_period_of_compressed_gradients_is_the_sessions() -> None:
 CONFIGS = [
     MemckptConfig(),
     MemckptConfig(redo="lazy", peers=ErasureConfig(data=4, tolerate=2, rate_bytes_per_second=1e9)),
-    MemckptConfig(peers=MirrorConfig(copies=3), agent=AgentConfig(memory_budget_bytes=1 << 30)),
+    MemckptConfig(peers=ErasureConfig(data=1, tolerate=2), agent=AgentConfig(memory_budget_bytes=1 << 30)),
     MemckptConfig(storage=None),
     MemckptConfig(compression=TopK(ratio=0.02), storage=StorageConfig(mode="log", overhead=1e-5, url="a: 'b' \"c\"")),
 ]
