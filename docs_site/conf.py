@@ -43,7 +43,14 @@ SECTIONS = {
         "docs/recipes/kubernetes",
         "docs/recipes/ray",
     ],
-    "Reference": ["docs/reference/settings", "docs/reference/commands", "docs/reference/interface"],
+    "Reference": [
+        "docs/reference/settings",
+        "docs/reference/commands",
+        "docs/reference/messages",
+        "docs/reference/events",
+        "docs/reference/metrics",
+        "docs/reference/interface",
+    ],
     "Project": ["docs/design", "CONTRIBUTING", "CHANGELOG"],
 }
 
@@ -75,6 +82,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(accelerate|argparse|collections|lightning|numpy|omegaconf|os|pathlib|torch|transformers|typing)\..*"),
     ("py:.*", r"memckpt\.(capture|compression|config|recovery|session|state|storage)\.\w+\..*"),
     ("py:.*", r".*\.?(LoaderT|ResumeChoice|Parts)"),
+    # A piece of `tuple[str, ...]` as Sphinx splits the type of a field that has a default.
+    ("py:.*", r"tuple\[\w+"),
 ]
 
 html_theme = "furo"

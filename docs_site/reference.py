@@ -1,4 +1,7 @@
-"""The reference pages, made from the code as Markdown: settings from their dataclasses, commands from the Typer app.
+"""The reference pages, made from the code as Markdown.
+
+Settings come from their dataclasses, commands from the Typer app, events from their structs, metrics and messages from
+the source.
 
 A page has a comment such as ``<!-- made: settings -->`` where its text goes; :mod:`docs_site.conf` puts it there.
 Nothing here imports Sphinx, so that fast tests check what the pages say.
@@ -6,20 +9,25 @@ Nothing here imports Sphinx, so that fast tests check what the pages say.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import re
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import typer.core
 import typer.main
 
+from docs_site.messages import ERRORS, FRAMEWORKS_ERRORS, LINE, ROOT, Message, all_messages
 from memckpt.cli.main import app
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.config.settings import Setting, alternatives, describe_settings
+from memckpt.errors import MemckptError
+from memckpt.journal.events import AnyEvent
 
 #: Parts of the tree that a page shows under headings of their own, and the classes that hold them.
 PARTS: dict[str, tuple[type, ...]] = {
@@ -207,7 +215,112 @@ def _is_error(thing: object) -> bool:
     return inspect.isclass(thing) and issubclass(thing, BaseException)
 
 
-MADE: dict[str, Callable[[], str]] = {"settings": settings, "commands": commands, "interface": interface}
+def messages() -> str:
+    """Every error by its class, with what it derives from, then every line of the log, by module."""
+    by_kind: dict[str, list[Message]] = defaultdict(list)
+    for message in all_messages():
+        by_kind[message.kind].append(message)
+    lines: list[str] = []
+    for name, kind in ERRORS.items():
+        bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+        lines += [f"## `{name}`", "", f"{_first_line(kind)} Derives from {bases}.", ""]
+        lines += [*_listed(by_kind[name]), ""]
+    for name in FRAMEWORKS_ERRORS:
+        lines += [f"## `{name}`", "", "An error of Lightning, raised by the callback.", "", *_listed(by_kind[name]), ""]
+    lines += ["## Lines of the log", "", *_listed(by_kind[LINE]), ""]
+    return "\n".join(lines)
+
+
+def _listed(found: list[Message]) -> Iterator[str]:
+    for message in sorted(found, key=lambda each: (each.module, each.shown)):
+        yield f"- ``{message.shown}`` (`{message.module}`)"
+
+
+def exit_statuses() -> str:
+    """A table of exit statuses, with the errors of each and what they mean."""
+    by_status: dict[int, list[type[MemckptError]]] = defaultdict(list)
+    for kind in ERRORS.values():
+        if kind is MemckptError or kind.exit_code != MemckptError.exit_code:
+            by_status[kind.exit_code].append(kind)
+    lines = ["| status | error | meaning |", "|---:|---|---|"]
+    for status, kinds in sorted(by_status.items()):
+        meaning = "Any other error." if kinds == [MemckptError] else _first_line(kinds[0])
+        lines.append(f"| {status} | {', '.join(f'`{kind.__name__}`' for kind in kinds)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def events() -> str:
+    """Every event of a journal with its fields."""
+    lines: list[str] = []
+    for part in typing.get_args(AnyEvent):
+        for kind in typing.get_args(part) or (part,):
+            text, _, described = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+            meant = {name: words for names, words in _entries(described) for name in names}
+            lines += [f"## `{kind.__struct_config__.tag}`", "", _plain(text), ""]
+            lines += [f"- `{name}`{_colon(meant.get(name, ''))}" for name in kind.__struct_fields__]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _entries(described: str) -> Iterator[tuple[list[str], str]]:
+    for entry in re.split(r"\n(?=    \w)", described):
+        names, _, words = entry.partition(": ")
+        yield names.strip().split(", "), _plain(" ".join(words.split()))
+
+
+def _plain(text: str) -> str:
+    """A docstring's text without roles."""
+    return re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("\n", " ")
+
+
+def _colon(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def metrics() -> str:
+    """Every metric of an agent: families as ``families.py`` makes them."""
+    lines = ["| metric | kind | meaning |", "|---|---|---|"]
+    tree = ast.parse((ROOT / "memckpt/agent/metrics/families.py").read_text())
+    lines += sorted(row for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for row in _families(node))
+    return "\n".join(lines)
+
+
+_KINDS = {"gauge": "gauge", "gauges": "gauge", "counter": "counter", "counters": "counter", "info": "info"}
+_SUFFIXES = {"counter": "_total", "info": "_info"}
+
+
+def _families(function: ast.FunctionDef) -> Iterator[str]:
+    """Rows for the families that a function makes, by its calls of ``make`` or of a family's class."""
+    texts = {
+        target.id: node.value.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and len(node.args) > 1:
+            given = [
+                each.value if isinstance(each, ast.Constant) else texts.get(ast.unparse(each)) for each in node.args
+            ]
+            name, text, *more = map(str, given)
+            if ast.unparse(node.func) == "HistogramMetricFamily":
+                yield f"| `{name}` | histogram | {text} |"
+            elif isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "make":
+                kind = _KINDS[node.func.attr]
+                by = f"{{{more[0]}}}" if node.func.attr in ("gauges", "counters") else ""
+                yield f"| `memckpt_{name}{_SUFFIXES.get(kind, '')}{by}` | {kind} | {text} |"
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "commands": commands,
+    "messages": messages,
+    "exit_statuses": exit_statuses,
+    "events": events,
+    "metrics": metrics,
+    "interface": interface,
+}
 _PLACE = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 
 

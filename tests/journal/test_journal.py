@@ -78,15 +78,6 @@ def test_names_of_events_are_distinct_and_are_no_fields_of_the_envelope() -> Non
     assert not [kind for kind in KINDS if taken & set(kind.__struct_fields__)]
 
 
-def test_every_event_and_field_is_described() -> None:
-    page = (Path(__file__).parents[2] / "docs/observability.md").read_text()
-    shown = {
-        name: re.findall(r"`(\w+)`", fields)
-        for name, fields in re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page.partition("## Metrics")[0], re.MULTILINE)
-    }
-    assert shown == {name_of(example(kind)): list(kind.__struct_fields__) for kind in KINDS}
-
-
 def test_an_event_of_a_later_version_is_kept_as_it_is() -> None:
     line = b'{"time":1.0,"node":"n","attempt":1,"event":"flew","height":3}'
     entry = decode(line)

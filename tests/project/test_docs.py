@@ -1,28 +1,23 @@
-"""The documentation: links lead somewhere, and every setting, command, exit status and public name is in it."""
+"""The documentation: links lead somewhere, and every setting, command and test that a page names exists."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
-import typing
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 import typer.core
 import typer.main
 
-import memckpt
-from memckpt import errors
+from docs_site import reference
 from memckpt.cli.main import app
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
-from memckpt.config.settings import alternatives, describe_settings, variant_name
+from memckpt.config.settings import describe_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-ALL = "\n".join(page.read_text() for page in PAGES)
 
 
 def prose(page: Path) -> str:
@@ -69,101 +64,111 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     assert broken_links(page) == ["#no", "no.md", "page.md#no", "#comment"]
 
 
-CONFIGURED = [MemckptConfig, AgentConfig, ErasureConfig, StorageConfig]
+CLASSES = {kind.__name__: kind for kinds in reference.PARTS.values() for kind in kinds}
+SETTINGS = list(describe_settings())
+#: Variables of the environment that are no settings, and that packages read by name.
+READ = {
+    name
+    for package in ROOT.glob("*/__init__.py")
+    if package.parent.name not in ("tests", "benchmarks")
+    for path in package.parent.rglob("*.py")
+    for name in re.findall(r"\"(MEMCKPT_\w+)\"", path.read_text())
+}
+_SPAN = re.compile(r"`([^`\n]+)`")
+_VARIABLE = re.compile(r"\bMEMCKPT_[A-Z][A-Z0-9_]*")
 
 
-@pytest.mark.parametrize("kind", CONFIGURED, ids=lambda kind: kind.__name__)
-def test_every_setting_is_described_with_its_default(kind: type) -> None:
-    inherited = {
-        each.name for base in kind.__bases__ if dataclasses.is_dataclass(base) for each in dataclasses.fields(base)
-    }
-    page = (ROOT / "docs/configuration.md").read_text()
-    table = page.partition(f"## `{kind.__name__}`\n")[2].partition("\n## ")[0]
-    shown = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, re.MULTILINE))
-    own = [each for each in dataclasses.fields(kind) if each.name not in inherited]
-    assert set(shown) == {each.name for each in own}
-    for each in own:
-        if each.default is not dataclasses.MISSING:
-            expected = f'`"{each.default}"`' if isinstance(each.default, str) else f"`{each.default}`"
-            plain = f"{each.default:g}" if isinstance(each.default, (int, float)) else expected
-            assert shown[each.name] in (expected, plain), each.name
+def code(page: Path) -> list[str]:
+    """Texts in backquotes and blocks of code."""
+    return [*_FENCED.findall(page.read_text()), *_SPAN.findall(prose(page))]
 
 
-def test_every_setting_of_a_compressor_is_described_with_its_default() -> None:
-    """One table for all of them, whose second column says which have a field."""
-    hints = typing.get_type_hints(MemckptConfig)
-    kinds = {kind.__name__: kind for kind in alternatives(hints["compression"])[0]}
-    heading = "## " + ", ".join(f"`{name}`" for name in kinds)
-    page = (ROOT / "docs/configuration.md").read_text()
-    assert f"{heading}\n" in page
-    table = page.partition(f"{heading}\n")[2].partition("\n## ")[0]
-    shown: list[tuple[str, str, str]] = []
-    for field, of, default in re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE):
-        named = re.findall(r"`(\w+)`", of)
-        having = [name for name in kinds if (name in named) is not of.startswith("all but ")]
-        shown += [(name, field, default.strip("`")) for name in having]
-    values = [(name, field.name, field.default) for name, kind in kinds.items() for field in dataclasses.fields(kind)]
-    expected = [(name, field, f'"{value}"' if isinstance(value, str) else str(value)) for name, field, value in values]
-    assert sorted(shown) == sorted(expected)
+def wrong_settings(texts: list[str]) -> list[str]:
+    """Variables, options, paths and arguments in texts that are no setting."""
+    variables = {setting.variable for setting in SETTINGS} | READ
+    options, paths = {setting.option for setting in SETTINGS}, {setting.path for setting in SETTINGS}
+    wrong = []
+    for text in texts:
+        wrong += [name for name in _VARIABLE.findall(text) if name not in variables and not name.endswith("_")]
+        wrong += [name for name in re.findall(r"--memckpt-[a-z-]+", text) if name not in options]
+        wrong += [
+            path for path in re.findall(r"^((?:agent|storage|peers)\.[a-z_]+)(?:=.*)?$", text) if path not in paths
+        ]
+        wrong += [f"{name}({given}=)" for name, given in _arguments(text) if given not in _fields(CLASSES[name])]
+    return wrong
 
 
-def test_every_compressor_is_described() -> None:
-    (setting,) = [each for each in describe_settings() if each.path == "compression"]
-    kinds = alternatives(typing.get_type_hints(MemckptConfig)["compression"])[0]
-    assert setting.choices == tuple(map(variant_name, kinds))
-    (variable,) = re.findall(r"^\| `MEMCKPT_COMPRESSION` \| (.*)$", ALL, re.MULTILINE)
-    (row,) = re.findall(r"^\| `compression` \| (.*)$", ALL, re.MULTILINE)
-    compared = (ROOT / "docs/compression.md").read_text()
-    for kind in kinds:
-        assert f"`{variant_name(kind)}`" in variable
-        assert f"`{kind.__name__}`" in row
-        assert f"\n| `{kind.__name__}(" in compared
+def _arguments(text: str) -> list[tuple[str, str]]:
+    """Classes of settings that a piece of Python makes, and the names of the arguments."""
+    try:
+        tree = ast.parse(re.sub(r"^```\w*\n|```$", "", text))
+    except SyntaxError:
+        return []  # no Python
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return [
+        (call.func.id, str(each.arg))
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in CLASSES
+        for each in call.keywords
+    ]
 
 
-def test_the_defaults_shown_are_the_defaults() -> None:
-    block = re.search(r"```python\n(.*?)```", (ROOT / "docs/configuration.md").read_text(), re.DOTALL)
-    assert block is not None
-    values: dict[str, Any] = {}
-    exec(block[1], values)
-    assert values["config"] == MemckptConfig()
-    (shown,) = [value for name, value in values.items() if name != "config" and isinstance(value, ErasureConfig)]
-    assert shown == ErasureConfig()
-    for kind in CONFIGURED:
-        assert [each.name for each in dataclasses.fields(kind) if f"{each.name}=" not in block[1]] == []
+def _fields(kind: type) -> set[str]:
+    return {each.name for each in dataclasses.fields(kind)}
 
 
-def test_every_command_and_option_is_described() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    assert wrong_settings(code(page)) == []
+
+
+def test_a_setting_that_does_not_exist_is_noticed() -> None:
+    named = [
+        "MEMCKPT_STORAGE_EVERY_STEPS=5 MEMCKPT_STORAGE_X=1",
+        "--memckpt-redo lazy --memckpt-no",
+        "storage.url=None",
+        "storage.no",
+        "```python\nStorageConfig(url='a', no=1)\n```",
+    ]
+    assert wrong_settings(named) == ["MEMCKPT_STORAGE_X", "--memckpt-no", "storage.no", "StorageConfig(no=)"]
+
+
+def wrong_commands(texts: list[str]) -> list[str]:
+    """Commands and options in texts that `memckpt` does not have. What follows `--` belongs to another program."""
     command = typer.main.get_command(app)
     assert isinstance(command, typer.core.TyperGroup)
-    assert {"status", "export", "doctor"} <= set(command.commands)
-    shown = (ROOT / "README.md").read_text()
-    assert [name for name in command.commands if not re.search(rf"^memckpt {name} ", shown, re.MULTILINE)] == []
-    options = {
-        option.opts[0]
-        for each in [command, *command.commands.values()]
-        for option in each.params
-        if isinstance(option, typer.core.TyperOption) and not option.hidden
-    }
-    assert len(options) > 10
-    assert [option for option in sorted(options) if not re.search(rf"(?<![\w-]){option}\b", ALL)] == []
+    wrong = []
+    for line in "\n".join(texts).replace("\\\n", " ").splitlines():
+        for name, arguments in re.findall(r"(?:^|\$ |&& )memckpt ([a-z]+)\b([^#|;&]*)", line.strip()):
+            if name not in command.commands:
+                wrong.append(name)
+                continue
+            parameters = [*command.params, *command.commands[name].params]
+            known = {option for each in parameters for option in [*each.opts, *each.secondary_opts]} | {"--help"}
+            given = re.findall(r"(?<![\w-])(--[a-z-]+)", arguments.partition(" -- ")[0])
+            wrong += [f"{name} {option}" for option in given if option not in known]
+    return wrong
 
 
-def test_every_public_name_is_described() -> None:
-    assert [name for name in memckpt.__all__ if not re.search(rf"\b{name}\b", ALL)] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_option_that_is_named_exists(page: Path) -> None:
+    assert wrong_commands(code(page)) == []
 
 
-def test_every_exit_status_is_described() -> None:
-    table = (ROOT / "docs/troubleshooting.md").read_text().partition("## Exit status")[2]
-    shown = {
-        name: int(status)
-        for status, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", table, re.MULTILINE)
-        for name in re.findall(r"`(\w+)`", names)
-    }
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MemckptError)]
-    other = errors.MemckptError.exit_code
-    assert shown == {
-        kind.__name__: kind.exit_code for kind in kinds if kind.exit_code != other or kind is errors.MemckptError
-    }
+def test_a_command_that_does_not_exist_is_noticed() -> None:
+    texts = [
+        "memckpt status RUN --json --no",
+        "$ memckpt fly",
+        "memckpt run -- python train.py --any",
+        "a memckpt word",
+    ]
+    assert wrong_commands(texts) == ["status --no", "fly"]
+
+
+def test_every_compressor_is_compared() -> None:
+    compared = (ROOT / "docs/compression.md").read_text()
+    for kind in reference.PARTS["compression"]:
+        assert f"\n| `{kind.__name__}(" in compared
 
 
 def test_every_named_test_exists() -> None:

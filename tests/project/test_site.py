@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ import typer.core
 import typer.main
 
 from docs_site import reference
+from memckpt import errors
 from memckpt.cli.main import app
 from memckpt.config.settings import describe_settings
+from memckpt.journal.events import AnyEvent
 
 ROOT = Path(__file__).parents[2]
-CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
 
 
 def test_every_setting_is_in_the_reference_with_its_default_and_meaning() -> None:
@@ -41,20 +43,6 @@ def test_every_setting_is_in_the_reference_with_its_default_and_meaning() -> Non
             default = getattr(kind(), path.rpartition(".")[2])
             value = f'"{default}"' if isinstance(default, str) else f"{default}"
             assert f"default `{value}`" in facts or dataclasses.is_dataclass(default), path
-
-
-def test_the_reference_and_the_page_of_settings_agree_on_units() -> None:
-    compared = 0
-    for table in re.split(r"^## ", CONFIGURATION, flags=re.MULTILINE):
-        header = re.search(r"^\| field \|(.*)$", table, re.MULTILINE)
-        columns = [each.strip() for each in header[1].split("|")] if header else []
-        if "unit" not in columns:
-            continue
-        for row in re.findall(r"^\| `(\w+)` \|(.*)$", table, re.MULTILINE):
-            unit = re.split(r"(?<!\\)\|", row[1])[columns.index("unit")].strip()
-            assert reference.unit_of(row[0]) == unit, row[0]
-            compared += 1
-    assert compared > 40
 
 
 def test_every_command_is_in_the_reference_with_its_options() -> None:
@@ -96,11 +84,35 @@ def test_every_public_name_is_in_the_reference() -> None:
         assert things(module, reference.public_names(module)) <= shown, module
 
 
-def test_a_page_gets_what_is_made_for_it() -> None:
-    for name in reference.MADE:
-        page = (ROOT / f"docs/reference/{name}.md").read_text()
-        assert page.count(f"<!-- made: {name} -->") == 1
-        assert reference.with_made(page) == page.replace(f"<!-- made: {name} -->", reference.MADE[name]())
+def test_every_kind_of_error_has_its_exit_status() -> None:
+    table = reference.exit_statuses()
+    shown = {
+        name: int(status)
+        for status, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MemckptError)]
+    other = errors.MemckptError.exit_code
+    assert shown == {
+        kind.__name__: kind.exit_code for kind in kinds if kind.exit_code != other or kind is errors.MemckptError
+    }
+
+
+def test_every_event_is_in_the_reference_with_its_fields() -> None:
+    parts = re.split(r"^## `(\w+)`$", reference.events(), flags=re.MULTILINE)
+    shown = {
+        name: re.findall(r"^- `(\w+)`", text, re.MULTILINE) for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    kinds = [kind for part in typing.get_args(AnyEvent) for kind in (typing.get_args(part) or (part,))]
+    assert shown == {kind.__struct_config__.tag: list(kind.__struct_fields__) for kind in kinds}
+
+
+def test_every_page_gets_what_is_made_for_it() -> None:
+    pages = {path: path.read_text() for path in (ROOT / "docs/reference").glob("*.md")}
+    found = [name for text in pages.values() for name in re.findall(r"^<!-- made: (\w+) -->$", text, re.MULTILINE)]
+    assert sorted(found) == sorted(reference.MADE)
+    page = pages[ROOT / "docs/reference/settings.md"]
+    assert reference.with_made(page) == page.replace("<!-- made: settings -->", reference.settings())
 
 
 @pytest.mark.slow
