@@ -1,5 +1,5 @@
 # What each program begins with. It is copied into the program's text, so that a printed program is a script by itself:
-# `python PROGRAM.py` trains once without memckpt, then with both kills, and prints what differs.
+# `python PROGRAM.py` trains with both kills, then once without memckpt, and prints what differs.
 import hashlib
 import json
 import os
@@ -21,7 +21,8 @@ RUN = os.environ.get("PROGRAM_RUN", "")
 
 def seed(value):
     """Begin with other numbers in an attempt that resumes, if so drawn: what is not restored shows."""
-    value += int(os.environ.get("PROGRAM_SEED", "0"))
+    note("begins", int(os.environ["PROGRAM_NUMBER"]))
+    value += int(os.environ["PROGRAM_SEED"])
     torch.manual_seed(value), np.random.seed(value), random.seed(value)
 
 
@@ -85,19 +86,27 @@ class Net(nn.Module):
 
 
 def main(kills, seeds):
-    """Train undisturbed, and killed at each of `kills` in turn, in new processes; print what differs."""
+    """Train killed at each of `kills` in turn, then undisturbed, in new processes; print what differs."""
     place, stem = tempfile.mkdtemp(prefix="program-"), os.path.basename(__file__).removesuffix(".py")
-    results = []
-    for run, deaths in (("", [""]), (f"{place}/run", [*kills, ""])):
-        notes = f"{place}/notes-{bool(run)}"
-        for number, kill in enumerate(deaths):
-            mine = {"PROGRAM_KILL": kill, "PROGRAM_NOTES": notes, "PROGRAM_RUN": run or f"{place}/none"}
-            mine |= {"PROGRAM_SEED": str(number * seeds), **({} if run else {"MEMCKPT_DISABLE": "1"})}
-            code = subprocess.call([sys.executable, "-c", f"import {stem}; {stem}.train()"], env={**os.environ, **mine})
-            print(f"attempt that dies at {kill or 'no point'!r}: exit code {code}")
-        with open(notes) as file:
+
+    def attempt(number, kill, **mine):
+        mine |= {"PROGRAM_KILL": kill, "PROGRAM_NUMBER": str(number), "PROGRAM_SEED": str(number * seeds)}
+        code = subprocess.call([sys.executable, "-c", f"import {stem}; {stem}.train()"], env={**os.environ, **mine})
+        print(f"attempt that dies at {kill or 'no point'!r}: exit code {code}")
+
+    def noted(name):
+        with open(f"{place}/{name}") as file:
             lines = [json.loads(line) for line in file]
-        print("".join(f"resumed: {line[1:]}\n" for line in lines if line[0] == "resumed"), end="")
-        results.append({str(line[:2]): line[2] for line in lines if line[0] in ("loss", "end")})
-    wrong = [key for key in {**results[0], **results[1]} if results[0].get(key) != results[1].get(key)]
+        print("".join(f"{line}\n" for line in lines if line[0] in ("begins", "resumed")), end="")
+        # One that did not resume, since nothing was held yet, had its own numbers, and began everything anew.
+        after = [*lines[1:], ["nothing"]]
+        begun = max(i for i, line in enumerate(lines) if line[0] == "begins" and after[i][0] != "resumed")
+        return lines[begun][1], {str(line[:2]): line[2] for line in lines[begun:] if line[0] in ("loss", "end")}
+
+    for number, kill in enumerate([*kills, ""]):
+        attempt(number, kill, PROGRAM_NOTES=f"{place}/killed", PROGRAM_RUN=f"{place}/run")
+    begun, found = noted("killed")
+    attempt(begun, "", PROGRAM_NOTES=f"{place}/undisturbed", PROGRAM_RUN=f"{place}/none", MEMCKPT_DISABLE="1")
+    _, expected = noted("undisturbed")
+    wrong = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
     print("DIFFERENT: " + ", ".join(wrong) if wrong else "EQUAL")

@@ -188,7 +188,7 @@ PIECES: dict[str, Piece] = {
         made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)",
         behind="schedule.step()",
         clash=_f("lr", "tensor"),
-        said="(?i)schedul",
+        said="[Ss]chedul",
     ),
     "average registered": Piece(
         made="average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)",

@@ -16,15 +16,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from memckpt import errors
 from memckpt.errors import MemckptError
 from tests.fuzzing.trainings.programs import Program, fits, simpler
 from tests.fuzzing.trainings.text import text
 from tests.support.cluster.processes import kill_and_wait
-from tests.support.trainings.engine_harness import Lab, import_ahead
+from tests.support.trainings.engine_harness import Child, Lab, import_ahead
 
 #: Longest life of an attempt, in seconds.
 ATTEMPT_SECONDS = 45.0
+
+#: What programs, and memckpt in them, import when they need it.
+_ALSO = (
+    "torch.ao.quantization",
+    "torch.nn.utils.prune",
+    "torch.utils.checkpoint",
+    "torchdata.stateful_dataloader",
+    "memckpt.replication.transport.envelope",
+)
 
 Class = Literal["exact", "said", "refused", "wrong", "invalid"]
 _ERRORS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, MemckptError)}
@@ -57,7 +68,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Notes:
-    """What the attempts of one run have noted."""
+    """What the attempts of one run have noted since one of them has started over."""
 
     steps: dict[int, str]
     repeated: list[int]
@@ -66,7 +77,7 @@ class _Notes:
 
     @classmethod
     def read(cls, path: Path) -> _Notes:
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [line for lines in _attempts(path) for line in lines]
         steps: dict[int, str] = {}
         repeated = []
         for _, step, value in (line for line in lines if line[0] == "loss"):
@@ -77,11 +88,23 @@ class _Notes:
         return cls(steps, repeated, ends, [line[1:] for line in lines if line[0] == "resumed"])
 
 
+def _attempts(path: Path) -> list[list[Any]]:
+    """Lines of each attempt from the last one on that did not resume: it had its own numbers, and nothing to lose."""
+    attempts: list[list[Any]] = []
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        attempts += [[]] if line[0] == "begins" else []
+        attempts[-1].append(line)
+    begun = [index for index, lines in enumerate(attempts) if not any(line[0] == "resumed" for line in lines)]
+    return attempts[begun[-1] if begun else 0 :]
+
+
 def import_everything(*frameworks: str) -> None:
     """Import what children need, once."""
     import_ahead()
-    for each in ("torch.ao.quantization", "torch.nn.utils.prune", "torch.utils.checkpoint", *frameworks):
+    for each in (*_ALSO, *frameworks):
         importlib.import_module(each)
+    # Workers of a loader look for their dead trainer every five seconds, for which each program would wait at its end.
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
 
 
 def run(program: Program) -> Verdict:
@@ -131,14 +154,23 @@ class _Run:
         if code:
             return Verdict("invalid", _last_line(log), [log[-3000:]])
         self._logs.clear()
-        self._lab.start_agent()
+        agent = self._lab.start_agent()
+        begun = 0
         for number, kill in enumerate([*self._program.kills, None]):
             point = "" if kill is None else f"{kill[0]} {kill[1]}"
+            held = "is complete after record" in agent.log.read_text()
             code, log = self._attempt(self._lab.run_dir, point, number)
             if code != (-signal.SIGKILL if kill is not None else 0):
                 return self._ended(number, code, log)
+            begun = _attempts(self._directory / "notes")[0][0][1]
+            if begun == number and held:
+                return self._wrong(f"attempt {number + 1} starts over, though a step was held")
             if number == 0 and self._program.node:
-                self._lose_agent()
+                agent = self._lose_agent()
+        if begun and self._program.reseeded:
+            (self._directory / "expected").unlink()
+            self._attempt(None, "", begun)
+            self._logs.pop()
         return self._compared()
 
     # Attempts
@@ -147,6 +179,7 @@ class _Run:
         notes = self._directory / ("notes" if run_dir is not None else "expected")
         environment = {
             "PROGRAM_KILL": kill,
+            "PROGRAM_NUMBER": str(number),
             "PROGRAM_NOTES": str(notes),
             "PROGRAM_RUN": str(run_dir or self._directory / "none"),
             "PROGRAM_SEED": str(100 * number * self._program.reseeded),
@@ -163,10 +196,10 @@ class _Run:
         self._logs.append(log)
         return code, log
 
-    def _lose_agent(self) -> None:
+    def _lose_agent(self) -> Child:
         status = self._lab.status()
         kill_and_wait(status.pid)
-        self._lab.start_agent()
+        return self._lab.start_agent()
 
     # Verdicts
 
