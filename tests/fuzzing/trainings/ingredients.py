@@ -56,11 +56,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Model:
-    """A kind of model: an expression, and what pieces may rely on."""
+    """A kind of model: an expression, and what pieces may rely on, or not go with."""
 
     make: str
     top: str = ""
     traits: frozenset[str] = frozenset({"dense", "linear"})
+    clash: frozenset[str] = frozenset()
     said: str = ""
     refused: str = ""
 

@@ -107,7 +107,7 @@ def fits(program: Program) -> bool:
     opts = [OPTIMIZERS[each] for each in program.optimizers]
     pieces = [PIECES[each] for each in program.pieces]
     frame = Frame() if program.loop == "plain" else FRAMES[program.loop][program.frame]
-    words = [word for each in (style, frame, *pieces) for word in each.clash]
+    words = [word for each in (MODELS[program.model], style, frame, *pieces) for word in each.clash]
     traits = model.traits
     data_has_epochs = bool(DATA[program.data].loop)
     return (

@@ -12,10 +12,11 @@ import sys
 import time
 import traceback
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.fuzzing.trainings.programs import KNOWN, LOOPS, drawn
+from tests.fuzzing.trainings.programs import KNOWN, LOOPS, Program, drawn
 from tests.fuzzing.trainings.running import Verdict, import_everything, minimal, run
 from tests.fuzzing.trainings.text import text
 
@@ -36,29 +37,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=1000, help="number of programs")
     parser.add_argument("--seed", type=int, default=None, help="the first one's; those that follow take the next ones")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="for plain loops; half as many for others")
     parser.add_argument("--scripts", type=Path, default=Path("build/programs"), help="where wrong ones are written to")
     parser.add_argument("--all", action="store_true", help="with what is known to be wrong, too")
     args = parser.parse_args()
     first = random.randrange(10**6, 10**9) if args.seed is None else args.seed
     print(f"{args.programs} programs from seed {first} on", flush=True)
     args.scripts.mkdir(parents=True, exist_ok=True)
-    known = () if args.all else tuple(KNOWN)
     counted: Counter[str] = Counter()
     ways: Counter[str] = Counter()
     started = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context, _prepare) as pool:
-        outcomes = pool.map(_outcome, range(first, first + args.programs), [known] * args.programs)
-        for number, (seed, script, verdict) in enumerate(outcomes, start=1):
-            counted[verdict.kind] += 1
-            if verdict.kind in ("wrong", "invalid"):
-                ways[f"{verdict.kind}: {verdict.way}"] += 1
-                path = args.scripts / f"{verdict.kind}-{seed}.py"
-                path.write_text(script)
-                print("\n".join([f"seed {seed}: {verdict.kind}: {verdict.why}", *verdict.details, f"in {path}"]))
-            if number % 100 == 0:
-                print(f"{number} in {time.monotonic() - started:.0f} s: {dict(counted)}", flush=True)
+    seeds = range(first, first + args.programs)
+    for number, (seed, script, verdict) in enumerate(_outcomes(seeds, () if args.all else KNOWN, args.processes), 1):
+        counted[verdict.kind] += 1
+        if verdict.kind in ("wrong", "invalid"):
+            ways[f"{verdict.kind}: {verdict.way}"] += 1
+            path = args.scripts / f"{verdict.kind}-{seed}.py"
+            path.write_text(script)
+            lines = [f"seed {seed}: {verdict.kind}: {verdict.why}", *verdict.details, f"in {path}"]
+            print("\n".join(lines), flush=True)
+        if number % 100 == 0:
+            print(f"{number} in {time.monotonic() - started:.0f} s: {dict(counted)}", flush=True)
     print("\nclass      programs")
     for kind in ("exact", "said", "refused", "invalid", "wrong"):
         print(f"{kind:10} {counted[kind]:8}")
@@ -67,13 +66,31 @@ def main() -> int:
     return 1 if counted["wrong"] else 0
 
 
-def _prepare() -> None:
-    import_everything(*_FRAMEWORKS)
+def _outcomes(seeds: range, known: Collection[str], processes: int) -> Iterator[tuple[int, str, Verdict]]:
+    """Seeds with their scripts and verdicts, as they come.
+
+    What imports frameworks costs twice as much to fork: plain loops are run by processes without them.
+    """
+    context = multiprocessing.get_context("spawn")
+    plain = ProcessPoolExecutor(processes, context, _prepare)
+    framed = ProcessPoolExecutor((processes + 1) // 2, context, _prepare, _FRAMEWORKS)
+    with plain, framed:
+        waiting: list[Future[tuple[int, str, Verdict]]] = []
+        for seed in seeds:
+            program = drawn(seed, known, LOOPS)
+            waiting.append((plain if program.loop == "plain" else framed).submit(_outcome, seed, program))
+            ended = [each for each in waiting if each.done()]
+            waiting = [each for each in waiting if each not in ended]
+            yield from (each.result() for each in ended)
+        yield from (each.result() for each in as_completed(waiting))
+
+
+def _prepare(*frameworks: str) -> None:
+    import_everything(*frameworks)
     multiprocessing.set_start_method("fork", force=True)  # for loaders' workers, as in a process of a user's
 
 
-def _outcome(seed: int, known: tuple[str, ...]) -> tuple[int, str, Verdict]:
-    program = drawn(seed, known, LOOPS)
+def _outcome(seed: int, program: Program) -> tuple[int, str, Verdict]:
     try:
         verdict = run(program)
         if verdict.wrong and any(each in verdict.why for each in _LATE):
