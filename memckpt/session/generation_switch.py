@@ -1,4 +1,4 @@
-"""State machine of generations: decides at the end of each record when a new one begins, and writes it.
+"""State machine of generations: decides when a new one begins, writes it, and opens its records.
 
 A *generation* is a fresh start of base and log. All ranks that share slots begin it after the same record.
 
@@ -13,8 +13,9 @@ Events, each a method of :class:`GenerationSwitch`, and the state that follows:
 - ``start``, the attempt has begun: DUE where there is no held generation to go on with.
 - ``resume``, a held state is back: OPEN; DUE with other settings than before, and with peers.
 - ``end_self_test``, redo has been tested: DUE at this record, in the mode that the test allows.
-- ``end_record``, a record ends: OPEN stays OPEN as long as records can be staged, and becomes DUE where one cannot. DUE
-  becomes OPEN with the record `after`, behind which the whole state is written; EMPTY if the agent gives no slots.
+- ``order_generation``, a record cannot be committed as it is staged: DUE.
+- ``write_generation``, the record `after` ends, and the whole state is written: OPEN.
+- ``begin_record``, the next record begins: no change, or EMPTY if the agent gives no slots.
 - ``obey``, the agent orders a generation of all local ranks: DUE.
 - ``distrust``, the audit has found that steps are not redone as they were: DUE, with gradients taken later; if that was
   so before, no change, and DUE in mode ``"snapshot"`` where all ranks agree on that.
@@ -33,7 +34,7 @@ import time
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.processes.log import Seldom
-from memckpt.protocol.trainer import Begin, Drift, Void
+from memckpt.protocol.trainer import Begin, Drift
 from memckpt.session.changes import Changes
 from memckpt.session.connection import PreparedRegions
 from memckpt.session.drift import drift_text
@@ -55,7 +56,7 @@ class SwitchState(enum.Enum):
 
 
 class GenerationSwitch:
-    """Brings records to the current generation, and begins the next one.
+    """Knows when a generation is due, and begins it.
 
     Args:
         training: training whose records are written.
@@ -131,7 +132,7 @@ class GenerationSwitch:
             MemoryBudgetError: there is no room for the slots of the held generation.
         """
         if self._live.spec(self.request) == writer.spec and not anew:
-            self._begin_record(record + 1)
+            self.begin_record(record + 1)
             return
         # Other settings than the last attempt's, or a state that has grown, or peers that need all of it.
         self._recorder.begin(None, record + 1)
@@ -185,43 +186,6 @@ class GenerationSwitch:
         """Go on with a new agent, which holds nothing. Ranks that share slots wait for its order."""
         self.after = self._turn(record) if len(self._ranks.unit) == 1 else None
 
-    def look_for_changes(self) -> None:
-        """Look, at the end of a record, for changes that the optimizer did not make."""
-        self._changes.look_at_commit()
-
-    def end_record(self, point: RestorePoint) -> bool:
-        """Commit the record, or begin a generation after it, or declare it void.
-
-        OPEN stays OPEN where the record is staged as it stands. Otherwise a generation is ordered, and DUE follows. DUE
-        becomes OPEN where the record `after` is reached: the whole state is written.
-
-        Returns:
-            True if a generation has begun.
-
-        Raises:
-            MemckptError: the agent is gone, or refuses.
-        """
-        record = point.record
-        if self._staging.ranks_disagree(record):
-            self.after = record
-        if not self._is_reached(record):
-            self._staging.stage_by_value(record)
-        problem = self._find_problem()
-        if self.after is None and problem is not None:
-            self._order(record, problem)
-        if self._is_reached(record):
-            self._write(point)
-            self._begin_record(record + 1)
-            return True
-        if self._staging.ready and (problem is None or self._staging.owes(record)):
-            self._send_commit(point)
-            self._obey_snapshot_order(point)
-            self._tell_left_out()
-            self._begin_record(record + 1)
-        else:
-            self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
-        return False
-
     def capture_last(self, point: RestorePoint) -> bool:
         """Write a generation for the final step, where the agent could not bring it to storage otherwise.
 
@@ -237,7 +201,7 @@ class GenerationSwitch:
             _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)
             return False
         try:
-            self._write(point)
+            self.write_generation(point)
         except Exception as error:
             _log.warning("memckpt: the final step %d cannot be captured: %s", point.step, error)
             return False
@@ -245,8 +209,14 @@ class GenerationSwitch:
 
     # Decision
 
-    def _is_reached(self, record: int) -> bool:
+    def is_due(self, record: int) -> bool:
+        """Whether a generation begins after `record`."""
         return self.after is not None and record >= self.after
+
+    def look_for_disagreement(self, record: int) -> None:
+        """Make a generation due where ranks that share slots had different values of what they share."""
+        if self._staging.ranks_disagree(record):
+            self.after = record
 
     def _turn(self, record: int) -> int:
         """The first record, from this one on, after which a generation may begin.
@@ -259,7 +229,7 @@ class GenerationSwitch:
         every = self.request.every
         return -(-record // every) * every
 
-    def _find_problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Why this record cannot be committed as it is staged, in words; None if it can."""
         if self._recorder.tap_mismatch is not None:
             self._tap.take_later(self._recorder.tap_mismatch)
@@ -274,8 +244,10 @@ class GenerationSwitch:
             return "parameters or groups have changed"
         return self._changes.problem
 
-    def _order(self, record: int, reason: str) -> None:
-        """Make a generation due: now if no rank shares the slots, else after a record that all of these ranks reach."""
+    def order_generation(self, record: int, reason: str) -> None:
+        """Make a generation due, unless one is: now, or after a record that all ranks that share the slots reach."""
+        if self.after is not None:
+            return
         if (more := self._seldom.tell()) is not None:  # weights that a script clips change at every step
             _log.info("memckpt: a new generation begins: %s%s", reason, more)
         turn = self._turn(record)
@@ -287,8 +259,12 @@ class GenerationSwitch:
 
     # Writing
 
-    def _write(self, point: RestorePoint) -> None:
-        """Write the whole state by value, and adopt its generation."""
+    def write_generation(self, point: RestorePoint) -> None:
+        """Write the whole state by value, and adopt its generation.
+
+        Raises:
+            MemckptError: the agent is gone, or refuses.
+        """
         record = point.record
         self._link.finish_sending()
         started = time.perf_counter()
@@ -300,7 +276,7 @@ class GenerationSwitch:
             writer.close()
             raise
         self._staging.adopt(writer)
-        self._tell_left_out()
+        self.tell_left_out()
         self.after, self.began = None, record
         self._changes.problem = None
         self._recorder.check.restart()
@@ -313,7 +289,7 @@ class GenerationSwitch:
         regions = self._staging.take_prepared(spec)
         return regions or self._link.prepare(spec, record, reason=self._mode.reason)
 
-    def _begin_record(self, record: int) -> None:
+    def begin_record(self, record: int) -> None:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
@@ -326,23 +302,7 @@ class GenerationSwitch:
         self._training.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)
         self._staging.begin_record(record)
 
-    def _send_commit(self, point: RestorePoint) -> None:
-        finish = self._staging.seal(point)
-        if not self._training.copier.asynchronous:
-            self._link.send(finish())
-            return
-        self._link.send_later(finish)
-        if not self._tap.holds_reductions_back and self._ranks.world_size > 1:
-            self._link.finish_sending()
-
-    def _obey_snapshot_order(self, point: RestorePoint) -> None:
-        """Copy the state for a checkpoint, if the agent has ordered one."""
-        order = self._link.take_order(point.record)
-        if order is not None:
-            self._link.finish_sending()
-            self._link.send(self._staging.take_snapshot(order, point))
-
-    def _tell_left_out(self) -> None:
+    def tell_left_out(self) -> None:
         """Log once each part of the optimizers that no record can hold."""
         caveats = self._training.caveats
         for text in [text for text in self._live.left_out if text not in caveats]:

@@ -1,15 +1,17 @@
-"""Protection of a training's records across the loss and the return of the agent."""
+"""Protection of a training's records across the loss and the return of the agent: no error of it ends a training."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
 from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
+from memckpt.session.changes import Changes
 from memckpt.session.drift import DriftReports
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
@@ -25,7 +27,7 @@ SETTLED_RECORDS = 8
 
 
 class Protection:
-    """Ends each record, with or without an agent. An error of the protection never reaches the user's training.
+    """Has each record ended with an agent, and answers errors of that: they never reach the user's training.
 
     Without an agent, or after an error, training is *unprotected*: no record is staged, the gap is logged and counted,
     and each commit asks the link whether to try again. The next generation ends the gap.
@@ -34,8 +36,10 @@ class Protection:
         training: training that is protected.
         link: connection to the agent.
         staging: owner of the current generation's writer, which is closed with the connection.
-        switch: commits records, and begins generations.
+        switch: begins generations, as the agent orders them.
         peers: joined again by a new agent.
+        changes: detects changes that the optimizer did not make.
+        bring_record: brings a record to the agent, or begins a generation.
 
     Attributes:
         link: connection to the agent.
@@ -54,6 +58,8 @@ class Protection:
         staging: Staging,
         switch: GenerationSwitch,
         peers: Peers,
+        changes: Changes,
+        bring_record: Callable[[RestorePoint], None],
     ) -> None:
         self._training = training
         self._recorder = training.recorder
@@ -61,6 +67,8 @@ class Protection:
         self._staging = staging
         self._switch = switch
         self._peers = peers
+        self._changes = changes
+        self._bring_record = bring_record
         self._told: set[str] = set()
         #: The framework's step number of a record, less the record's; the difference stays while training runs.
         self._steps_ahead = 0
@@ -85,15 +93,15 @@ class Protection:
     # Records
 
     def end_record(self, point: RestorePoint) -> None:
-        """End a record, and go on to the next one."""
+        """End a record with the agent that there is, or a new one, and go on to the next record."""
         self._steps_ahead = point.step - point.record
         try:
-            self._switch.look_for_changes()
+            self._changes.look_at_commit()
             self.listen()
-            if not self.link.up:
-                self._try_again(point)
+            if self.link.up:
+                self._try_record(point)
             else:
-                self._end_record(point)
+                self._try_again(point)
         except AgentGoneError as error:
             self.lose_agent(point, str(error))
         except MemckptError as error:
@@ -115,11 +123,6 @@ class Protection:
             self._lose(record, str(error))
             self._recorder.begin(None, record + 1)
 
-    def capture_last(self, point: RestorePoint) -> None:
-        """Write a generation for the final step where that is needed: see :meth:`GenerationSwitch.capture_last`."""
-        if self._switch.capture_last(point):
-            self._end_gap(point)
-
     def lose_agent(self, point: RestorePoint, reason: str) -> None:
         """Close the connection, and try a new agent if that is due."""
         self._steps_ahead = point.step - point.record
@@ -127,16 +130,16 @@ class Protection:
         self._try_again(point)
         self.leave_record(point.record)
 
-    def _end_record(self, point: RestorePoint) -> None:
+    def _try_record(self, point: RestorePoint) -> None:
         self._broken_records = self._broken_records + 1 if self._recorder.broken else 0
         if self._broken_records == _MOST_BROKEN:
             self._broken_records = 0
             self.link.reconnection.note_stumble()
             raise MemckptError(self._recorder.broken)
-        if self._switch.end_record(point):
-            self._end_gap(point)
+        self._bring_record(point)
 
-    def _end_gap(self, point: RestorePoint) -> None:
+    def end_gap(self, point: RestorePoint) -> None:
+        """Note that the whole state is held after `point`: records behind it are protected."""
         if self.unprotected_since is not None:
             gap = point.record - self.unprotected_since
             what = "step was" if gap == 1 else "steps were"
@@ -217,7 +220,7 @@ class Protection:
             self._peers.mark_phases(self._recorder)
             self._switch.rejoin(point.record)
             self.listen()
-            self._end_record(point)
+            self._try_record(point)
             self.link.reconnection.note_success()
         except MemckptError as error:
             self._lose(point.record, str(error))

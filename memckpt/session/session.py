@@ -29,6 +29,7 @@ from memckpt.errors import (
     UsageError,
 )
 from memckpt.processes.address import AgentAddress
+from memckpt.protocol.trainer import Commit, Void
 from memckpt.session.changes import Changes
 from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.compression import CompressedAverages
@@ -124,7 +125,7 @@ class Session(Information):
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap = GradientTap(training, data_parallel, link.finish_sending, compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
-        self._protection = Protection(training, link, staging, self._switch, peers)
+        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._bring_record)
         self._tuning = Tuning(training, self._mode, self._protection, staging, self._rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
         try:
@@ -405,30 +406,77 @@ class Session(Information):
             self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else step
             if not self._is_restore_point(gradients_pending):
-                return False
+                return False  # the record goes on
+            # User code runs in the capture of the rank state: an exception leaves everything unchanged.
             self._loop.begin_commit(epoch_over)
-            # First, as user code runs in it: an exception leaves everything unchanged.
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
-            self._reductions_at_commit = self._tap.reductions
-            record = self._recorder.record
-            self._switch.end_self_test(record)
-            if self._last is None:
-                note_imports()
-            self._tuning.end_record(record)
-            self._last = RestorePoint(record, self._number, rank_state)
-            self._rank_state.unrepeatable = ""
-            self._loop.end_commit()
+            point = RestorePoint(self._recorder.record, self._number, rank_state)
+            self._end_step(point)
             if self._proof.repetition is not None:
-                self._end_repetition(self._last)
+                self._end_repetition(point)  # compared, and the held state is put back: the record is held already
             else:
-                self._proof.end_record(self._last)
-                self._protection.end_record(self._last)
+                self._proof.end_record(point)
+                self._protection.end_record(point)  # by _bring_record; its errors make a gap, and end no training
             if self._recorder.marks is not None:
-                self._recorder.marks.step_ended(record)
+                self._recorder.marks.step_ended(point.record)
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner
             self._clock.commit += time.perf_counter() - started - inner
+
+    def _bring_record(self, point: RestorePoint) -> None:
+        """Stage what the record lacks, seal it and tell the agent; or write the whole state, where a generation is due.
+
+        Raises:
+            MemckptError: the agent is gone, or refuses.
+        """
+        record, staging, switch = point.record, self._staging, self._switch
+        switch.look_for_disagreement(record)
+        if not switch.is_due(record):
+            staging.stage_by_value(record)
+        problem = switch.find_problem()
+        if problem is not None:
+            switch.order_generation(record, problem)  # ranks that share slots are given a later record, the same one
+        if switch.is_due(record):
+            # The state of this record is written by value: the agent needs no record before it any more.
+            switch.write_generation(point)
+            switch.begin_record(record + 1)
+            self._protection.end_gap(point)
+        elif staging.ready and (problem is None or staging.owes(record)):
+            # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
+            self._send_commit(staging.seal(point))
+            self._obey_snapshot_order(point)
+            switch.tell_left_out()
+            switch.begin_record(record + 1)
+        else:
+            self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
+
+    def _send_commit(self, finish: Callable[[], Commit]) -> None:
+        if not self._copier.asynchronous:
+            self._link.send(finish())
+            return
+        self._link.send_later(finish)
+        if not self._tap.holds_reductions_back and self._ranks.world_size > 1:
+            # A reduction would imply to other ranks that this rank has committed.
+            self._link.finish_sending()
+
+    def _obey_snapshot_order(self, point: RestorePoint) -> None:
+        """Copy the state for a checkpoint, if the agent has ordered one."""
+        order = self._link.take_order(point.record)
+        if order is not None:
+            self._link.finish_sending()
+            self._link.send(self._staging.take_snapshot(order, point))
+
+    def _end_step(self, point: RestorePoint) -> None:
+        """End the step for those that count steps; ranks decide here together what holds from this record on."""
+        self._reductions_at_commit = self._tap.reductions
+        self._switch.end_self_test(point.record)
+        if self._last is None:
+            note_imports()
+        self._tuning.end_record(point.record)
+        self._last = point
+        self._rank_state.unrepeatable = ""
+        self._loop.end_commit()
 
     def _next_step(self) -> int:
         """The step number behind the last call's, or behind the restored one; the record's where there is neither."""
@@ -482,8 +530,9 @@ class Session(Information):
         self._loop.release()
         self._link.finish_sending()
         last = self._last if self._last is not None else self._resumption.point  # which no step has followed
-        if finished and self._training.config.storage is not None and last is not None and self._link.up:
-            self._protection.capture_last(last)
+        stores = finished and self._training.config.storage is not None and self._link.up
+        if stores and last is not None and self._switch.capture_last(last):
+            self._protection.end_gap(last)
         self._unhook()
         self._close_parts()
         self._link.close(finished)

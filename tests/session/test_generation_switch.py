@@ -11,6 +11,7 @@ from memckpt.capture.spec_request import Growth
 from memckpt.capture.stall_clock import StallClock
 from memckpt.protocol.trainer import Begin
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
+from memckpt.session.session import Session
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec
 
@@ -92,6 +93,10 @@ class Notes:
             caveats=[],
         )
         self.switch = GenerationSwitch(training, self.link, self.staging, changes, self.mode, tap)
+        self.session = Session.__new__(Session)  # its part that brings a record to the agent
+        self.session._switch, self.session._staging, self.session._link = self.switch, self.staging, self.link
+        self.session._copier, self.session._recorder = training.copier, self.recorder
+        self.session._protection = SimpleNamespace(end_gap=lambda point: None)  # type: ignore[assignment]
 
     def _writer(self) -> Any:
         return SimpleNamespace(
@@ -109,7 +114,8 @@ class Notes:
         """End the current record: its number, what became of it, and the state then."""
         record = self.recorder.record
         self.done.clear()
-        self.switch.end_record(RestorePoint(record, record, codec.Packed({}, lambda one: one, lambda: lambda: None)))
+        point = RestorePoint(record, record, codec.Packed({}, lambda one: one, lambda: lambda: None))
+        self.session._bring_record(point)
         if self.recorder.record == record:
             self._begin(None, record + 1)
         [one] = self.done
