@@ -18,7 +18,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
-from memckpt.config import ResumeChoice
+from memckpt.config import RedoMode, ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
 from memckpt.errors import (
     AgentGoneError,
@@ -35,7 +35,6 @@ from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
-from memckpt.session.information import Information
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.loop import LoaderT, Loop
@@ -46,10 +45,10 @@ from memckpt.session.protection import Protection
 from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import Ranks
-from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.report import HeldState, RestoreReport, describe_protection
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume import Resumption
-from memckpt.session.resume_check import Proof
+from memckpt.session.resume_check import VERDICT_VALUES, Proof, ResumeCheck
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.sharing import (
     find_own_buffers,
@@ -67,7 +66,7 @@ _log = logging.getLogger("memckpt")
 _LATER = OWN + "later"
 
 
-class Session(Information):
+class Session:
     """Protects one model and its optimizers. Made by :func:`memckpt.attach`; not thread-safe.
 
     Order of calls: attach, ``provide``/``register``/``loader``, ``restore``, then ``commit`` at each restore point,
@@ -84,59 +83,16 @@ class Session(Information):
         extra_modules: Mapping[str, nn.Module],
         replicated: Sequence[str] = (),
     ) -> None:
-        run_dir = Path(arguments.run_dir)
-        self._data_parallel = data_parallel
-        self._ranks = ranks = Ranks()
-        proven = ProvenEnvironments(arguments.config, run_dir, ranks)
-        config = proven.config
-        refuse_unordered(model, optimizers, data_parallel)
-        self._compression = compression = CompressedAverages(config, model, data_parallel)
-        config = compression.with_period(config)
-        self._live = live = LiveState(model, optimizers, compression.with_own(extra_modules))
-        find_replicas(live, ranks, data_parallel, replicated)
-        refuse_few_slots(config.records_in_flight, ranks)
-        device, self._clock = device_of(live.tensors()), StallClock()
-        self._copier = copier_for(device)
-        self._recorder = Recorder(live, self._copier, self._clock)
-        training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)
-        self._training = training
-        changes = Changes(self._recorder, live.optimizers)
-        self._staging = staging = Staging(training, changes)
-        address = AgentAddress.of(run_dir)
-        self._link = link = AgentLink(address, ranks, config, device.type != "cpu")
-        self._rank_state = RankState(live, self._copier, device)
-        self._loop = Loop(self._rank_state, ranks, self._restore_rng)
-        self._peers = peers = Peers(config.peers, ranks, link, config.agent)
-        self._proof = ResumeProof(training, link, self._rank_state, proven)
-        self._restoration = Restoration(training, link, staging, self._proof)
-        self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
         self._closed = self._has_told = False
         self._last: RestorePoint | None = None
         #: The step number of the last commit, restore point or not; None before the first.
         self._number: int | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
-
-        self._mode = ModeChoice(config, live, ranks, device)
-        training.caveats.extend(self._mode.caveats())
-        live.growth.apart = find_own_buffers(live, ranks)
-        live.growth.changing |= live.growth.apart
-        compression.join(self._recorder, live, self._rank_state)
-        self._step_hooks = StepHooks(optimizers, self._recorder)
-        self._tap = GradientTap(training, data_parallel, link.finish_sending, compression)
-        self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
-        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._bring_record)
-        self._tuning = Tuning(training, self._mode, self._protection, staging, self._rank_state)
-        self._preemption = PreemptionNotice(link.tell_preempted)
+        proven = self._look_at_training(model, optimizers, arguments, data_parallel, extra_modules, replicated)
+        self._wire_parts(Path(arguments.run_dir), optimizers, proven)
         try:
             self._start(arguments.resume)
-            self._step_hooks.install()
-            self._live.strangers.install()
-            self._mode.begin()
-            self._tap.install()
-            self._take_later()
-            self._peers.mark_phases(self._recorder)
-            self._preemption.install()
         except BaseException as error:  # an interrupt, too: the caller has no session to close
             self._unhook()
             self._close_parts()
@@ -144,7 +100,61 @@ class Session(Information):
             self._link.abandon(dismiss=isinstance(error, MemckptError))
             raise
 
+    def _look_at_training(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        arguments: ProtectionArguments,
+        data_parallel: DistributedDataParallel | None,
+        extra_modules: Mapping[str, nn.Module],
+        replicated: Sequence[str],
+    ) -> ProvenEnvironments:
+        """First phase: find what is trained, and by which ranks; collective. Nothing is hooked, and no agent asked."""
+        refuse_unordered(model, optimizers, data_parallel)
+        self._data_parallel = data_parallel
+        self._ranks = ranks = Ranks()
+        proven = ProvenEnvironments(arguments.config, Path(arguments.run_dir), ranks)
+        self._compression = compression = CompressedAverages(proven.config, model, data_parallel)
+        config = compression.with_period(proven.config)
+        self._live = live = LiveState(model, optimizers, compression.with_own(extra_modules))
+        find_replicas(live, ranks, data_parallel, replicated)
+        refuse_few_slots(config.records_in_flight, ranks)
+        device = device_of(live.tensors())
+        self._clock, self._copier = StallClock(), copier_for(device)
+        self._recorder = Recorder(live, self._copier, self._clock)
+        self._training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)
+        return proven
+
+    def _wire_parts(self, run_dir: Path, optimizers: Sequence[Optimizer], proven: ProvenEnvironments) -> None:
+        """Second phase: make the parts, each of those above it. Choices of mode and tap are collective."""
+        training, ranks, live, config = self._training, self._ranks, self._live, self._training.config
+        on_accelerator = training.device.type != "cpu"
+        self._link = link = AgentLink(AgentAddress.of(run_dir), ranks, config, on_accelerator)
+        # What a record consists of.
+        self._rank_state = rank_state = RankState(live, self._copier, training.device)
+        self._loop = Loop(rank_state, ranks, self._restore_rng)
+        changes = Changes(self._recorder, live.optimizers)
+        self._staging = staging = Staging(training, changes)
+        self._peers = peers = Peers(config.peers, ranks, link, config.agent)
+        # What an attempt goes on from.
+        self._proof = ResumeProof(training, link, rank_state, proven)
+        self._restoration = Restoration(training, link, staging, self._proof)
+        self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
+        # How records are taken and kept.
+        self._mode = ModeChoice(config, live, ranks, training.device)
+        training.caveats.extend(self._mode.caveats())
+        live.growth.apart = find_own_buffers(live, ranks)
+        live.growth.changing |= live.growth.apart
+        self._compression.join(self._recorder, live, rank_state)
+        self._step_hooks = StepHooks(optimizers, self._recorder)
+        self._tap = GradientTap(training, self._data_parallel, link.finish_sending, self._compression)
+        self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
+        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._bring_record)
+        self._tuning = Tuning(training, self._mode, self._protection, staging, rank_state)
+        self._preemption = PreemptionNotice(link.tell_preempted)
+
     def _start(self, resume: ResumeChoice | int) -> None:
+        """Third phase: agree on the state to go on from, then hook into the training; collective."""
         self._resumes_exactly = resume == "exact"
         try:
             start = self._resumption.choose(resume, self._live.spec(self._switch.request), self.mode_reason)
@@ -152,23 +162,27 @@ class Session(Information):
             if not flat_parameters.is_flattened(self._live.model):
                 raise
             raise ForeignStateError(f"{error}. {flat_parameters.REMEDY}") from error
-        resumed = self._resumption
+        resumed, held = self._resumption, self._resumption.held
         if self._ranks.rank == 0:
-            tell_start(resumed.held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
+            tell_start(held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
             tell_when_log_pays(self._training.config.storage, self._live.spec(self._switch.request))
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
-        self._tuning.resume_rate(resumed.held.rank_state if resumed.held is not None else None)
+        self._tuning.resume_rate(held.rank_state if held is not None else None)
         self._switch.use_mode()
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)
 
-    def _take_later(self) -> None:
-        """Take gradients after the step where an attempt before did; collective: ranks that share slots do alike."""
+        self._step_hooks.install()
+        self._live.strangers.install()
+        self._mode.begin()
+        self._tap.install()
+        # Gradients are taken after the step where an attempt before did; ranks that share slots do alike.
         self._rank_state.provide(_LATER, lambda: self._tap.later, parts=lambda value: {})
-        held = self._resumption.held.rank_state.get(_LATER, "") if self._resumption.held is not None else ""
-        later = next(filter(None, self._ranks.gather(held)), "")
-        if later:
+        later = held.rank_state.get(_LATER, "") if held is not None else ""
+        if later := next(filter(None, self._ranks.gather(later)), ""):
             self._tap.take_later(later)
+        self._peers.mark_phases(self._recorder)
+        self._preemption.install()
 
     # Rank state
 
@@ -507,6 +521,109 @@ class Session(Information):
         if not gradients_pending:
             self._recorder.pending.waive()
         return not gradients_pending
+
+    # Information
+
+    @property
+    def mode(self) -> RedoMode:
+        """Current redo mode."""
+        return self._mode.mode
+
+    @property
+    def mode_reason(self) -> str:
+        """Why this mode, in words."""
+        return self._mode.reason
+
+    @property
+    def check(self) -> ResumeCheck:
+        """Verdict of this attempt's resume check."""
+        return self._proof.check
+
+    @property
+    def report(self) -> RestoreReport | None:
+        """What :meth:`restore` has returned, with what has shown since; None where training started over."""
+        return self._restoration.report
+
+    @property
+    def tap_reason(self) -> str:
+        """Why this tap, in words."""
+        return self._tap.reason
+
+    @property
+    def caveats(self) -> list[str]:
+        """Limits of exactness and of checks in this run, one line each."""
+        return self._training.caveats
+
+    @property
+    def stored_step(self) -> int | None:
+        """Newest step that this attempt's agent has written to storage; None before the first."""
+        return self._protection.stored_step
+
+    @property
+    def drift_ulp(self) -> float:
+        """Largest difference between replica and live state that the audit has found, in ulp."""
+        return self._protection.drift.largest_ulp
+
+    @property
+    def logs_metrics(self) -> bool:
+        """Whether adapters give :meth:`metrics` to the framework's loggers."""
+        return self._training.config.log_metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Figures for loggers, always the same ones: `docs/observability.md` describes them.
+
+        They are what this process knows, without asking anybody. `stall_ms` is that since the last call.
+        """
+        stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
+        lag = 0.0
+        if self._link.up and self._switch.request.mode == "eager":
+            lag = float(max(0, self._recorder.record - 1 - self._link.connection.applied))
+        return {
+            "stall_ms": stalled * 1e3,
+            "lag_steps": lag,
+            "drift_ulp": self.drift_ulp,
+            "step": float(self._recorder.record - 1),
+            "resume_check": VERDICT_VALUES[self.check.verdict],
+            **self._tiers(),
+            **self._attempt(),
+        }
+
+    def _tiers(self) -> dict[str, float]:
+        protection, writer = self._protection, self._staging.writer
+        lag = 0.0
+        if self._peers.active and self._link.up:
+            lag = float(max(0, self._recorder.record - 1 - self._link.connection.watermark))
+        return {
+            "stored_step": float(protection.stored_step or 0),
+            "stored_age_s": time.monotonic() - protection.stored_at,
+            "stored_bytes": float(protection.stored_bytes),
+            "peers_lag_records": lag,
+            "held_bytes": float(writer.layout.total_bytes) if writer is not None else 0.0,
+            "alarms": float(protection.alarms),
+        }
+
+    def _attempt(self) -> dict[str, float]:
+        report = self._restoration.report
+        return {
+            "attempt": float(self._link.attempt),
+            "recovery_s": report.seconds if report is not None else 0.0,
+            "steps_lost": float(report.steps_lost or 0) if report is not None else 0.0,
+        }
+
+    @property
+    def stall(self) -> StallClock:
+        """Seconds that the training thread has spent in the session, by cause."""
+        return self._clock
+
+    @property
+    def agent_pid(self) -> int | None:
+        """Process id of this node's agent; None while there is none."""
+        return self._link.agent_pid
+
+    def describe(self) -> str:
+        """One line about the protection of this run: mode, tap, memory, agent, caveats."""
+        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
+        return describe_protection(self._live.spec(self._switch.request), self.mode_reason, tap, where, self.caveats)
 
     # End
 
