@@ -114,7 +114,7 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
         ("record's scalars: encode", lambda: encode_meta(meta), f"{len(packed):,} bytes"),
         ("record's scalars: decode", lambda: decode_meta(packed), ""),
     ]
-    watch = session._recorder.watch
+    watch = session._recorder._watch
     assert watch is not None
     pieces.append(("look for changes outside the optimizer", watch.changed, ""))
     tensors = sum(1 for _ in trainee.model.parameters())

@@ -37,7 +37,18 @@ _log = logging.getLogger("memckpt")
 
 
 class Recorder:
-    """Recorder of a session. `writer` is None while nothing can be staged, as before the first generation."""
+    """Recorder of a session. Its attributes are for reading; what others may set has a method, and one caller.
+
+    Attributes:
+        record: number of the record.
+        writer: writer of its slot; None while nothing can be staged, as before the first generation.
+        problem: why the record cannot be committed as it is staged, in words; None if it can.
+        broken: text of an internal error in this record; empty if there was none.
+        tap: name of the tap that calls :meth:`stage`.
+        streams: whether gradients are taken as backward makes them, and not at the step.
+        tap_mismatch: why this tap does not fit, in words; None if it does.
+        compiled: class name of an optimizer whose step is compiled; empty if there is none, None before the first step.
+    """
 
     def __init__(self, live: LiveState, copier: Copier, clock: StallClock) -> None:
         self._live = live
@@ -46,31 +57,24 @@ class Recorder:
         self.writer: SlotWriter | None = None
         self.record = 0
         self.graphs = GraphNotes()
-        #: Whether records consist of steps; else the state is captured by value.
-        self.needs_steps = True
+        self.tap = ""
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
         self.pending.first = live.left.look
         live.strangers.stepped = self.pending.stepped_by_another
         self.gradients = GradientStaging(live, copier, self.fail)
-        #: Class name of an optimizer whose step is compiled; empty if there is none, None before the first step.
         self.compiled: str | None = None
         self.problem: str | None = None
-        #: Text of an internal error in this record; empty if there was none.
         self.broken = ""
         self._told: set[str] = set()
         self.tap_mismatch: str | None = None
         self.check = StagingCheck()
-        self.watch: ParameterWatch | None = None
-        #: Called before each step, to look for changes of the optimizer's parameters by anything else.
-        self.on_step: Callable[[int], None] | None = None
-        self.marks: PhaseMarks | None = None
-        #: Called before each optimizer step while the last step of a dead attempt is repeated.
-        self.repeated: Callable[[int, Optimizer], None] | None = None
-        #: Called with each gradient as backward has made it, while those of a dead attempt are there for comparison.
-        self.witness: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        #: Name of the tap that calls :meth:`stage`.
-        self.tap = ""
+        self._needs_steps = True
+        self._watch: ParameterWatch | None = None
+        self._before_step: Callable[[int], None] | None = None
+        self._marks: PhaseMarks | None = None
+        self._compare_step: Callable[[int, Optimizer], None] | None = None
+        self._compare_gradient: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         #: Steps that have begun, by optimizer; None: nothing of it is recorded.
         self._begun: dict[int, NotedSubStep | None] = {}
         self._sub_steps: list[NotedSubStep] = []
@@ -106,6 +110,46 @@ class Recorder:
         self.broken = reason
         self.fail(reason)
 
+    # Listeners and choices, each of one caller
+
+    def use_tap(self, name: str, streams: bool) -> None:
+        """Expect gradients of another tap. Called by the owner of the tap."""
+        self.tap, self.streams, self.tap_mismatch = name, streams, None
+
+    def record_steps(self, needed: bool) -> None:
+        """Set whether records consist of steps; else the state is captured by value. Called as the mode changes."""
+        self._needs_steps = needed
+
+    def drop_writer(self) -> None:
+        """Stage nothing any more of this record. Called by the owner of the writer, which closes it."""
+        self.writer = None
+
+    def watch_parameters(self, watch: ParameterWatch | None, before_step: Callable[[int], None] | None = None) -> None:
+        """Have changes by anything but the optimizers looked for.
+
+        Args:
+            watch: told of each step; None: of none.
+            before_step: called before each step, with the optimizer's number.
+        """
+        self._watch, self._before_step = watch, before_step
+
+    def mark_phases(self, marks: PhaseMarks | None) -> None:
+        """Mark the phases of each step for peers, whose traffic is held back during reductions; None: do not."""
+        self._marks = marks
+
+    def compare_steps(self, compare: Callable[[int, Optimizer], None] | None) -> None:
+        """Call `compare` before each optimizer step: the resume check repeats a step. None: do not."""
+        self._compare_step = compare
+
+    def compare_gradients(self, compare: Callable[[torch.Tensor, torch.Tensor], None] | None) -> None:
+        """Call `compare` with each gradient as backward has made it: the resume check has others. None: do not."""
+        self._compare_gradient = compare
+
+    def end_step_marks(self, record: int) -> None:
+        """Mark for peers that the step of a record is over."""
+        if self._marks is not None:
+            self._marks.step_ended(record)
+
     # From taps
 
     def backward_runs(self) -> bool:
@@ -117,8 +161,8 @@ class Recorder:
         if self._copier.recording_graph():
             self.graphs.backward = True
             return False
-        if self.marks is not None:
-            self.marks.gradient_seen()
+        if self._marks is not None:
+            self._marks.gradient_seen()
         return True
 
     def gradient_seen(self, param: torch.Tensor | None) -> None:
@@ -140,8 +184,8 @@ class Recorder:
         try:
             # Runs for each tensor of each step: calls are kept to a minimum.
             self.pending.seen(param)
-            if self.witness is not None:
-                self.witness(param, gradient)
+            if self._compare_gradient is not None:
+                self._compare_gradient(param, gradient)
             if self.writer is not None and self.streams and self.problem is None:
                 if parts is None:
                     self.gradients.stage(self.writer, param, gradient)
@@ -181,20 +225,20 @@ class Recorder:
             UnsupportedError: the step is being recorded into a graph, and records consist of steps.
         """
         if self._copier.recording_graph():
-            if self.needs_steps:
+            if self._needs_steps:
                 raise UnsupportedError(graphs.STEP)
             self.graphs.step = True
             return
         try:
             if number in self._begun:
                 self._fail_step(optimizer, "has begun twice: it raised an exception, or evaluates its closure again")
-            if self.on_step is not None:
-                self.on_step(number)
+            if self._before_step is not None:
+                self._before_step(number)
             if self.writer is not None:
                 self.gradients.mark_landed()
             self._begun[number] = self._guarded_note(number, optimizer)
-            if self.repeated is not None and not is_skipped(optimizer, wait=True):
-                self.repeated(number, optimizer)
+            if self._compare_step is not None and not is_skipped(optimizer, wait=True):
+                self._compare_step(number, optimizer)
             # The step changes parameters and state, whose anchors are being copied, and maybe gradients; zero_grad() or
             # the next backward change the gradients behind it.
             self._copier.wait_before_changes()
@@ -213,7 +257,7 @@ class Recorder:
                 self._fail_step(optimizer, "has not evaluated its closure")
             elif (step := self._begun.pop(number)) is not None:
                 self._sub_steps.append(step)
-            if self.watch is not None and not self.watch.note(number):
+            if self._watch is not None and not self._watch.note(number):
                 self.fail(f"the state of {type(optimizer).__qualname__} has got tensors that the layout lacks")
         except Exception as error:
             self.broke("noting a step", error)

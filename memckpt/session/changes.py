@@ -28,12 +28,12 @@ class Changes:
     def __init__(self, recorder: Recorder, optimizers: Sequence[Optimizer]) -> None:
         self._recorder = recorder
         self._optimizers = optimizers
+        self._watch: ParameterWatch | None = None
         self._static: StaticWatch | None = None
         self._told = 0
         self._in_a_row = 0
         self._found = ""
         self.problem: str | None = None
-        recorder.on_step = self.look_before_step
 
     @property
     def persistent(self) -> str:
@@ -43,20 +43,21 @@ class Changes:
     def watch(self, writer: SlotWriter) -> None:
         """Take the current values of a generation's tensors as unchanged."""
         # State that is captured need not be watched: it is copied whatever has changed it.
-        self._recorder.watch = None if writer.snapshots else ParameterWatch(writer, self._optimizers)
+        self._watch = None if writer.snapshots else ParameterWatch(writer, self._optimizers)
+        self._recorder.watch_parameters(self._watch, self.look_before_step)
         self._static = StaticWatch(writer)
 
     def forget(self) -> None:
-        self._recorder.watch = self._static = None
+        self._watch = self._static = None
+        self._recorder.watch_parameters(None)
 
     def look_before_step(self, number: int) -> None:
         """Look for changes, which no optimizer has made, of what this one is about to step."""
         self._look(number)
 
     def _look(self, number: int | None) -> None:
-        watch = self._recorder.watch
-        if watch is not None and self.problem is None:
-            self._note(watch.changed(number))
+        if self._watch is not None and self.problem is None:
+            self._note(self._watch.changed(number))
 
     def look_at_commit(self) -> None:
         """Look at everything at the end of a record, behind which all of it has to be as redo makes it."""

@@ -107,7 +107,7 @@ class GenerationSwitch:
     def use_mode(self) -> None:
         """Use the current mode from the next generation on."""
         self._staging.not_redoable = self._mode.not_redoable
-        self._recorder.needs_steps = self._mode.redoes
+        self._recorder.record_steps(self._mode.redoes)
         self.request = self._mode.request(self._training.copier.asynchronous)
 
     # Events

@@ -10,13 +10,20 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture import gradient_ops
+from memckpt.capture.copier import Copier
+from memckpt.capture.flat_parameters import FlatParameterTap
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import fsdp1_wrappers
 from memckpt.capture.taps.ddp import BucketTap
+from memckpt.capture.taps.shards import ShardTap
 from memckpt.capture.taps.step import StepTap
 from memckpt.capture.taps.streaming import StreamingTap
 from memckpt.capture.taps.tap import Tap
+from memckpt.compression.reduction import Reducer
+from memckpt.config import MemckptConfig
 from memckpt.session.compression import CompressedAverages
 from memckpt.session.local_training import LocalTraining
-from memckpt.session.policy import choose_tap
 
 _log = logging.getLogger("memckpt")
 
@@ -47,12 +54,12 @@ class GradientTap:
         self._clock = training.clock
         self.later = ""
         reducer = compression.reducer
-        self._tap, self.reason = choose_tap(
+        self._tap, self.reason = _choose_tap(
             training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer
         )
         if isinstance(self._tap, BucketTap):
             self._tap.adopted = compression.adopt
-        self._recorder.tap = self._tap.name
+        self._recorder.use_tap(self._tap.name, not isinstance(self._tap, (StepTap, FlatParameterTap)))
 
     @property
     def current(self) -> Tap:
@@ -100,13 +107,12 @@ class GradientTap:
         Args:
             reason: why the current tap does not fit, in words.
         """
-        self._recorder.tap_mismatch = None
-        if not self._recorder.streams:
+        streamed = self._recorder.streams
+        self._recorder.use_tap(StepTap.name if streamed else self._recorder.tap, streams=False)
+        if not streamed:
             return
         self.later = reason
-        self._recorder.streams = False
         self._live.growth.uncompressed = True
-        self._recorder.tap = StepTap.name
         self.reason = reason
         _log.warning("memckpt: gradients are now taken at the optimizer's step: %s", reason)
         if isinstance(self._tap, StreamingTap):
@@ -127,3 +133,34 @@ class GradientTap:
         """Called after the change."""
         with self._clock.in_hook():
             self._recorder.note_versions(params)
+
+
+def _choose_tap(
+    config: MemckptConfig,
+    live: LiveState,
+    recorder: Recorder,
+    copier: Copier,
+    data_parallel: DistributedDataParallel | None,
+    before_reduction: Callable[[], None],
+    reducer: Reducer | None,
+) -> tuple[Tap, str]:
+    """Choose a streaming tap where that is possible. Returns the tap, and the reason in words."""
+    params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
+    if fsdp1_wrappers(live.model):
+        reason = "FullyShardedDataParallel reduces gradients of flat parameters, not those that the optimizer steps"
+        return FlatParameterTap(live.model, recorder, before_reduction), reason
+    if config.tap == "step":
+        return StepTap(params, recorder), "as configured"
+    if live.sharded:
+        reason = "gradients are taken as reduced shards"
+        return ShardTap(live.model, params, recorder, copier, before_reduction), reason
+    if data_parallel is None:
+        reason = "gradients are taken as backward produces them"
+        return StreamingTap(params, recorder, copier), reason
+    if BucketTap.available(data_parallel):
+        reason = "gradients are taken from DDP's buckets once they are reduced"
+        if reducer is not None:
+            reason = "gradients are taken in compressed form, as DDP's buckets are reduced"
+        return BucketTap(data_parallel, recorder, copier, before_reduction, reducer), reason
+    reason = "a communication hook was registered before memckpt; attach first, then register it"
+    return StepTap(params, recorder), reason

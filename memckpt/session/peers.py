@@ -49,6 +49,7 @@ class Peers:
         self._nodes: tuple[PeerNode, ...] = ()
         self._job: PeerJob | None = None
         self._page: PhasesPage | None = None
+        self._marks: PhaseMarks | None = None
         self.units: list[tuple[str, RankGroup]] = []
         self._recovery: PeerRecovery | None = None
         if config is not None:
@@ -216,11 +217,13 @@ class Peers:
         self.stop_marking(recorder)
         if self._config is not None:
             self._page, position = self._link.open_phases()
-            recorder.marks = PhaseMarks(PhaseWriter(self._page, position), recorder.record)
+            self._marks = PhaseMarks(PhaseWriter(self._page, position), recorder.record)
+            recorder.mark_phases(self._marks)
 
     def stop_marking(self, recorder: Recorder) -> None:
         """Stop marking, and close the page of phases."""
-        marks, recorder.marks = recorder.marks, None
+        recorder.mark_phases(None)
+        marks, self._marks = self._marks, None
         if marks is not None:
             marks.remove()
         page, self._page = self._page, None

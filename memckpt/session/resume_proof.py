@@ -101,13 +101,13 @@ class ResumeProof:
         if self.repetition is not None:
             self._recorder.begin(None, self.repetition.record)
             steps = self.repetition.steps
-            self._recorder.repeated = steps.stepping if steps is not None else None
+            self._recorder.compare_steps(steps.stepping if steps is not None else None)
         elif self.check.verdict not in ("pending", "off"):
             self.tell()
         if self._witness is not None:
             self._witness.note_left(self._reduces)
             if self._witness.waits:
-                self._recorder.witness = self._witness.gradient
+                self._recorder.compare_gradients(self._witness.gradient)
 
     def _depart(self, reason: str) -> None:
         """Correct the report: a loader has gone on with other data than it was left at."""
@@ -123,7 +123,8 @@ class ResumeProof:
             Writer of the generation that holds the record, which the caller closes, None where a new one begins; and
             why the agent is lost, in words, empty if it is not.
         """
-        repetition, self.repetition, self._recorder.repeated = self.repetition, None, None
+        repetition, self.repetition = self.repetition, None
+        self._recorder.compare_steps(None)
         assert repetition is not None
         self._link.finish_sending()
         found = None
@@ -172,7 +173,8 @@ class ResumeProof:
 
     def _hear_witness(self, point: RestorePoint) -> None:
         """Compare gradients, at the end of the first record after the resumed one."""
-        witness, self._witness, self._recorder.witness = self._witness, None, None
+        witness, self._witness = self._witness, None
+        self._recorder.compare_gradients(None)
         if witness is None or self.check.refuted:
             return
         everybody = self._ranks.gather(witness.testify())

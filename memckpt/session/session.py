@@ -431,8 +431,7 @@ class Session:
             else:
                 self._proof.end_record(point)
                 self._protection.end_record(point)  # by _bring_record; its errors make a gap, and end no training
-            if self._recorder.marks is not None:
-                self._recorder.marks.step_ended(point.record)
+            self._recorder.end_step_marks(point.record)
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner

@@ -94,7 +94,7 @@ class Staging:
     def drop(self) -> None:
         """Close the writer of the current generation."""
         writer, self.writer = self.writer, None
-        self._recorder.writer = None
+        self._recorder.drop_writer()
         self._changes.forget()
         if writer is not None:
             writer.close()

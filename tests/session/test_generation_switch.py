@@ -53,6 +53,7 @@ class Notes:
             pending=SimpleNamespace(regroup=lambda: None),
             begin=self._begin,
             fail=lambda reason: setattr(self.recorder, "problem", reason),
+            record_steps=lambda needed: None,
         )
         self.staging: Any = SimpleNamespace(
             writer=None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memckpt.config import ErasureConfig, MemckptConfig
-from memckpt.session import policy as choice
+from memckpt.session import mode as choice
 from memckpt_tools.doctor import checks, storage_checks
 from memckpt_tools.doctor import probes as facts
 from memckpt_tools.doctor.storage_checks import DiskFacts

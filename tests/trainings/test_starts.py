@@ -18,7 +18,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError, UnsupportedError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
-from memckpt.session.policy import choose_redo
+from memckpt.session.mode import choose_redo
 from memckpt.session.report import RestoreReport
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.user_messages import show_by_default
