@@ -1,4 +1,12 @@
-"""The choice of the state that an attempt resumes from, with all ranks, at the start."""
+"""The resume of an attempt, in four phases, each of all ranks together.
+
+1. *Look*: what the agents, the peers and storage hold.
+2. *Agree*: one plan for all ranks. It is a pure function of what was found, so that no rank has to announce it; states
+   that a node lacks are fetched from peers, and the plan is made again without a source that proves to be bad.
+3. *Open* the state of the plan, or begin without one. The user is told of it.
+4. *Fill*: tensors, optimizer state and groups. The filled state is compared with the sample that its record carries. If
+   it is another one, the next older state that proves itself is taken in its place.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from memckpt.config import RedoMode, ResumeChoice
-from memckpt.errors import AgentError, ForeignStateError, MemckptError
+from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
 from memckpt.journal.events import StartedOver
 from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.from_storage import StoredState
@@ -33,18 +41,41 @@ from memckpt.session.ranks import Ranks
 from memckpt.session.repeat_choice import RepeatChoice
 from memckpt.session.report import HeldState
 from memckpt.session.resharding import Resharding
-from memckpt.session.resume_check import ResumeCheck
+from memckpt.session.restoration import Restoration
+from memckpt.session.resume_check import Proof, ResumeCheck
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec, rng
-from memckpt.state.records import HeldRecords
+from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
+from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
+#: Logger of the start line, a child of the engine's: a handler or level of that one applies here as well.
+_start_log = logging.getLogger("memckpt.start")
 #: Agents of one node, one after the other, that may end while its ranks come to them.
 _MOST_AGENTS = 3
 #: Stored states that are tried, one after the other, where the chosen one does not prove itself.
 _MOST_STORED = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the agents, the peers and storage hold. The same on every rank, but for `own`.
+
+    Attributes:
+        attempt: the attempt that looks.
+        own: records in this node's memory.
+        held: records in the memory of all nodes, their own.
+        fragments: records that nodes keep for others.
+        tier: states in storage.
+    """
+
+    attempt: NewAttempt
+    own: Sequence[HeldRecords]
+    held: Sequence[HeldRecords]
+    fragments: Sequence[HeldFragments]
+    tier: StorageTier
 
 
 @dataclass(frozen=True)
@@ -60,10 +91,23 @@ class Start:
     anew: bool
 
 
-class Resumption:
-    """Lists the states of memory, peers and storage, chooses one with all ranks, and opens it.
+@dataclass(frozen=True)
+class Filled:
+    """A state that the live tensors have.
 
-    Owns the chosen state until it is restored; :meth:`close` closes it.
+    Attributes:
+        chosen: the state.
+        proof: its comparison with the sample of its record; None where there is none.
+        start: another beginning of the attempt than was chosen; None where that stays.
+    """
+
+    chosen: Chosen
+    proof: Proof | None
+    start: Start | None = None
+
+
+class Resumption:
+    """Owns the chosen state until it is restored; :meth:`close` closes it.
 
     Args:
         training: training that is resumed.
@@ -72,13 +116,12 @@ class Resumption:
         peers: the peers tier.
         run_dir: run directory.
         check: resume check of the attempt.
+        restoration: fills the live tensors.
 
     Attributes:
         chosen: state that is resumed; None where training starts over.
         held_mode: mode in which it was protected; None where training starts over.
         not_redoable: why its steps could not be redone, in words; empty if they could.
-        start_reason: why not the newest state of memory is resumed, in words; empty if it is.
-        drops_held: whether a held state is dropped.
     """
 
     def __init__(
@@ -89,6 +132,7 @@ class Resumption:
         peers: Peers,
         run_dir: Path,
         check: ResumeCheck,
+        restoration: Restoration,
     ) -> None:
         self._owns_storage = training.config.storage is not None
         self._ranks = training.ranks
@@ -97,26 +141,21 @@ class Resumption:
         self._staging = staging
         self._peers = peers
         self._run_dir = run_dir
+        self._restoration = restoration
         self._resharding = Resharding(training, link, peers, run_dir)
         self._repeat = RepeatChoice(training, link, check)
         self._reason = ""
-        self._tier: StorageTier | None = None
-        self._asked = False
+        self._found: Found | None = None
+        #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
+        self._start_reason, self._drops_held = "", False
         self.chosen: Chosen | None = None
         self.held_mode: RedoMode | None = None
         self.not_redoable = ""
-        self.start_reason = ""
-        self.drops_held = False
 
     @property
     def held(self) -> HeldState | None:
         """Description of the chosen state for the user; None where training starts over."""
         return self.chosen.held if self.chosen is not None else None
-
-    @property
-    def lost(self) -> int | None:
-        """Number of committed steps beyond the chosen state; None where that is not known, or training starts over."""
-        return self.chosen.lost if self.chosen is not None else None
 
     @property
     def due(self) -> bool:
@@ -128,18 +167,27 @@ class Resumption:
         """The resumed record, if it comes from memory; None otherwise."""
         return self.chosen.point if isinstance(self.chosen, ChosenInMemory) else None
 
-    # The choice
-
     def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
-        """Connect to the agent, choose a state, and open it; collective.
+        """Look, agree and open: the first three phases, at attach; collective.
 
         Args:
             resume: choice of the user.
             spec: layout of the live state.
             reason: why the redo mode was chosen, in words, for the agent.
         """
-        self._reason = reason
-        ranks = self._ranks
+        self._reason, self._spec, self._resume = reason, spec, resume
+        self._found = found = self._look()
+        plan = self._agree(found)
+        start = self._open(plan, found)
+        if self._ranks.rank == 0:
+            self._tell_start()
+        return start
+
+    # 1. Look
+
+    def _look(self) -> Found:
+        """Find what is held, of this node, of all others, and in storage."""
+        ranks, resume, spec = self._ranks, self._resume, self._spec
         inventories = self._say_hello(spec)
         own = inventories[ranks.rank].held
         held = [each for inventory in inventories for each in inventory.held]
@@ -149,43 +197,13 @@ class Resumption:
         attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units, former)
         resharding = must_reshard(held, attempt, fragments)
         if resharding:
+            # Memory holds the shards of other ranks: they go to a store, of which each rank reads its new ones.
             self._resharding.save(own, held, fragments, resume, spec)
-        step = resume if isinstance(resume, int) else None
-        self._asked = step is not None
         storage = self._resharding.storage_for(resharding)
+        step = resume if isinstance(resume, int) else None
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
         self._link.owner = tier.run
-        self._tier, self._spec = tier, spec
-
-        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
-            stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
-            return make_plan(held, resume, attempt, stored, fragments, bad, before)
-
-        repeat = self._repeat.wanted and step is None
-        plan = plan_patiently(tier, resume, lambda: self._peers.carry_out(plan_without, spec, before=repeat))
-        self._link.claimed = tier.claimed
-        self._timeline = plan.timeline
-        self._link.configure(plan.timeline)
-        asked = f"resume={resume!r}" if step is not None else ""
-        if isinstance(plan, RestoreRecord):
-            ranks.together(lambda: self._open_held(plan, own, repeat))
-            assert isinstance(self.chosen, ChosenInMemory)
-            self._repeat.decide_in_memory(self.chosen, asked)
-            return Start(plan.record + 1, anew=False)
-        if isinstance(plan, RestoreStored):
-            self.start_reason = plan.reason
-            stored = tier.open_newest(plan.candidates, spec, by_hand=step is not None)
-            self.chosen = self._open_stored(stored, plan)
-            self._take_over(stored.own.spec)
-            self._repeat.decide_in_storage(self.chosen, tier, spec, asked)
-            record = stored.point.record
-            ranks.together(lambda: self._prepare(spec, record + 1, discard=True))
-            return Start(record + 1, anew=True)
-        ranks.together(lambda: self._start_over(spec, plan))
-        if ranks.rank == 0:
-            self._link.tell_journal(StartedOver(plan.reason))
-        self._repeat.do_without("nothing was resumed")
-        return Start(1, anew=True)
+        return Found(attempt, own, held, fragments, tier)
 
     def _say_hello(self, spec: StateSpec) -> list[Inventory]:
         """Connect to the agents, ranks of one node to the same one; returns what it holds, by rank.
@@ -207,15 +225,82 @@ class Resumption:
             "ranks came to them: see the agent's log in the run directory for who ends them"
         )
 
-    def _start_over(self, spec: StateSpec, plan: StartOver) -> None:
-        self.start_reason = plan.reason
-        self.drops_held = plan.discard and plan.reason != "resume='never'"
-        self._prepare(spec, 1, discard=plan.discard)
+    # 2. Agree
 
-    def _prepare(self, spec: StateSpec, record: int, discard: bool) -> None:
-        self._staging.prepared = self._link.prepare(spec, record, discard=discard, reason=self._reason, whole=True)
+    def _agree(self, found: Found) -> Plan:
+        """Make the plan, with what peers can bring; the agent gets its timeline."""
+        tier = found.tier
 
-    def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords], repeat: bool) -> None:
+        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
+            stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
+            return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, before)
+
+        plan = plan_patiently(
+            tier, self._resume, lambda: self._peers.carry_out(plan_without, self._spec, before=self._repeats)
+        )
+        self._link.claimed = tier.claimed
+        self._timeline = plan.timeline
+        self._link.configure(plan.timeline)
+        return plan
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether the last step is to be repeated, as a proof, where that is possible."""
+        return self._repeat.wanted and not isinstance(self._resume, int)
+
+    # 3. Open
+
+    def _open(self, plan: Plan, found: Found) -> Start:
+        """Open the state of the plan; a generation is prepared where its regions are not gone on with."""
+        ranks, asked = self._ranks, f"resume={self._resume!r}" if isinstance(self._resume, int) else ""
+        match plan:
+            case RestoreRecord():
+                ranks.together(lambda: self._open_held(plan, found.own))
+                assert isinstance(self.chosen, ChosenInMemory)
+                self._repeat.decide_in_memory(self.chosen, asked)
+                return Start(plan.record + 1, anew=False)
+            case RestoreStored():
+                self._start_reason = plan.reason
+                stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
+                self.chosen = self._open_stored(stored, plan)
+                self._take_over(stored.own.spec)
+                self._repeat.decide_in_storage(self.chosen, found.tier, self._spec, asked)
+                record = stored.point.record
+                ranks.together(lambda: self._prepare(record + 1, discard=True))
+                return Start(record + 1, anew=True)
+            case StartOver():
+                self._start_reason = plan.reason
+                self._drops_held = plan.discard and plan.reason != "resume='never'"
+                ranks.together(lambda: self._prepare(1, discard=plan.discard))
+                if ranks.rank == 0:
+                    self._link.tell_journal(StartedOver(plan.reason))
+                self._repeat.do_without("nothing was resumed")
+                return Start(1, anew=True)
+
+    def _prepare(self, record: int, discard: bool) -> None:
+        self._staging.prepared = self._link.prepare(
+            self._spec, record, discard=discard, reason=self._reason, whole=True
+        )
+
+    def _tell_start(self) -> None:
+        """Log the start line: the step at which training resumes, or the reason why it starts over.
+
+        It is shown with Python's default logging, too: a resume that did not happen must not be noticed in the loss
+        curve only.
+        """
+        show_by_default(_start_log)
+        held, chosen = self.held, self.chosen
+        if held is None or chosen is None:
+            level = logging.WARNING if self._drops_held else logging.INFO
+            _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
+            return
+        why = f": {self._start_reason}" if self._start_reason else ""
+        step, lost = held.newest_step, chosen.lost
+        proof = "" if step == held.step else ", which is repeated first, as a proof"
+        gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
+        _start_log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
+
+    def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords]) -> None:
         held = [each.ranks for each in own if each.records]
         if self._ranks.unit not in held and not self._peers.active:
             # Without peers rank states are not sent between nodes.
@@ -225,7 +310,7 @@ class Resumption:
                 f"in this attempt ranks {list(self._ranks.local_ranks)} run there; expected every rank on the node "
                 "where it was. Restart with the same placement of ranks, or use resume='never' to drop what is held"
             )
-        regions = self._link.resume(plan.record, plan.timeline, repeat)
+        regions = self._link.resume(plan.record, plan.timeline, self._repeats)
         try:
             state = codec.decode(regions.message.rank_states[self._ranks.rank])
             self.chosen = ChosenInMemory(
@@ -280,28 +365,66 @@ class Resumption:
         self.not_redoable = self.chosen.state.get("not_redoable", "")
         self._live.growth.take_over(spec)
 
-    # Where the chosen state does not prove itself
+    # 4. Fill
 
-    def newest(self) -> ChosenInMemory | None:
-        """The chosen record itself, where its step is to be repeated from the one before; the same on every rank."""
+    def fill(self, told: bool) -> Filled:
+        """Fill the live state with the chosen state, or with the next older one that proves itself; collective.
+
+        It can be called at any time before training goes on from the state.
+
+        Args:
+            told: whether the user has been told of the chosen state, so that it stays the chosen one.
+
+        Raises:
+            DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
+        """
+        self._prove_newest()
+        first, fill = self.chosen, self._restoration.fill
+        assert first is not None
+        proof = fill(first)
+        if proof is None or not proof.differs:
+            return Filled(first, proof)
+        told = any(self._ranks.gather(told))
+        for other in self._others() if not told else ():
+            found = fill(other)
+            if found is not None and not found.differs:
+                _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
+                return Filled(other, found, self._change_to(other))
+        if proof.broken:
+            raise DamagedStateError(
+                f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
+                f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
+                "starts over"
+            )
+        fill(first)  # nothing proves itself: this one is the nearest, and its report says what differs
+        return Filled(first, proof)
+
+    def _prove_newest(self) -> None:
+        """Where a step is to be repeated, prove the state that it led to, which is put back in the end."""
         chosen = self.chosen
-        found = chosen.unrepeated(self._ranks.rank) if isinstance(chosen, ChosenInMemory) else None
-        return found if all(self._ranks.gather(found is not None)) else None
+        newest = chosen.unrepeated(self._ranks.rank) if isinstance(chosen, ChosenInMemory) else None
+        if not all(self._ranks.gather(newest is not None)):
+            return
+        assert newest is not None
+        assert isinstance(chosen, ChosenInMemory)
+        proof = self._restoration.fill(newest)
+        if proof is not None and proof.differs:
+            # A repeated step would only show that again.
+            newest.forgo_repetition()
+            self.chosen = newest
+            self._repeat.give_up("the state that the step led to is refuted")
+        else:
+            chosen.writer = newest.writer
 
-    def forgo_repetition(self, newest: ChosenInMemory) -> None:
-        """Choose the record itself: it does not prove itself, and a repeated step would only show that again."""
-        newest.forgo_repetition()
-        self.chosen = newest
-        self._repeat.give_up("the state that the step led to is refuted")
-
-    def others(self) -> Iterator[Chosen]:
+    def _others(self) -> Iterator[Chosen]:
         """Older states that can be restored in place of the chosen one, nearest first; collective.
 
         Peers have agreed on the chosen record, and a user may have asked for it: there is no other one then.
         """
-        first, tier = self.chosen, self._tier
-        if first is None or tier is None or self._peers.active or self._asked:
+        first, found = self.chosen, self._found
+        if first is None or found is None or self._peers.active or isinstance(self._resume, int):
             return
+        tier = found.tier
         record, known = first.held.record, first.newest_known
         if isinstance(first, ChosenInMemory):
             earlier = first.earlier(self._ranks.rank)
@@ -319,8 +442,8 @@ class Resumption:
             yield self._open_stored(stored, plan)
             points = [one for one in points if one.record < stored.point.record]
 
-    def change_to(self, chosen: Chosen) -> Start | None:
-        """Resume from one of :meth:`others`; collective.
+    def _change_to(self, chosen: Chosen) -> Start | None:
+        """Resume from one of the others; collective.
 
         Returns:
             The beginning of the attempt, where a generation begins anew.
@@ -336,7 +459,7 @@ class Resumption:
         self._take_over(chosen.stored.own.spec)
         record = chosen.stored.point.record
         self._staging.close()  # what was prepared for another record
-        self._ranks.together(lambda: self._prepare(self._spec, record + 1, discard=True))
+        self._ranks.together(lambda: self._prepare(record + 1, discard=True))
         return Start(record + 1, anew=True)
 
     # End

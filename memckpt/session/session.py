@@ -22,7 +22,6 @@ from memckpt.config import RedoMode, ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
 from memckpt.errors import (
     AgentGoneError,
-    DamagedStateError,
     ForeignStateError,
     MemckptError,
     ResumeMismatchError,
@@ -31,7 +30,6 @@ from memckpt.errors import (
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.trainer import Commit, Void
 from memckpt.session.changes import Changes
-from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
@@ -48,7 +46,7 @@ from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport, describe_protection
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume import Resumption
-from memckpt.session.resume_check import VERDICT_VALUES, Proof, ResumeCheck
+from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.sharing import (
     find_own_buffers,
@@ -58,8 +56,7 @@ from memckpt.session.sharing import (
     refuse_unordered,
 )
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.session.start_line import tell_start, tell_when_log_pays
-from memckpt.session.tuning import Tuning
+from memckpt.session.tuning import Tuning, tell_when_log_pays
 from memckpt_run.recording import note_imports
 
 _log = logging.getLogger("memckpt")
@@ -139,7 +136,8 @@ class Session:
         # What an attempt goes on from.
         self._proof = ResumeProof(training, link, rank_state, proven)
         self._restoration = Restoration(training, link, staging, self._proof)
-        self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof.check)
+        check, restoration = self._proof.check, self._restoration
+        self._resumption = Resumption(training, link, staging, peers, run_dir, check, restoration)
         # How records are taken and kept.
         self._mode = ModeChoice(config, live, ranks, training.device)
         training.caveats.extend(self._mode.caveats())
@@ -164,7 +162,6 @@ class Session:
             raise ForeignStateError(f"{error}. {flat_parameters.REMEDY}") from error
         resumed, held = self._resumption, self._resumption.held
         if self._ranks.rank == 0:
-            tell_start(held, resumed.start_reason, resumed.drops_held, self._proof.repeated, resumed.lost)
             tell_when_log_pays(self._training.config.storage, self._live.spec(self._switch.request))
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
         self._tuning.resume_rate(held.rank_state if held is not None else None)
@@ -276,11 +273,12 @@ class Session:
         if chosen is None or chosen.restored:
             return None
         self._compression.expect_carried()
-        chosen = self._prove_newest(chosen)
-        proof = self._restoration.fill(chosen)
-        if proof is not None and proof.differs:
-            chosen, proof = self._try_others(chosen, proof)
-        report = self._restoration.go_on(chosen, proof, self._tap.current, self._protection.resume)
+        filled = self._resumption.fill(self._has_told)
+        chosen = filled.chosen
+        if filled.start is not None:
+            self._recorder.begin(None, filled.start.record)
+            self._switch.start(filled.start.record)
+        report = self._restoration.go_on(chosen, filled.proof, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._restoration.record_redo_seconds)
         report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
@@ -292,19 +290,6 @@ class Session:
         self._proof.begin(chosen)
         return report
 
-    def _prove_newest(self, chosen: Chosen) -> Chosen:
-        """Where a step is to be repeated, prove the state that it led to: the held one is put back in the end."""
-        newest = self._resumption.newest()
-        if newest is None:
-            return chosen
-        proof = self._restoration.fill(newest)
-        if proof is not None and proof.differs:
-            self._resumption.forgo_repetition(newest)
-            return newest
-        assert isinstance(chosen, ChosenInMemory)
-        chosen.writer = newest.writer
-        return chosen
-
     def _refuse_inexact(self, report: RestoreReport) -> None:
         """Raise ResumeMismatchError where an exact resume is asked for, and this one is not; on every rank."""
         found = next(filter(None, self._ranks.gather("; ".join(report.reasons))), "")
@@ -313,31 +298,6 @@ class Session:
                 f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. What was held "
                 "is still held: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
             )
-
-    def _try_others(self, first: Chosen, proof: Proof) -> tuple[Chosen, Proof]:
-        """Restore another state that proves itself, where the first one is not what its record says; else that one.
-
-        Raises:
-            DamagedStateError: there is no other one, and the first cannot be made; on every rank.
-        """
-        told = self._ranks.gather(self._has_told)
-        for other in self._resumption.others() if not any(told) else ():
-            found = self._restoration.fill(other)
-            if found is not None and not found.differs:
-                _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
-                start = self._resumption.change_to(other)
-                if start is not None:
-                    self._recorder.begin(None, start.record)
-                    self._switch.start(start.record)
-                return other, found
-        if proof.broken:
-            raise DamagedStateError(
-                f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
-                f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
-                "starts over"
-            )
-        self._restoration.fill(first)
-        return first, proof
 
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError
 from memckpt.journal.events import Advised
 from memckpt.planning.restoring import record_redo_seconds
@@ -24,13 +25,18 @@ from memckpt.session.protection import Protection
 from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.room import find_shortage, node_bytes
 from memckpt.session.staging import Staging
+from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec
+from memckpt.storage.batch import not_loggable
 from memckpt.user_messages import nbytes_text, show_by_default
 
 _log = logging.getLogger("memckpt")
 #: Logger of advice, shown unless the application configures logging otherwise.
 _advice = logging.getLogger("memckpt.tuning")
+_start = logging.getLogger("memckpt.start")
 _NAME = OWN + "tuning"
+#: Steps from this duration on are not counted on where a log is mentioned: with plain fp32 it pays from 20 s on.
+_LONG_STEP_SECONDS = 5.0
 #: Records before the first look, which are slower than others, and least records and seconds between two looks.
 FIRST_RECORDS, LEAST_RECORDS, LOOK_SECONDS = 16, 20, 30.0
 
@@ -178,3 +184,28 @@ class Tuning:
         writer = self._staging.writer
         held = None if writer is None else writer.spec
         return not find_shortage(self._training.config, self._ranks, self._spec(settings), held)
+
+
+def tell_when_log_pays(storage: StorageConfig | None, spec: StateSpec) -> None:
+    """Log when ``storage.mode="log"`` would write no more than checkpoints alone do. Called on rank 0.
+
+    Args:
+        storage: settings of storage; None: nothing is written.
+        spec: layout of the state.
+    """
+    if storage is None or storage.mode == "log" or not_loggable(spec):
+        return
+    layout = Layout(spec)
+    share = layout.logged_bytes / max(layout.checkpoint_bytes, 1)
+    if storage.every_steps is not None:
+        condition = "" if share * storage.every_steps <= 1 else None
+    else:
+        seconds = share * storage.min_seconds
+        condition = f", where steps take {seconds:.2g} s or longer" if seconds < _LONG_STEP_SECONDS else None
+    if condition is not None:
+        _start.info(
+            'memckpt: storage.mode="log" would have each step in storage, and write no more than checkpoints do%s: a '
+            "record is %.1f%% of a checkpoint",
+            condition,
+            100 * share,
+        )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from memckpt.config import StorageConfig
-from memckpt.session.start_line import tell_when_log_pays
+from memckpt.session.tuning import tell_when_log_pays
 from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec, TensorSpec
 from tests.support.cluster.storage_node import spec_of
