@@ -334,6 +334,10 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     sure: bool = False
     steps: tuple[int, int] = (0, 0)
 
+    def __str__(self) -> str:
+        first, last = self.steps
+        return f"the audit found {self.tensor} off by {self.max_ulp:g} ulp when steps {first} to {last} were redone"
+
 
 class Gap(msgspec.Struct, frozen=True, tag="gap"):
     """Nothing is held until the generation that is being written is complete: two do not fit."""

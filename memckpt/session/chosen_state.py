@@ -13,7 +13,6 @@ from memckpt.protocol.trainer import Before, Prepared
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.session.connection import PreparedRegions
-from memckpt.session.drift import drift_text
 from memckpt.session.report import HeldState
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec
@@ -62,7 +61,7 @@ class ChosenInMemory:
     def not_exact(self) -> str:
         """What the audit had found in what is restored, in words; empty if nothing."""
         drift = self.message.drift
-        return "" if drift is None else drift_text(drift)
+        return "" if drift is None else str(drift)
 
     @property
     def message(self) -> Prepared:

@@ -37,7 +37,6 @@ from memckpt.processes.log import Seldom
 from memckpt.protocol.trainer import Begin, Drift
 from memckpt.session.changes import Changes
 from memckpt.session.connection import PreparedRegions
-from memckpt.session.drift import drift_text
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
@@ -171,7 +170,7 @@ class GenerationSwitch:
         if writer is None or drift.generation != writer.generation or drift.generation == self._distrusted:
             return  # it is acted upon already
         self._distrusted = drift.generation
-        found = drift_text(drift)
+        found = str(drift)
         if self._recorder.streams and self._mode.mode != "snapshot":
             self._tap.take_later(
                 f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
@@ -12,7 +17,6 @@ from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
 from memckpt.session.changes import Changes
-from memckpt.session.drift import DriftReports
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
@@ -227,3 +231,80 @@ class Protection:
             self.link.reconnection.note_failure(error)
         except Exception as error:
             self._stumble(point.record, error)
+
+
+#: Drift beyond the rounding of other kernels: a first finding of so many ulp, or a growth by so large a factor.
+_MUCH_ULP = 1 << 16
+_JUMP = 1024
+
+
+class DriftReports:
+    """Logs the first drift that another device's rounding explains, and tells it from findings.
+
+    Args:
+        exact: whether the replica is redone on the hardware that trains, so that there must be no drift.
+
+    Attributes:
+        largest_ulp: largest drift that was found, in units in the last place (ulp).
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self.largest_ulp = 0.0
+
+    def is_finding(self, drift: Drift) -> bool:
+        """Note a drift. Returns True if rounding does not explain it."""
+        before, self.largest_ulp = self.largest_ulp, max(self.largest_ulp, drift.max_ulp)
+        if drift.max_ulp <= 0:
+            return False
+        if drift.sure or self._exact or drift.max_ulp > (_JUMP * before if before else _MUCH_ULP):
+            return True
+        if not before:
+            _log.info(
+                "memckpt: the replica, which is redone on the CPU, differs from the training's accelerator: %s by "
+                "%g ulp at record %d; a resume is off by as much (said once; see drift_ulp)",
+                drift.tensor,
+                drift.max_ulp,
+                drift.record,
+            )
+        return False
+
+
+class PreemptionNotice:
+    """Chains a handler before the installed one.
+
+    Launchers send SIGTERM on ordinary restarts, too. So the handler only tells the agent, which saves meanwhile.
+
+    Args:
+        tell: called in the main thread, between any two instructions.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._pid = os.getpid()
+        self._previous: Any = None
+        self._installed = False
+
+    def install(self) -> None:
+        """Install the handler. No-op outside the main thread, where Python cannot install one."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.getsignal(signal.SIGTERM)
+            if self._previous is not None:  # None: not installed from Python, so it could not be called
+                signal.signal(signal.SIGTERM, self._received)
+                self._installed = True
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:  # a forked child has inherited the handler, and nothing else
+            self._tell()
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def remove(self) -> None:
+        """Give the signal back, unless somebody has put a handler on top of ours."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._received:
+                signal.signal(signal.SIGTERM, self._previous)
+            self._installed = False

@@ -38,23 +38,22 @@ from memckpt.session.local_training import LocalTraining
 from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
-from memckpt.session.preemption import PreemptionNotice
-from memckpt.session.protection import Protection
+from memckpt.session.protection import PreemptionNotice, Protection
 from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
-from memckpt.session.ranks import Ranks
-from memckpt.session.report import HeldState, RestoreReport, describe_protection
-from memckpt.session.restoration import Restoration
-from memckpt.session.resume import Resumption
-from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
-from memckpt.session.resume_proof import ResumeProof
-from memckpt.session.sharing import (
+from memckpt.session.ranks import (
+    Ranks,
     find_own_buffers,
     find_replicas,
     refuse_few_slots,
     refuse_uneven,
     refuse_unordered,
 )
+from memckpt.session.report import HeldState, RestoreReport, describe_protection
+from memckpt.session.restoration import Restoration
+from memckpt.session.resume import Resumption
+from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
+from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
 from memckpt_run.recording import note_imports

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from memckpt.protocol.trainer import Drift
-from memckpt.session.drift import DriftReports
+from memckpt.session.protection import DriftReports
 
 
 def drift(ulp: float, record: int = 32) -> Drift:
