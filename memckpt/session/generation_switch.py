@@ -39,8 +39,8 @@ from memckpt.session.changes import Changes
 from memckpt.session.connection import PreparedRegions
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
 from memckpt.session.mode import ModeChoice
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")

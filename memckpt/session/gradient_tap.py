@@ -23,7 +23,7 @@ from memckpt.capture.taps.tap import Tap
 from memckpt.compression.reduction import Reducer
 from memckpt.config import MemckptConfig
 from memckpt.session.compression import CompressedAverages
-from memckpt.session.local_training import LocalTraining
+from memckpt.session.ranks import LocalTraining
 
 _log = logging.getLogger("memckpt")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,17 +12,15 @@ from dataclasses import replace
 import torch
 
 from memckpt.config import MemckptConfig
-from memckpt.errors import AgentError, AgentGoneError, MemoryBudgetError, StorageError
+from memckpt.errors import AgentGoneError, MemoryBudgetError, StorageError
 from memckpt.journal.events import TrainerEvent
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
-from memckpt.processes.address import AgentAddress, peer
-from memckpt.processes.backoff import Backoff
-from memckpt.protocol.channel import TrainerChannel
+from memckpt.processes.address import AgentAddress
 from memckpt.protocol.messages import TrainerToAgent
 from memckpt.protocol.peers import AskPhases, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
-from memckpt.protocol.status import MetricsSettings, StatusRequest
+from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.storing import RecordSaved, SaveRecord
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
@@ -43,7 +40,7 @@ from memckpt.protocol.trainer import (
     Refused,
     Resume,
 )
-from memckpt.session.connection import AgentConnection, Notice, PreparedRegions, SnapshotOrder, refusal
+from memckpt.session.connection import AgentConnection, Notice, PreparedRegions, Reconnection, SnapshotOrder, refusal
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.records import Timeline
 from memckpt.state.search_path import user_search_path
@@ -58,13 +55,6 @@ _DYING_SECONDS = 10.0
 _RECORD_LIMITS = 10
 #: Interval of warnings while training waits for peers.
 _PATIENCE_SECONDS = 30.0
-#: Time that training waits for the answer of a lost agent; later commits poll without waiting.
-PROBE_SECONDS = 1.0
-#: Pause after a failed attempt, as a multiple of the attempt's duration.
-_PAUSE_PER_COST = 10.0
-#: Pauses before an agent is used that has stood still repeatedly: the first, the longest; and the time without a stop
-#: after which the next one counts as a first.
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _STEADY_SECONDS = 60.0, 3600.0, 1800.0
 
 
 class AgentLink:
@@ -524,110 +514,3 @@ class AgentLink:
             connection.say_goodbye(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)
         finally:
             connection.close()
-
-
-class Reconnection:
-    """Decides, at each commit without an agent, whether to try again: at once where it died, rarely where it stands.
-
-    Training waits for an agent that stands still once. After that each commit polls for the answer to a question. Owns
-    a connection, which :meth:`close` closes.
-
-    Args:
-        address: address of the agent.
-        patience: time that the first question waits for an answer, in seconds.
-        pauses: False for no pauses, where other nodes wait for this one until it is overdue.
-        clock: returns the current time, in seconds.
-    """
-
-    def __init__(
-        self,
-        address: AgentAddress,
-        patience: float = PROBE_SECONDS,
-        pauses: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._address = address
-        self._patience = patience
-        self._pauses = pauses
-        self._clock = clock
-        self._question: TrainerChannel | None = None
-        self._not_before = self._began = clock()
-        self._failures = Backoff(clock, at_once=0, steady=math.inf)
-        self._stumbles = Backoff(clock, steady=math.inf)
-        self._stops = Backoff(
-            clock, at_once=1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS, steady=_STEADY_SECONDS
-        )
-
-    def due(self) -> bool:
-        """Whether to try now: no agent answers the address, so that one can be started, or one answers the question."""
-        self._began = self._clock()
-        if self._began < self._not_before:
-            return False
-        try:
-            return self._ask() if self._question is None else self._answered_late(self._question)
-        except AgentGoneError as error:
-            # It has died since; or it accepts nothing, and the next commit must not wait for that, either.
-            died = self._question is not None
-            self.close()
-            if not died:
-                self.note_failure(error)
-            return died
-        except AgentError as error:
-            self.close()
-            self.note_failure(error)
-            return False
-
-    def _ask(self) -> bool:
-        sock = self._address.connect()
-        if sock is None:
-            return True
-        self._question = TrainerChannel(sock)
-        self._question.send(StatusRequest(), timeout=self._patience)
-        if self._question.poll(self._patience) is not None:
-            self.close()
-            return True
-        _log.warning(
-            "memckpt: the agent (pid %d) stands still: it has not answered for %g s; training goes on without "
-            "protection, and uses it again when it answers",
-            peer(sock)[0],
-            self._patience,
-        )
-        return False
-
-    def _answered_late(self, question: TrainerChannel) -> bool:
-        if question.poll() is None:
-            return False
-        self.close()
-        pause = self._stops.died() if self._pauses else 0.0
-        self._not_before = self._clock() + pause
-        if pause:
-            _log.warning(
-                "memckpt: the agent answers again; it has stood still several times, and is used again in %.0f s", pause
-            )
-        return pause == 0.0
-
-    def note_success(self) -> None:
-        """The session has an agent again."""
-        self._failures.reset()
-        self._stops.started()
-
-    def note_failure(self, error: Exception) -> None:
-        """An attempt has failed: pause."""
-        now = self._clock()
-        pause = max(self._failures.died(), _PAUSE_PER_COST * (now - self._began)) if self._pauses else 0.0
-        self._not_before = now + pause
-        _log.warning("memckpt: no agent (%s); trying again in %.0f s", error, pause)
-
-    def note_stumble(self) -> None:
-        """Protecting a step has failed for another reason: try again at once, then after growing pauses."""
-        self._stumbles.started()
-        pause = self._stumbles.died()
-        self._not_before = self._clock() + pause
-        if pause:
-            _log.warning("memckpt: that happens again and again; trying again in %.0f s", pause)
-
-    def close(self) -> None:
-        """Close the connection, if there is one."""
-        question, self._question = self._question, None
-        if question is not None:
-            question.close()

@@ -19,8 +19,8 @@ from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
 from memckpt.session.changes import Changes
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
 from memckpt.session.peers import Peers
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")

@@ -1,4 +1,4 @@
-"""The ranks of a job: their nodes, and how they agree at the start.
+"""The ranks of a job: their nodes, what each holds and trains, and how they agree at the start.
 
 Nothing here runs during training, except the self-test of unknown optimizers in the first steps, and the question
 whether redo is trusted, every 128 steps.
@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -22,8 +23,12 @@ from torch.optim import Optimizer
 
 from memckpt import errors
 from memckpt.capture import flat_parameters
+from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
+from memckpt.config import MemckptConfig
 from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
 from memckpt.errors import MemckptError, UnsupportedError
 from memckpt.processes.address import node_name
@@ -287,3 +292,31 @@ def _refuse_differing(declared: dict[str, torch.Tensor], ranks: Ranks) -> None:
             f"replicated: expected {differing[0]} to be the same on all ranks, found other values on some; "
             "broadcast it first, or leave it out: then each rank's own is kept"
         )
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """Objects that the classes of a session share. Owns nothing that has to be closed.
+
+    Attributes:
+        config: settings of the session.
+        ranks: ranks of the job, and this one's place among them.
+        live: parameters, optimizer state and buffers that are trained.
+        device: device of the live tensors.
+        copier: copies from that device to host memory.
+        recorder: collects the current record.
+        caveats: limits of exactness and of checks, one line each.
+    """
+
+    config: MemckptConfig
+    ranks: Ranks
+    live: LiveState
+    device: torch.device
+    copier: Copier
+    recorder: Recorder
+    caveats: list[str] = field(default_factory=list)
+
+    @property
+    def clock(self) -> StallClock:
+        """Seconds that the training thread has spent in the session, by cause."""
+        return self.recorder.clock

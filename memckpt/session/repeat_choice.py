@@ -12,7 +12,7 @@ from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import copied_bytes
 from memckpt.session.chosen_state import ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec

@@ -12,8 +12,8 @@ from memckpt.config import ResumeChoice, StorageConfig
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, plan_to_reshard, record_to_reshard
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
 from memckpt.session.peers import Peers
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.storage_tier import RESHARDING
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec

@@ -21,7 +21,7 @@ from memckpt.recovery.restore import replica_digest
 from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.held_record import InMemory, InStorage, restorer_of
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.repetition import Repetition, any_accelerator, compare_sample
 from memckpt.session.report import RestoreReport
 from memckpt.session.resume_check import Proof, prove

@@ -34,10 +34,9 @@ from memckpt.recovery.plan import (
 )
 from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
 from memckpt.session.patient_plan import plan_patiently
 from memckpt.session.peers import Peers
-from memckpt.session.ranks import Ranks
+from memckpt.session.ranks import LocalTraining, Ranks
 from memckpt.session.repeat_choice import RepeatChoice
 from memckpt.session.report import HeldState
 from memckpt.session.resharding import Resharding

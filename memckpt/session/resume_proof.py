@@ -14,9 +14,9 @@ from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
 from memckpt.protocol.trainer import Checked
 from memckpt.session.chosen_state import Chosen, ChosenInMemory
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
 from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import RankState
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.repetition import Repetition, any_accelerator, compare_following
 from memckpt.session.report import RestoreReport
 from memckpt.session.resume_check import ResumeCheck, judge, judge_witness, prove

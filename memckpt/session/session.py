@@ -34,7 +34,6 @@ from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
-from memckpt.session.local_training import LocalTraining
 from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
@@ -42,6 +41,7 @@ from memckpt.session.protection import PreemptionNotice, Protection
 from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import (
+    LocalTraining,
     Ranks,
     find_own_buffers,
     find_replicas,

@@ -18,7 +18,7 @@ from memckpt.protocol.storing import SnapshotTaken
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.session.changes import Changes
 from memckpt.session.connection import PreparedRegions, SnapshotOrder
-from memckpt.session.local_training import LocalTraining
+from memckpt.session.ranks import LocalTraining
 from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.spec import StateSpec

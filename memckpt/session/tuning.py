@@ -19,11 +19,10 @@ from memckpt.journal.events import Advised
 from memckpt.planning.restoring import record_redo_seconds
 from memckpt.planning.tuning import Adviser, FailureRate, LayoutSettings, Measured
 from memckpt.protocol.trainer import Observed
-from memckpt.session.local_training import LocalTraining
-from memckpt.session.mode import ModeChoice
+from memckpt.session.mode import ModeChoice, find_shortage, node_bytes
 from memckpt.session.protection import Protection
 from memckpt.session.rank_state import OWN, RankState
-from memckpt.session.room import find_shortage, node_bytes
+from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import Staging
 from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec

@@ -19,7 +19,7 @@ from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving
-from memckpt.session.link import Reconnection
+from memckpt.session.connection import Reconnection
 from tests.support.cluster.waiting import until
 from tests.support.linked import link_over
 from tests.support.trainings.engine_cases import PLAIN

@@ -18,7 +18,7 @@ from memckpt.memory import replica
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
 from memckpt.session import connection, link
-from memckpt.session.link import Reconnection
+from memckpt.session.connection import Reconnection
 from memckpt.state.redo import RedoGroup
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_both, kill_self, patched
