@@ -25,7 +25,8 @@ import typer.main
 from docs_site.messages import ERRORS, FRAMEWORKS_ERRORS, LINE, ROOT, Message, all_messages
 from memckpt.cli.main import app
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
-from memckpt.config.settings import Setting, alternatives, describe_settings
+from memckpt.config.checks import alternatives
+from memckpt.config.settings import Setting, describe_settings
 from memckpt.errors import MemckptError
 from memckpt.journal.events import AnyEvent
 

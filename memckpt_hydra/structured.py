@@ -16,7 +16,8 @@ from typing import Any, Literal
 from hydra.core.config_store import ConfigStore
 
 from memckpt import config
-from memckpt.config.settings import KIND, alternatives, variants_of
+from memckpt.config.checks import alternatives
+from memckpt.config.settings import KIND, variants_of
 
 GROUP = "memckpt"
 SCHEMA = "schema"
@@ -31,7 +32,7 @@ def node(kind: type, variant: str | None = None) -> type:
         fields.append((each.name, *_field(each, hints[each.name])))
     made = dataclasses.make_dataclass(kind.__name__, fields, namespace={"__module__": __name__})
     # OmegaConf's error about an unknown key shows the class's name, so that lists the valid keys.
-    made.__name__ = f"{kind.__name__}: one of {', '.join(hints)}"
+    made.__name__ = f"{kind.__name__}: one of {', '.join(each.name for each in dataclasses.fields(kind))}"
     # In this module, where pickle looks for it, by either name: launchers send configurations to other processes.
     globals()[kind.__name__] = globals()[made.__name__] = made
     return made

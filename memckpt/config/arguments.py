@@ -22,12 +22,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
+from memckpt.config.checks import parse_text
 from memckpt.config.drill import DRILL, DRILL_NODES, drill_orders
-from memckpt.config.settings import KIND, PREFIX, TRUTH, Setting, describe_settings, from_mapping
+from memckpt.config.settings import KIND, PREFIX, Setting, describe_settings, from_mapping
 from memckpt.errors import ConfigurationError
 
 _RESUME_HELP = (
@@ -116,7 +117,7 @@ def from_args(args: argparse.Namespace) -> ProtectionArguments:
         for setting in describe_settings()
         if hasattr(args, setting.destination)
     }
-    variables = _beside(given, _from_variables(os.environ))
+    variables = _beside(given, _from_variables(os.environ, given))
 
     def name(setting: Setting) -> str:
         return setting.variable if setting in variables and setting not in given else setting.option
@@ -131,11 +132,11 @@ def _beside(given: Mapping[Setting, Any], variables: Mapping[Setting, Any]) -> d
     variables of other variants.
     """
     wanted = {setting.part for setting in given}
-    chosen = {setting.path: value for setting, value in given.items() if setting.kind is None}
+    chosen = {setting.path: value for setting, value in given.items() if setting.is_part}
     return {
         setting: value
         for setting, value in variables.items()
-        if not (setting.kind is None and value == "off" and setting.path in wanted)
+        if not (setting.is_part and value == "off" and setting.path in wanted)
         and not (setting.variants and chosen.get(setting.part, setting.variants[0]) not in setting.variants)
     }
 
@@ -143,18 +144,13 @@ def _beside(given: Mapping[Setting, Any], variables: Mapping[Setting, Any]) -> d
 def _assemble(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> MemckptConfig:
     """The configuration with these settings, and defaults for others. Errors call a setting by its `name`."""
     _check_variants(given, name)
-    for setting, value in given.items():
-        try:
-            from_mapping(_nested({setting: value}))
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{name(setting)}: {str(error).partition(': ')[2]}") from error
     config: MemckptConfig = from_mapping(_nested(given))
     return config
 
 
 def _check_variants(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> None:
     """Refuse a setting that the selected variant of its part does not have. A part that is switched off accepts any."""
-    parts = {setting.path: setting for setting in describe_settings() if setting.kind is None}
+    parts = {setting.path: setting for setting in describe_settings() if setting.is_part}
     for setting in given:
         part = parts.get(setting.part)
         if part is None or not setting.variants:
@@ -175,7 +171,7 @@ def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
         place = values
         for parent in parents:
             place = place.setdefault(parent, {})
-        if setting.kind is not None:
+        if not setting.is_part:
             place[name] = value
             if setting.variants:
                 place.setdefault(KIND, setting.variants[0])
@@ -251,11 +247,10 @@ def disabled_by_environment(environment: Mapping[str, str] = os.environ) -> bool
 
 def _truth(name: str, environment: Mapping[str, str]) -> bool:
     found = environment.get(name)
-    if found is None:
-        return False
-    if found.lower() not in TRUTH:
-        raise ConfigurationError(f"{name}: expected 1 or 0, found {found!r}")
-    return TRUTH[found.lower()]
+    try:
+        return found is not None and bool(parse_text(bool, found))
+    except ConfigurationError:
+        raise ConfigurationError(f"{name}: expected 1 or 0, found {found!r}") from None
 
 
 def config_from_environment(environment: Mapping[str, str] = os.environ) -> MemckptConfig:
@@ -269,12 +264,13 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
     return _assemble(_from_variables(environment), lambda setting: setting.variable)
 
 
-def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
+def _from_variables(environment: Mapping[str, str], options: Collection[Setting] = ()) -> dict[Setting, Any]:
+    """The values of all variables but those of `options`, which are given on the command line."""
     given: dict[Setting, Any] = {}
     known = {RUN_DIR, RESUME, AUTO, DISABLE, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, LAUNCHER, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
-        if setting.variable in environment:
+        if setting.variable in environment and setting not in options:
             try:
                 given[setting] = setting.parse(environment[setting.variable])
             except ConfigurationError as error:

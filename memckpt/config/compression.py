@@ -6,33 +6,24 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from memckpt.errors import ConfigurationError
+from msgspec import Meta
+
+from memckpt.config.checks import Checked, Count, require
 
 ResidualChoice = Literal["auto", "keep", "drop"]
 HalfType = Literal["bf16", "fp16"]
 
 
-def _require(condition: bool, name: str, expected: str, found: object) -> None:
-    if not condition:
-        raise ConfigurationError(f"compression.{name}: expected {expected}, found {found!r}")
-
-
-def _require_whole(name: str, value: int, lowest: int, highest: int | None, expected: str) -> None:
-    """Refuse what is no whole number within limits; True and False are none."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    fits = whole and lowest <= value and (highest is None or value <= highest)
-    _require(fits, name, f"a whole number, {expected}", value)
-
-
-def _require_seed(name: str, value: int) -> None:
-    _require_whole(name, value, 0, (1 << 63) - 1, "0 to 2**63 - 1")
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionConfig:
+class CompressionConfig(Checked):
     """Averages gradients over all ranks in compressed form; use one of the subclasses."""
+
+    part: ClassVar[str] = "compression."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +39,15 @@ class LossyConfig(CompressionConfig):
             says that it is not exact; ``"auto"`` keeps them unless records go to peers or to a log in storage.
     """
 
-    min_elements: int = 1024
+    min_elements: Count = 1024
     error_feedback: bool = True
     residual: ResidualChoice = "auto"
 
     def __post_init__(self) -> None:
-        _require_whole("min_elements", self.min_elements, 1, None, "1 or more")
-        _require(isinstance(self.error_feedback, bool), "error_feedback", "True or False", self.error_feedback)
-        known = ("auto", "keep", "drop")
-        _require(self.residual in known, "residual", "'auto', 'keep' or 'drop'", self.residual)
+        super().__post_init__()
         kept = self.residual == "keep" and not self.error_feedback
-        _require(not kept, "residual", "'auto' without error_feedback, as nothing is left out", self.residual)
+        expected = "'auto' without error_feedback, as nothing is left out"
+        require(not kept, "compression.residual", expected, self.residual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +58,7 @@ class SparseConfig(LossyConfig):
         ratio: share of a gradient's elements that each rank sends, more than 0 and less than 1.
     """
 
-    ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fits = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool) and 0 < self.ratio < 1
-        _require(fits, "ratio", "a number, more than 0, less than 1", self.ratio)
+    ratio: Annotated[float, Meta(gt=0, lt=1)] = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +77,7 @@ class RandomK(SparseConfig):
         seed: seed of the draws.
     """
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_seed("seed", self.seed)
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +90,7 @@ class Quantized8(LossyConfig):
         block_elements: number of elements that share a scale.
     """
 
-    block_elements: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_whole("block_elements", self.block_elements, 1, 1 << 20, "1 to 1048576")
+    block_elements: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +102,8 @@ class PowerSGD(LossyConfig):
         start_seed: seed of the factors at the start.
     """
 
-    rank: int = 4
-    start_seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_whole("rank", self.rank, 1, 1024, "1 to 1024")
-        _require_seed("start_seed", self.start_seed)
+    rank: Annotated[int, Meta(ge=1, le=1024)] = 4
+    start_seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +117,3 @@ class HalfPrecision(CompressionConfig):
     """
 
     dtype: HalfType = "bf16"
-
-    def __post_init__(self) -> None:
-        _require(self.dtype in ("bf16", "fp16"), "dtype", "'bf16' or 'fp16'", self.dtype)

@@ -6,8 +6,12 @@ Names include units. Explicit arguments win over environment variables. Nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
+import msgspec
+from msgspec import Meta
+
+from memckpt.config.checks import Checked, Count, NotNegative, Port, Positive, Share, Text, require
 from memckpt.config.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError
 
@@ -33,13 +37,8 @@ DEFAULT_SLOTS = 3
 _PEERS_ANCHOR_PERIOD = 8
 
 
-def _require(condition: bool, name: str, expected: str, found: object) -> None:
-    if not condition:
-        raise ConfigurationError(f"{name}: expected {expected}, found {found!r}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(Checked):
     """The process that holds base and log, one per node and run.
 
     Args:
@@ -60,34 +59,21 @@ class AgentConfig:
             replaced; a relative path begins in the run directory. None: none.
     """
 
-    threads: int = 1
-    linger_seconds: float = 1800.0
-    memory_budget_bytes: int | None = None
-    start_seconds: float = 60.0
-    liveness_seconds: float = 15.0
-    fence_seconds: float = 60.0
-    niceness: int = 10
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    metrics_file: str | None = None
-
-    def __post_init__(self) -> None:
-        _require(self.threads >= 1, "agent.threads", "1 or more", self.threads)
-        _require(self.linger_seconds >= 0, "agent.linger_seconds", "0 or more", self.linger_seconds)
-        _require(self.start_seconds > 0, "agent.start_seconds", "more than 0", self.start_seconds)
-        _require(self.liveness_seconds > 0, "agent.liveness_seconds", "more than 0", self.liveness_seconds)
-        _require(self.fence_seconds > 0, "agent.fence_seconds", "more than 0", self.fence_seconds)
-        _require(0 <= self.niceness <= 19, "agent.niceness", "0 to 19", self.niceness)
-        port, file = self.metrics_port, self.metrics_file
-        _require(port is None or 0 <= port <= 65535, "agent.metrics_port", "None or 0 to 65535", port)
-        _require(bool(self.metrics_host), "agent.metrics_host", "an address or a host name", self.metrics_host)
-        _require(file is None or bool(file), "agent.metrics_file", "None or the path of a file", file)
-        budget = self.memory_budget_bytes
-        _require(budget is None or budget > 0, "agent.memory_budget_bytes", "None or more than 0", budget)
+    part: ClassVar[str] = "agent."
+    threads: Count = 1
+    linger_seconds: NotNegative = 1800.0
+    memory_budget_bytes: Count | None = None
+    start_seconds: Positive = 60.0
+    liveness_seconds: Positive = 15.0
+    fence_seconds: Positive = 60.0
+    niceness: Annotated[int, Meta(ge=0, le=19)] = 10
+    metrics_port: Port | None = None
+    metrics_host: Text = "127.0.0.1"
+    metrics_file: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageConfig:
+class StorageConfig(Checked):
     """Checkpoints on a disk or in an object store, written by the agent.
 
     Args:
@@ -109,35 +95,22 @@ class StorageConfig:
         grace_seconds: time limit for writing a checkpoint after SIGTERM, when the machine may be about to go.
     """
 
-    url: str | None = None
+    part: ClassVar[str] = "storage."
+    url: Text | None = None
     mode: StorageMode = "replica"
-    every_steps: int | None = None
-    min_seconds: float = 60.0
-    overhead: float = 0.01
-    batch_steps: int | None = None
-    keep_last: int = 2
-    keep_every_steps: int | None = None
-    owner: str | None = None
-    timeout_seconds: float = 1800.0
-    grace_seconds: float = 25.0
-
-    def __post_init__(self) -> None:
-        _require(self.url is None or bool(self.url), "storage.url", "None, a directory or a URL", self.url)
-        _require(self.owner is None or bool(self.owner), "storage.owner", "None or the id of a run", self.owner)
-        every, kept, batch = self.every_steps, self.keep_every_steps, self.batch_steps
-        _require(self.mode in ("auto", "replica", "log"), "storage.mode", "'auto', 'replica' or 'log'", self.mode)
-        _require(batch is None or batch >= 1, "storage.batch_steps", "None or 1 or more", batch)
-        _require(every is None or every >= 1, "storage.every_steps", "None or 1 or more", every)
-        _require(self.min_seconds >= 0, "storage.min_seconds", "0 or more", self.min_seconds)
-        _require(0 < self.overhead <= 1, "storage.overhead", "more than 0, at most 1", self.overhead)
-        _require(self.keep_last >= 1, "storage.keep_last", "1 or more", self.keep_last)
-        _require(kept is None or kept >= 1, "storage.keep_every_steps", "None or 1 or more", kept)
-        _require(self.timeout_seconds > 0, "storage.timeout_seconds", "more than 0", self.timeout_seconds)
-        _require(self.grace_seconds > 0, "storage.grace_seconds", "more than 0", self.grace_seconds)
+    every_steps: Count | None = None
+    min_seconds: NotNegative = 60.0
+    overhead: Share = 0.01
+    batch_steps: Count | None = None
+    keep_last: Count = 2
+    keep_every_steps: Count | None = None
+    owner: Text | None = None
+    timeout_seconds: Positive = 1800.0
+    grace_seconds: Positive = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErasureConfig:
+class ErasureConfig(Checked):
     """Records go to other nodes' memory as fragments of an erasure code; any m of a group's k + m nodes may be lost.
 
     With `data` = 1 these are plain copies: one on each of `tolerate` other nodes.
@@ -167,39 +140,22 @@ class ErasureConfig:
             silence is no loss; only ``resume="never"`` starts over. 0: not at all.
     """
 
-    data: int = 2
-    tolerate: int = 1
-    backend: str = "isa_l_rs_cauchy"
+    part: ClassVar[str] = "peers."
+    data: Annotated[int, Meta(ge=1, le=32)] = 2
+    tolerate: Annotated[int, Meta(ge=1, le=32)] = 1
+    backend: Text = "isa_l_rs_cauchy"
     cadence: CadencePolicy = "auto"
     ack: AckPolicy = "wait"
     security: Security = "curve"
-    host: str | None = None
-    port: int = 0
-    rate_bytes_per_second: float | None = None
-    overhead: float = 0.03
+    host: Text | None = None
+    port: Port = 0
+    rate_bytes_per_second: Positive | None = None
+    overhead: Share = 0.03
     domain_level: DomainLevel = "auto"
-    rack: str | None = None
-    zone: str | None = None
-    ack_timeout_seconds: float = 15.0
-    recovery_patience_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        _require(1 <= self.data <= 32, "peers.data", "1 to 32", self.data)
-        _require(1 <= self.tolerate <= 32, "peers.tolerate", "1 to 32", self.tolerate)
-        _require(self.cadence in ("auto", "every_step"), "peers.cadence", "'auto' or 'every_step'", self.cadence)
-        rate, patience = self.rate_bytes_per_second, self.recovery_patience_seconds
-        timeout = self.ack_timeout_seconds
-        _require(self.ack in ("wait", "proceed"), "peers.ack", "'wait' or 'proceed'", self.ack)
-        _require(self.security in ("curve", "plain"), "peers.security", "'curve' or 'plain'", self.security)
-        _require(0 <= self.port <= 65535, "peers.port", "0 to 65535", self.port)
-        _require(rate is None or rate > 0, "peers.rate_bytes_per_second", "None or more than 0", rate)
-        _require(0 < self.overhead <= 1, "peers.overhead", "more than 0, at most 1", self.overhead)
-        _require(timeout > 0, "peers.ack_timeout_seconds", "more than 0", timeout)
-        _require(patience >= 0, "peers.recovery_patience_seconds", "0 or more", patience)
-        levels = ("auto", "node", "rack", "zone")
-        _require(
-            self.domain_level in levels, "peers.domain_level", "'auto', 'node', 'rack' or 'zone'", self.domain_level
-        )
+    rack: Text | None = None
+    zone: Text | None = None
+    ack_timeout_seconds: Positive = 15.0
+    recovery_patience_seconds: NotNegative = 300.0
 
     @property
     def group_nodes(self) -> int:
@@ -208,7 +164,7 @@ class ErasureConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemckptConfig:
+class MemckptConfig(Checked):
     """How a run is protected.
 
     Args:
@@ -244,52 +200,27 @@ class MemckptConfig:
 
     redo: RedoChoice = "auto"
     tap: TapChoice = "auto"
-    anchor_period_steps: int | None = None
-    slots: int | None = None
-    snapshot_every_steps: int = 10
+    anchor_period_steps: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    slots: Annotated[int, Meta(ge=2, le=64)] | None = None
+    snapshot_every_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
     agent: AgentConfig = field(default_factory=AgentConfig)
     peers: ErasureConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
     resume_check: ResumeCheckChoice = "auto"
     compression: TopK | RandomK | Quantized8 | PowerSGD | HalfPrecision | None = None
     tuning: TuningChoice = "auto"
-    overhead_budget: float = 0.03
-    audit_budget: float = 0.01
-    mtbf_seconds: float | None = None
+    overhead_budget: Share = 0.03
+    audit_budget: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    mtbf_seconds: Annotated[float, Meta(ge=1, le=3_200_000_000)] | None = None
     accept_changes: bool = False
     log_metrics: bool = True
 
     def __post_init__(self) -> None:
-        known = ("auto", "eager", "lazy", "snapshot")
-        _require(self.redo in known, "redo", "'auto', 'eager', 'lazy' or 'snapshot'", self.redo)
-        _require(self.tap in ("auto", "step"), "tap", "'auto' or 'step'", self.tap)
-        period = self.anchor_period_steps
-        _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
-        slots = self.slots
-        _require(slots is None or 2 <= slots <= 64, "slots", "None or 2 to 64", slots)
-        every = self.snapshot_every_steps
-        _require(1 <= every <= 1_000_000, "snapshot_every_steps", "1 to 1000000", every)
-        _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
-        peers = self.peers
-        _require(peers is None or isinstance(peers, ErasureConfig), "peers", "None or an ErasureConfig", peers)
-        storage = self.storage
-        _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
-        compression, compressors = self.compression, (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision)
-        expected = "None, or a TopK, RandomK, Quantized8, PowerSGD or HalfPrecision object such as TopK(ratio=0.01)"
-        _require(compression is None or isinstance(compression, compressors), "compression", expected, compression)
+        super().__post_init__()
+        compression = self.compression
         # The step's tap leaves DDP's averages to DDP, which does not compress.
-        _require(compression is None or self.tap == "auto", "tap", "'auto' with compression", self.tap)
-        _require(
-            compression is None or self.redo != "snapshot", "compression", "None with redo='snapshot'", compression
-        )
-        _require(self.tuning in ("auto", "off"), "tuning", "'auto' or 'off'", self.tuning)
-        budget, mtbf = self.overhead_budget, self.mtbf_seconds
-        _require(0 < budget <= 1, "overhead_budget", "more than 0, at most 1", budget)
-        _require(0 <= self.audit_budget <= 1, "audit_budget", "0 to 1", self.audit_budget)
-        _require(mtbf is None or 1 <= mtbf <= 3.2e9, "mtbf_seconds", "None, or 1 to 3.2e9", mtbf)
-        checks = ("auto", "witness", "replay", "require", "off")
-        expected = "'auto', 'witness', 'replay', 'require' or 'off'"
-        _require(self.resume_check in checks, "resume_check", expected, self.resume_check)
+        require(compression is None or self.tap == "auto", "tap", "'auto' with compression", self.tap)
+        require(compression is None or self.redo != "snapshot", "compression", "None with redo='snapshot'", compression)
 
     @property
     def replays(self) -> bool:
@@ -320,13 +251,12 @@ def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
     Raises:
         ConfigurationError: it is none of these; `name` is the argument's name in the message.
     """
-    if resume == "auto" or resume == "require" or resume == "exact" or resume == "never":
-        return resume
-    if isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0:
-        return int(resume)  # jsonargparse gives a subclass, which no message takes
-    raise ConfigurationError(
-        f"{name}: expected 'auto', 'require', 'exact', 'never' or a step number of 0 or more, found {resume!r}"
-    )
+    try:
+        checked: ResumeChoice | int = msgspec.convert(resume, ResumeChoice | Annotated[int, Meta(ge=0)])
+    except msgspec.ValidationError:
+        expected = "'auto', 'require', 'exact', 'never' or a step number of 0 or more"
+        raise ConfigurationError(f"{name}: expected {expected}, found {resume!r}") from None
+    return checked
 
 
 def parse_resume(text: object, *, name: str = "resume") -> ResumeChoice | int:

@@ -8,46 +8,54 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from memckpt.config import MemckptConfig
+from memckpt.config.checks import alternatives, expected_of, hints_of, parse_text
 from memckpt.errors import ConfigurationError
 
 #: Key of a mapping that names its variant.
 KIND = "kind"
 PREFIX = "memckpt"
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-_NONE = ("none", "null")
 #: What to write in place of a variant that there was.
 _FORMER = {"mirror": "; for copies write {kind: erasure, data: 1, tolerate: 1}"}
-TRUTH = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the configuration tree.
+    """One field of the configuration tree, or a part of it that may be switched off or has variants.
 
     Attributes:
         path: dotted name from the root: ``agent.threads``.
-        kind: bool, int, float or str; None: a part of the tree that may be switched off, or has variants.
-        choices: allowed values; empty: any value of its kind.
-        optional: whether it may be None.
+        hint: annotation, with its constraints; None: a part of the tree.
+        choices: allowed values of a part, or of a field; empty: any value that the annotation allows.
         default: default value.
         help: description in its dataclass's docstring.
         variants: variants of its part that have it; empty: the part is not named by ``kind``.
     """
 
     path: str
-    kind: type | None
+    hint: Any
     choices: tuple[str, ...]
-    optional: bool
     default: Any
     help: str
     variants: tuple[str, ...] = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of the tree."""
+        return self.hint is None
+
+    @property
+    def kind(self) -> type | None:
+        """bool, int, float or str; None: a part of the tree."""
+        if self.is_part:
+            return None
+        inner = alternatives(self.hint)[0][0]
+        return str if self.choices else typing.get_args(inner)[0] if typing.get_args(inner) else inner
 
     @property
     def part(self) -> str:
@@ -71,12 +79,8 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """Description of the allowed values."""
-        if self.kind is None:
-            return f"{', '.join(self.choices)} or none"
-        parts = [repr(each) for each in self.choices] or [_WORDS[self.kind]]
-        parts += ["'none'"] if self.optional else []
-        return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+        """Description of the allowed values, as texts."""
+        return f"{', '.join(self.choices)} or none" if self.is_part else expected_of(self.hint, text=True)
 
     def parse(self, text: str) -> Any:
         """Its value from a text; ``"on"``, ``"off"`` or the name of a variant for a part of the tree.
@@ -84,64 +88,45 @@ class Setting:
         Raises:
             ConfigurationError: the value is not allowed.
         """
-        if self.kind is None and text == "off":
+        if not self.is_part:
+            return parse_text(self.hint, text)
+        if text in self.choices:
+            return text
+        if text.lower() in ("off", "none", "null"):
             return "off"
-        if self.optional and text.lower() in _NONE:
-            return None if self.kind is not None else "off"
-        if self.choices:
-            if text in self.choices:
-                return text
-        elif self.kind is bool:
-            if text.lower() in TRUTH:
-                return TRUTH[text.lower()]
-        elif self.kind in (int, float) or (self.kind is str and text):
-            try:
-                return self.kind(text)
-            except ValueError:
-                pass
         raise ConfigurationError(f"expected {self.expected}, found {text!r}")
 
 
 def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[Setting]:
     """All settings below a dataclass of the tree, in order; an optional part comes before its settings."""
-    hints = typing.get_type_hints(kind)
     texts = _help_of(kind)
-    for each in dataclasses.fields(kind):
-        path, text = prefix + each.name, texts[each.name]
-        (inner, *_), optional = alternatives(hints[each.name])
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    for name, hint in hints_of(kind).items():
+        path, text, each = prefix + name, texts[name], fields[name]
+        (inner, *_), optional = alternatives(hint)
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        if variants := variants_of(each, hints[each.name]):
+        if variants := variants_of(each, hint):
             chosen = None if default is None else variant_name(type(default))
-            yield Setting(path, None, tuple(variants), optional, chosen, text)
+            yield Setting(path, None, tuple(variants), chosen, text)
             yield from _of_variants(variants, path + ".")
         elif dataclasses.is_dataclass(inner):
             if optional:
-                yield Setting(path, None, ("on", "off"), True, "on", text)
+                yield Setting(path, None, ("on", "off"), "on", text)
             yield from describe_settings(typing.cast(type, inner), path + ".")
-        elif typing.get_origin(inner) is Literal:
-            yield Setting(path, str, typing.get_args(inner), optional, default, text)
         else:
-            yield Setting(path, inner, (), optional, default, text)
+            choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+            yield Setting(path, hint, choices, default, text)
 
 
 def _of_variants(variants: Mapping[str, type], prefix: str) -> Iterator[Setting]:
     """The settings of all variants; those shared by several variants come once."""
-    found: dict[Setting, tuple[str, ...]] = {}
+    found: dict[str, Setting] = {}
     for name, kind in variants.items():
         for setting in describe_settings(kind, prefix):
-            found[setting] = (*found.get(setting, ()), name)
-    assert len({setting.path for setting in found}) == len(found), "variants with one name for different settings"
-    for setting, names in found.items():
-        yield dataclasses.replace(setting, variants=names)
-
-
-def alternatives(hint: Any) -> tuple[list[Any], bool]:
-    """The types that a field may hold, and whether it may be None. Several types are dataclasses: variants."""
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return [hint], False
-    kinds = [each for each in typing.get_args(hint) if each is not types.NoneType]
-    assert len(kinds) == 1 or all(map(dataclasses.is_dataclass, kinds)), f"a setting has one type, found {hint}"
-    return kinds, len(kinds) < len(typing.get_args(hint))
+            known = found.get(setting.path, setting)
+            assert dataclasses.replace(known, variants=()) == setting, "variants with one name for different settings"
+            found[setting.path] = dataclasses.replace(setting, variants=(*known.variants, name))
+    yield from found.values()
 
 
 def variants_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
@@ -188,32 +173,22 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
     Raises:
         ConfigurationError: an unknown key, or a value of another type or out of range.
     """
+    hints = hints_of(kind)
     fields = {each.name: each for each in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in fields:
-            raise ConfigurationError(f"{path}{name}: expected one of {', '.join(fields)}, found {name!r}")
+        if name not in hints:
+            raise ConfigurationError(f"{path}{name}: expected one of {', '.join(hints)}, found {name!r}")
         kinds, optional = alternatives(hints[name])
         inner, variants = kinds[0], variants_of(fields[name], hints[name])
-        if value is None and optional:
-            arguments[name] = None
-        elif dataclasses.is_dataclass(inner):
+        if dataclasses.is_dataclass(inner) and not (value is None and optional):
             if not isinstance(value, Mapping):
-                remedy = f"; write {{{KIND}: {value}}}" if value in variants else ""
+                remedy = f"; write {{{KIND}: {value}}}" if isinstance(value, str) and value in variants else ""
                 raise ConfigurationError(f"{path}{name}: expected a mapping, found {value!r}{remedy}")
             if variants:
                 inner, value = _variant(variants, value, f"{path}{name}")
-            arguments[name] = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")
-        elif typing.get_origin(inner) is Literal:
-            arguments[name] = value
-        elif isinstance(value, bool) != (inner is bool) or not isinstance(
-            value, (int, float) if inner is float else inner
-        ):
-            none = "None or " if optional else ""
-            raise ConfigurationError(f"{path}{name}: expected {none}{inner.__name__}, found {value!r}")
-        else:
-            arguments[name] = inner(value)
+            value = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")
+        arguments[name] = value
     return kind(**arguments)
 
 
@@ -228,7 +203,7 @@ def _variant(variants: Mapping[str, Any], value: Mapping[str, Any], path: str) -
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """The inverse of :func:`from_mapping`."""
-    hints = typing.get_type_hints(type(config))
+    hints = hints_of(typing.cast(type, type(config)))
     values: dict[str, Any] = {}
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)

@@ -198,7 +198,10 @@ def test_a_wrong_key_or_value_is_an_error_when_it_is_composed(override: str, mes
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+memckpt=default", "memckpt/peers=erasure", "memckpt.peers.data=0"], "peers.data: expected 1 to 32"),
+        (
+            ["+memckpt=default", "memckpt/peers=erasure", "memckpt.peers.data=0"],
+            "peers.data: expected a whole number, 1 to 32",
+        ),
         (
             ["+memckpt=default", "memckpt/peers=erasure", "+memckpt.peers.copies=4"],
             "peers.copies: expected one of data,",
@@ -216,7 +219,7 @@ def test_a_wrong_key_or_value_is_an_error_when_it_is_composed(override: str, mes
             ["+memckpt=default", "memckpt/compression=powersgd", "memckpt.compression.rank=0"],
             "compression.rank: expected a whole number, 1 to 1024, found 0",
         ),
-        (["+memckpt=default", "memckpt.slots=1"], "slots: expected None or 2 to 64, found 1"),
+        (["+memckpt=default", "memckpt.slots=1"], "slots: expected a whole number, 2 to 64, or None, found 1"),
         (
             ["+memckpt=default", "+resume=latest"],
             "resume: expected 'auto', 'require', 'exact', 'never' or a step number",

@@ -82,7 +82,7 @@ def test_peers_are_those_that_are_named(variables: dict[str, str], peers: object
     [
         ({"PEERS": "raid"}, "MEMCKPT_PEERS: expected erasure or none, found 'raid'"),
         ({"PEERS_ACK": "wait"}, "MEMCKPT_PEERS_ACK: expected MEMCKPT_PEERS=erasure beside it, found nothing"),
-        ({"PEERS": "erasure", "PEERS_DATA": "0"}, "MEMCKPT_PEERS_DATA: expected 1 to 32, found 0"),
+        ({"PEERS": "erasure", "PEERS_DATA": "0"}, "MEMCKPT_PEERS_DATA: expected a whole number, 1 to 32, found '0'"),
     ],
 )
 def test_a_setting_of_peers_that_cannot_be_is_named(variables: dict[str, str], message: str) -> None:
@@ -93,7 +93,7 @@ def test_a_setting_of_peers_that_cannot_be_is_named(variables: dict[str, str], m
 def test_every_setting_has_a_variable() -> None:
     samples = {"'auto'": "auto", "none": "none", "a whole number": "3", "a number": "0.5", "a text": "text"}
     samples |= {"'wait'": "proceed", "'curve'": "plain", "'witness'": "replay", "true or false": "true"}
-    samples |= {"'keep'": "keep", "'bf16'": "fp16"}
+    samples |= {"'keep'": "keep", "'bf16'": "fp16", "'replica'": "log"}
     for setting in describe_settings():
         value = next(sample for words, sample in samples.items() if words in setting.expected)
         beside = {f"MEMCKPT_{setting.part.upper()}": setting.variants[-1]} if setting.variants else {}
@@ -107,15 +107,27 @@ def test_every_setting_has_a_variable() -> None:
         (
             "MEMCKPT_SNAPSHOT_EVERY_STEPS",
             "three",
-            "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, found 'three'",
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, 1 to 1000000, found 'three'",
         ),
-        ("MEMCKPT_SLOTS", "1", "MEMCKPT_SLOTS: expected None or 2 to 64, found 1"),
-        ("MEMCKPT_SNAPSHOT_EVERY_STEPS", "none", "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, found 'none'"),
-        ("MEMCKPT_SNAPSHOT_EVERY_STEPS", "", "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, found ''"),
-        ("MEMCKPT_ANCHOR_PERIOD_STEPS", "x", "expected a whole number or 'none', found 'x'"),
-        ("MEMCKPT_AGENT_THREADS", "0", "MEMCKPT_AGENT_THREADS: expected 1 or more, found 0"),
-        ("MEMCKPT_STORAGE_URL", "", "MEMCKPT_STORAGE_URL: expected a text or 'none', found ''"),
-        ("MEMCKPT_STORAGE_OVERHEAD", "2", "MEMCKPT_STORAGE_OVERHEAD: expected more than 0, at most 1, found 2.0"),
+        ("MEMCKPT_SLOTS", "1", "MEMCKPT_SLOTS: expected a whole number, 2 to 64, or 'none', found '1'"),
+        (
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS",
+            "none",
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, 1 to 1000000, found 'none'",
+        ),
+        (
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS",
+            "",
+            "MEMCKPT_SNAPSHOT_EVERY_STEPS: expected a whole number, 1 to 1000000, found ''",
+        ),
+        ("MEMCKPT_ANCHOR_PERIOD_STEPS", "x", "expected a whole number, 1 to 4096, or 'none', found 'x'"),
+        ("MEMCKPT_AGENT_THREADS", "0", "MEMCKPT_AGENT_THREADS: expected a whole number, 1 or more, found '0'"),
+        ("MEMCKPT_STORAGE_URL", "", "MEMCKPT_STORAGE_URL: expected a text, not empty, or 'none', found ''"),
+        (
+            "MEMCKPT_STORAGE_OVERHEAD",
+            "2",
+            "MEMCKPT_STORAGE_OVERHEAD: expected a number, more than 0, at most 1, found '2'",
+        ),
         (
             "MEMCKPT_STORAGE",
             "s3://b",

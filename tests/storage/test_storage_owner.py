@@ -95,7 +95,7 @@ def test_a_run_with_a_name_needs_no_run_directory(tmp_path: Path) -> None:
     assert steps(start(place, tmp_path / "pod 2", owner="gpt")) == [1]
     with pytest.raises(ForeignStateError, match="belongs to the run 'gpt', and this is the run 'llm'"):
         start(place, tmp_path / "pod 2", owner="llm")
-    with pytest.raises(ConfigurationError, match=r"storage.owner: expected None or the id of a run, found ''"):
+    with pytest.raises(ConfigurationError, match=r"storage.owner: expected a text, not empty, or None, found ''"):
         StorageConfig(owner="")
 
 
