@@ -13,7 +13,7 @@ from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.held_generations import HeldGenerations
 from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
-from memckpt.memory.generation import Generation, branch_off, describe
+from memckpt.memory.generation import Generation, branch_off, describe, make_generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.pending_generation import Difference, PendingGeneration
 from memckpt.processes.attempt import Attempt
@@ -204,7 +204,7 @@ class GroupState:
 
         def make() -> Generation:
             held = Allowance(self._beside() + self.generations.nbytes, budget)
-            return Generation(number, spec, held, threads=1, notify=lambda _: None)
+            return make_generation(number, spec, held, threads=1, notify=lambda _: None)
 
         try:
             return make()

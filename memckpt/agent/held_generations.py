@@ -51,9 +51,7 @@ class HeldGenerations:
         """The records that can be produced while no trainer runs, oldest first, each with the generation that can."""
         found: dict[int, Generation] = {}
         for generation in self:
-            if generation.replica is not None:
-                generation.replica.freeze()
-            found |= dict.fromkeys(generation.reachable(), generation)
+            found |= dict.fromkeys(generation.standing_still(), generation)
         return found
 
     def can_go_back_to(self, record: int) -> bool:
@@ -85,8 +83,6 @@ class HeldGenerations:
             self.take_over(generation)
         self.let_go_of_before()
         generation.settle(record, behind)
-        if generation.replica is not None:
-            generation.replica.freeze()
         return generation
 
     def drifted(self, drift: Drift, exact: bool) -> Drift:

@@ -105,7 +105,7 @@ def describe(
     """
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
-    steps = [step for one in generations if (step := one.newest_step()) is not None]
+    steps = [step for one in generations if (step := one.newest_step) is not None]
     rates = [one.seconds_applying / one.records_applied for one in replicas if one.records_applied]
     first = generations[0] if generations else None
     return Status(
@@ -146,7 +146,7 @@ def describe(
 def _storage(groups: Sequence[GroupState]) -> StorageStatus | None:
     parts = []
     for one in groups:
-        part = one.saver.status(one.held.newest_step() if one.held is not None else None)
+        part = one.saver.status(one.held.newest_step if one.held is not None else None)
         if part is not None:
             parts.append(part)
     if not parts:

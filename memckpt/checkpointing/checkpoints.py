@@ -79,7 +79,7 @@ class Checkpoints:
         try:
             snapshot = await self.snapshots.take(asker, generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
-            snapshot = SaveFailed(generation.newest_step() or 0, f"no snapshot can be taken: {error}")
+            snapshot = SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
         match snapshot:
             case Snapshot():
                 if isinstance(asker, Run):
@@ -102,7 +102,7 @@ class Checkpoints:
         try:
             snapshot = await self.snapshots.take(Peers(), generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
-            snapshot = SaveFailed(generation.newest_step() or 0, str(error))
+            snapshot = SaveFailed(generation.newest_step or 0, str(error))
         if isinstance(snapshot, SaveFailed):
             _log.warning("no state is copied for peers: %s", snapshot.reason)
             snapshot = None
@@ -115,7 +115,7 @@ class Checkpoints:
         try:
             job = self.maker.of_held(generation, record, asker.url, last=last)
         except MemckptError as error:
-            self._tell(asker, SaveFailed(generation.newest_step() or 0, str(error)))
+            self._tell(asker, SaveFailed(generation.newest_step or 0, str(error)))
         else:
             await self._write(asker, job)
 

@@ -23,13 +23,6 @@ from memckpt.storage.format import FORMAT_VERSION, Part
 _log = logging.getLogger("memckpt.agent")
 
 
-def standing_still(generation: Generation) -> list[int]:
-    """The records that can be produced while no trainer runs."""
-    if generation.replica is not None:
-        generation.replica.freeze()
-    return generation.reachable()
-
-
 @dataclass(frozen=True)
 class JobMaker:
     """Describes what the writer process is to write in an attempt.

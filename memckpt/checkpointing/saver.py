@@ -17,7 +17,7 @@ from typing import Literal
 from memckpt.checkpointing.askers import Done, Export, Peers, Run
 from memckpt.checkpointing.checkpoints import Checkpoints
 from memckpt.checkpointing.flow import Answer, carry_on
-from memckpt.checkpointing.job_maker import JobMaker, standing_still
+from memckpt.checkpointing.job_maker import JobMaker
 from memckpt.checkpointing.run_storage import RunStorage
 from memckpt.checkpointing.schedule import Schedule, alone
 from memckpt.checkpointing.snapshots import Snapshot
@@ -234,7 +234,7 @@ class Saver:
         if storage.config is None or storage.timeline is None:
             return
         self.snapshots.drop(again=True)
-        records = [one for one in standing_still(generation) if record is None or one <= record]
+        records = [one for one in generation.standing_still() if record is None or one <= record]
         committed = generation.common
         if generation.ring.disagreed(committed):
             _log.warning("record %d does not go to storage: its ranks do not agree on what is held once", committed)
@@ -311,7 +311,7 @@ class Saver:
             self.snapshots.drop(again=True)  # its order has died with the trainers
         while self._checkpoints.asked:
             export = self._checkpoints.asked.popleft()
-            if records := standing_still(generation):
+            if records := generation.standing_still():
                 newest = records[-1] if record is None else record
                 carry_on(self._checkpoints.save_standing(export, generation, newest))
             else:

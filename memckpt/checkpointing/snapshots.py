@@ -155,7 +155,7 @@ class Snapshots:
         if order is None or message.snapshot is not order.region:
             return
         if message.problem:
-            step = order.generation.newest_step() or 0
+            step = order.generation.newest_step or 0
             self.drop(again=False)
             order.answer.give(SaveFailed(step, message.problem))
         else:

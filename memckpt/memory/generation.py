@@ -1,7 +1,12 @@
-"""One generation of base and log on a node: its regions and what is known about its records."""
+"""One generation of base and log on a node: its regions and what is known about its records.
+
+What all modes share is :class:`Generation`. Which records a node can produce is the mode's: :class:`LazyGeneration`
+needs the slots of a whole window, :class:`EagerGeneration` its replica, :class:`SnapshotGeneration` one slot.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,8 +25,12 @@ if TYPE_CHECKING:
     from memckpt.memory.replica import Replica
 
 
-class Generation:
-    """Owns the regions (and in eager mode the replica) of one generation; :meth:`close` frees them.
+#: A step's number, its scalars, and the rank states after it by rank.
+Sendable = tuple[int, bytes, dict[int, bytes]]
+
+
+class Generation(ABC):
+    """Owns the regions of one generation; :meth:`close` frees them. :func:`make_generation` makes one.
 
     Complete once every local rank has committed its part of the start; until then it can produce nothing.
 
@@ -29,8 +38,6 @@ class Generation:
         number: of the generation; no other one has it.
         spec: what it holds.
         allowance: memory that it may take.
-        threads: of redo.
-        notify: takes what its redo thread says.
         begins: the record after which it begins. Then only what its start takes is reserved, until
             :meth:`make_whole`. None: all of it is.
 
@@ -38,16 +45,10 @@ class Generation:
         MemoryBudgetError: there is no room.
     """
 
-    def __init__(
-        self,
-        number: int,
-        spec: StateSpec,
-        allowance: Allowance,
-        *,
-        threads: int,
-        notify: Callable[[RedoNews], None],
-        begins: int | None = None,
-    ) -> None:
+    #: Redoes steps as they are committed; only an :class:`EagerGeneration` has one.
+    replica: Replica | None = None
+
+    def __init__(self, number: int, spec: StateSpec, allowance: Allowance, begins: int | None) -> None:
         self.number = number
         self.spec = spec
         self.layout = Layout(spec)
@@ -57,20 +58,8 @@ class Generation:
             )
         #: The record after which it begins, if only its start was reserved at first.
         self.begins = begins
-        self.replica: Replica | None = None
         self.regions = GenerationRegions.create(self.layout, allowance, begins)
-        try:
-            self.ring = SlotRing(self.regions.slots, self.layout, number)
-            if self.regions.replica is not None:
-                from memckpt.memory.replica import Replica
-
-                self.replica = Replica(
-                    self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify, number
-                )
-        except BaseException:  # raised again: nobody else knows of these regions
-            self.close()
-            raise
-        self.regions.populate_in_background()
+        self.ring = SlotRing(self.regions.slots, self.layout, number)
         #: Why its mode was chosen, in words.
         self.reason = ""
         #: What the audit has found first: its records do not give the states that training had.
@@ -108,8 +97,6 @@ class Generation:
         self.regions.make_whole(held_bytes)
 
     def close(self) -> None:
-        if self.replica is not None:
-            self.replica.close()
         self.regions.close()
 
     # What the ranks commit
@@ -134,13 +121,6 @@ class Generation:
         self._started.add(rank)
         # Where the ranks do not agree on what it holds once, nothing can be produced, and another one follows.
         self.complete = self._all_started and self.agrees(message.record)
-        if self.complete and self.replica is not None:
-            self.replica.begin(message.record, self._missing, self._plain)
-            for record, meta in sorted(self.ledger.metas.items()):
-                if record > message.record:
-                    self.replica.offer(record, meta)
-        if self.complete:
-            self._let_redo_go_on()
         return self.complete
 
     @property
@@ -155,23 +135,26 @@ class Generation:
         """A rank's part of a record is whole."""
         if message.meta:
             self.ledger.add_metas({message.record: message.meta})
-            if self.replica is not None and self.complete:
-                self.replica.offer(message.record, message.meta)
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
-        # Its start may be read so late that the by-value tensors of the base are written over, and whether ranks agreed
-        # on them is not known any more. What can be produced of the records since is known.
-        if not self.complete and self._all_started and self.replica is None:
-            self.complete = bool(self._producible())
-        if self.complete:
-            self._let_redo_go_on()
+        if not self.complete and self._all_started:
+            self.complete = self._is_complete_late()
+
+    def _is_complete_late(self) -> bool:
+        """Whether records since the base can be produced, though it was not known whether ranks agreed on the base.
+
+        Its start may be read so late that the by-value tensors of the base are written over.
+        """
+        return bool(self._producible())
 
     def _keep_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
         self.ledger.add_rank_state(rank, record, step, state)
         newest = self.newest
-        captured = self._captured()
-        # A resume at a captured record compares the rank state of the next one with what training makes of it.
-        kept = {*captured, *(number + 1 for number in captured)}
-        self.ledger.drop_before(newest - self.spec.slots, newest - self.layout.ring * self.spec.every, kept)
+        oldest_state = newest - self.layout.ring * self.spec.every
+        self.ledger.drop_before(newest - self.spec.slots, oldest_state, self._records_with_kept_states())
+
+    def _records_with_kept_states(self) -> set[int]:
+        """Records whose rank states are kept longer than those of others."""
+        return set()
 
     @property
     def newest(self) -> int:
@@ -183,39 +166,9 @@ class Generation:
         """The newest record that every local rank has committed, of those that have committed one; 0 if none has."""
         return min(self.ledger.committed.values(), default=0)
 
-    def _captured(self) -> list[int]:
-        """In mode ``"snapshot"``: the newest records with a slot, oldest first; one more than there are slots.
-
-        A rank may have begun to fill the slot of a record that another one has not committed yet.
-        """
-        if self.spec.mode != "snapshot" or self.base is None:
-            return []
-        every = self.spec.every
-        known = self.ledger.records_with_states
-        found = [number for number in known if number == self.base or number % every == 0]
-        return sorted(number for number in found if number >= self.base)[-self.layout.ring - 1 :]
-
-    def _let_redo_go_on(self) -> None:
-        """Apply what every rank everywhere has committed.
-
-        With several ranks that is known of record t only when one of ours has committed t + 1: it could do so only
-        with gradients that needed every rank's commit of t.
-        """
-        if self.replica is None or len(self.ledger.committed) < len(self.spec.local_ranks):
-            return
-        limit = self.common
-        if self.spec.world_size > 1:
-            limit = min(limit, self.newest - 1)
-        if self.redo_limit is not None:
-            limit = min(limit, self.redo_limit)
-        # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
-        self.replica.allow(limit - self.spec.trails)
-
     def raise_redo_limit(self, redo_limit: int | None) -> None:
         """Peers have got so far: let redo go on."""
         self.redo_limit = redo_limit
-        if self.complete:
-            self._let_redo_go_on()
 
     # What can be produced
 
@@ -223,32 +176,37 @@ class Generation:
         """Numbers of the records whose state this node can produce; the replica must be frozen."""
         return self._producible() if self.complete else []
 
+    def standing_still(self) -> list[int]:
+        """The records that can be produced while no trainer runs, oldest first; a replica stands still from now on."""
+        return self.reachable()
+
+    @abstractmethod
     def _producible(self) -> list[int]:
+        """Numbers of the records whose state the regions hold, oldest first."""
+
+    def _logged(self, oldest: int) -> list[int]:
+        """Records from `oldest` on that every rank has committed, with their by-value tensors."""
         if self.base is None:
             return []
-        newest, common = self.newest, self.common
-        if self.spec.mode == "snapshot":
-            return [record for record in self._captured() if record <= common and self._is_whole(record)]
-        # The slot of newest + 1 had this record. While training waits for peers it still has, and then the watermark
-        # may be as old as that.
-        filling = not self._is_sealed(newest + 1 - self.layout.ring)
-        oldest = newest - self.spec.slots + filling
-        if self.replica is not None:
-            oldest = max(self.replica.applied, oldest + 1)
         return [
             record
-            for record in range(max(oldest, self.base), common + 1)
-            if self.ledger.knows(record) and self._has_by_value(record) and self._has_window(record)
+            for record in range(max(oldest, self.base), self.common + 1)
+            if self.ledger.knows(record) and self._has_by_value(record)
         ]
+
+    def _oldest_in_slots(self) -> int:
+        """The oldest record that no slot's next record is written over.
+
+        The slot of the record after the newest had one of the window. While training waits for peers it still has, and
+        then the watermark may be as old as that.
+        """
+        newest = self.newest
+        filling = not self._is_sealed(newest + 1 - self.layout.ring)
+        return newest - self.spec.slots + filling
 
     def agrees(self, record: int) -> bool:
         """Whether all local ranks have had the same of what is held once, and it is held."""
         return not self.layout.shared or self._has_by_value(record)
-
-    def _is_whole(self, record: int) -> bool:
-        """Whether a captured record is known with all that belongs to it, and its slot still holds it."""
-        sealed = self._is_sealed(record) and self._has_by_value(record)
-        return self.ledger.knows(record) and record in self.ledger.metas and sealed
 
     def _is_sealed(self, record: int) -> bool:
         """Whether the slot of a record holds it, and is not being filled with a later one."""
@@ -258,35 +216,18 @@ class Generation:
         """The same of the record's by-value tensors."""
         return _passes(self.ring.check_by_value, record, self.spec.local_ranks)
 
-    def _has_window(self, record: int) -> bool:
-        """Whether the slots hold all records that a lazy restore of one needs.
+    @abstractmethod
+    def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
+        """Records whose bytes are here for peers.
 
-        An attempt that went back may have filled slots beyond the one after `record` before it did.
+        Args:
+            with_base: whether the base stays as it is, so that a replica that stands there can be sent.
         """
-        if self.replica is not None:
-            return True
-        return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
 
-    def sendable(self, with_base: bool = True) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
-        """Records whose bytes are here for peers, with their steps, scalars and rank states.
-
-        Virtual ones of a replica are among them as long as it stands at the base, and stays there: `with_base`.
-        """
-        assert self.base is not None
-        ledger = self.ledger
-        if self.spec.mode == "snapshot":
-            return {number: ledger.sendable(number) for number in self._captured() if self._is_whole(number)}
-        found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
-        virtual = range(self.base - self.spec.period + 1, self.base + 1)
-        if with_base and self.replica is not None and self.replica.stands_at(self.base):
-            found |= {number: (0, b"", {}) for number in virtual[:-1]}
-            step, _, rank_states = ledger.sendable(self.base)
-            found[self.base] = (step, b"", rank_states)
+    def _logged_for_peers(self) -> list[int]:
+        """Records with slots that no rank fills again."""
         oldest = self.common + 2 - self.layout.ring  # the slot that is being filled is that of the one before
-        for number in sorted(ledger.metas):
-            if oldest <= number <= self.common and (self.replica is None or number > self.base):
-                found[number] = ledger.sendable(number)
-        return found
+        return [number for number in sorted(self.ledger.metas) if oldest <= number <= self.common]
 
     def refill(
         self,
@@ -325,30 +266,20 @@ class Generation:
 
     def why_not_repeated(self, record: int) -> str:
         """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
-        if self.spec.mode == "snapshot" and self.spec.every > 1:
-            return f"state is copied every {self.spec.every} steps, and no step is redone"
         if record == self.base and self._fetched:
             return f"record {record} came from other nodes, without the one before it"
         if record == self.base:
             return f"a generation began at record {record}"
         if record - 1 in self.reachable():
             return ""
-        if self.replica is not None and self.replica.applied >= record:
-            why = ": its step was repeated before, or what is held has gone to storage since"
-            if not self.spec.trails:
-                why = ": the attempt before was not started with resume_check='replay'"
-            return f"the replica has gone past record {record - 1}{why}"
         return f"record {record - 1} is not held any more"
 
     def settle(self, record: int, behind: int = 0) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it.
 
         Args:
-            behind: by how many records the replica stays behind it.
+            behind: by how many records a replica stays behind it.
         """
-        if self.replica is not None:
-            self.replica.forget_beyond(record)
-            self.replica.advance_to(record - behind)
         self.ledger.drop_beyond(record)
 
     def metas_for(self, record: int) -> tuple[bytes, ...]:
@@ -356,8 +287,8 @@ class Generation:
         return self.ledger.metas_of(range(record - self.spec.period + 1, record + 1))
 
     def following(self, record: int) -> dict[int, dict[int, bytes]]:
-        """Rank states of the records after a captured one, by record and rank."""
-        return self.ledger.rank_states_after(record) if self.spec.mode == "snapshot" else {}
+        """Rank states of the records after a snapshot, by record and rank."""
+        return {}
 
     def log_record(self, record: int) -> LogRecord | None:
         """Everything but the tensors of a record that was made in this generation, if all of it is still known."""
@@ -366,8 +297,6 @@ class Generation:
     @property
     def records_held(self) -> int:
         """How many records' tensors are still in the log; the slot that is being filled is not among them."""
-        if self.spec.mode == "snapshot":
-            return min(len(self._captured()), self.layout.ring)
         return sum(1 for record in self.ledger.metas if record > self.newest + 1 - self.layout.ring)
 
     def steps_of(self, since: int, until: int) -> tuple[int, int]:
@@ -377,12 +306,211 @@ class Generation:
         each = max(step - (self.ledger.step_of(newest - 1) or step - 1), 1)
         return max(step - (newest - since) * each, 1), max(step - (newest - until) * each, 1)
 
+    @property
     def newest_step(self) -> int | None:
         """The step of the newest record whose state is held."""
-        if self.spec.mode == "snapshot":
-            held = [record for record in self._captured() if self.ledger.knows(record)]
-            return self.ledger.step_of(held[-1]) if held else None
         return self.ledger.newest_step
+
+
+class LazyGeneration(Generation):
+    """Anchors and gradients only: a restore redoes the window of T records that ends with the one it restores."""
+
+    def _producible(self) -> list[int]:
+        return [record for record in self._logged(self._oldest_in_slots()) if self._has_window(record)]
+
+    def _has_window(self, record: int) -> bool:
+        """Whether the slots hold all records that a restore of one needs.
+
+        An attempt that went back may have filled slots beyond the one after `record` before it did.
+        """
+        return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
+
+    def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
+        return {number: self.ledger.sendable(number) for number in self._logged_for_peers()}
+
+
+class EagerGeneration(Generation):
+    """A replica of the whole state, which a thread of its own advances behind what all ranks have committed.
+
+    Args:
+        threads: of redo.
+        notify: takes what the redo thread says, on that thread.
+    """
+
+    replica: Replica
+
+    def __init__(
+        self,
+        number: int,
+        spec: StateSpec,
+        allowance: Allowance,
+        begins: int | None,
+        threads: int,
+        notify: Callable[[RedoNews], None],
+    ) -> None:
+        super().__init__(number, spec, allowance, begins)
+        from memckpt.memory.replica import Replica  # imports torch, which agents without replicas do without
+
+        assert self.regions.replica is not None
+        try:
+            self.replica = Replica(
+                self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify, number
+            )
+        except BaseException:  # raised again: nobody else knows of these regions
+            self.regions.close()
+            raise
+
+    def close(self) -> None:
+        self.replica.close()
+        super().close()
+
+    def _is_complete_late(self) -> bool:
+        return False
+
+    def start(self, rank: int, message: GenerationCommit) -> bool:
+        if super().start(rank, message):
+            self.replica.begin(message.record, self._missing, self._plain)
+            for record, meta in sorted(self.ledger.metas.items()):
+                if record > message.record:
+                    self.replica.offer(record, meta)
+            self._let_redo_go_on()
+        return self.complete
+
+    def commit(self, rank: int, message: Commit) -> None:
+        super().commit(rank, message)
+        if self.complete:
+            if message.meta:
+                self.replica.offer(message.record, message.meta)
+            self._let_redo_go_on()
+
+    def raise_redo_limit(self, redo_limit: int | None) -> None:
+        super().raise_redo_limit(redo_limit)
+        if self.complete:
+            self._let_redo_go_on()
+
+    def _let_redo_go_on(self) -> None:
+        """Redo what every rank everywhere has committed.
+
+        With several ranks that is known of record t only when one of ours has committed t + 1: it could do so only
+        with gradients that needed every rank's commit of t.
+        """
+        if len(self.ledger.committed) < len(self.spec.local_ranks):
+            return
+        limit = self.common
+        if self.spec.world_size > 1:
+            limit = min(limit, self.newest - 1)
+        if self.redo_limit is not None:
+            limit = min(limit, self.redo_limit)
+        # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
+        self.replica.allow(limit - self.spec.trails)
+
+    def _producible(self) -> list[int]:
+        return self._logged(max(self.replica.applied, self._oldest_in_slots() + 1))
+
+    def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
+        assert self.base is not None
+        found: dict[int, Sendable] = {}
+        if with_base and self.replica.stands_at(self.base):
+            virtual = range(self.base - self.spec.period + 1, self.base)
+            found = {number: (0, b"", {}) for number in virtual}
+            step, _, rank_states = self.ledger.sendable(self.base)
+            found[self.base] = (step, b"", rank_states)
+        logged = [number for number in self._logged_for_peers() if number > self.base]
+        return found | {number: self.ledger.sendable(number) for number in logged}
+
+    def why_not_repeated(self, record: int) -> str:
+        why = super().why_not_repeated(record)
+        if not why or record == self.base or self.replica.applied < record:
+            return why
+        why = "its step was repeated before, or what is held has gone to storage since"
+        if not self.spec.trails:
+            why = "the attempt before was not started with resume_check='replay'"
+        return f"the replica has gone past record {record - 1}: {why}"
+
+    def standing_still(self) -> list[int]:
+        self.replica.freeze()
+        return self.reachable()
+
+    def settle(self, record: int, behind: int = 0) -> None:
+        self.replica.forget_beyond(record)
+        self.replica.advance_to(record - behind)
+        self.replica.freeze()
+        super().settle(record, behind)
+
+
+class SnapshotGeneration(Generation):
+    """The whole state by value, in one slot each N records: no step is redone."""
+
+    def _snapshots(self) -> list[int]:
+        """The newest records with a slot, oldest first; one more than there are slots.
+
+        A rank may have begun to fill the slot of a record that another one has not committed yet.
+        """
+        if self.base is None:
+            return []
+        every = self.spec.every
+        known = self.ledger.records_with_states
+        found = [number for number in known if number == self.base or number % every == 0]
+        return sorted(number for number in found if number >= self.base)[-self.layout.ring - 1 :]
+
+    def _records_with_kept_states(self) -> set[int]:
+        # A resume at a snapshot compares the rank state of the next record with what training makes of it.
+        snapshots = self._snapshots()
+        return {*snapshots, *(number + 1 for number in snapshots)}
+
+    def _producible(self) -> list[int]:
+        common = self.common
+        return [record for record in self._snapshots() if record <= common and self._is_whole(record)]
+
+    def _is_whole(self, record: int) -> bool:
+        """Whether a snapshot is known with all that belongs to it, and its slot still holds it."""
+        sealed = self._is_sealed(record) and self._has_by_value(record)
+        return self.ledger.knows(record) and record in self.ledger.metas and sealed
+
+    def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
+        return {number: self.ledger.sendable(number) for number in self._snapshots() if self._is_whole(number)}
+
+    def why_not_repeated(self, record: int) -> str:
+        if self.spec.every > 1:
+            return f"state is copied every {self.spec.every} steps, and no step is redone"
+        return super().why_not_repeated(record)
+
+    def following(self, record: int) -> dict[int, dict[int, bytes]]:
+        return self.ledger.rank_states_after(record)
+
+    @property
+    def records_held(self) -> int:
+        return min(len(self._snapshots()), self.layout.ring)
+
+    @property
+    def newest_step(self) -> int | None:
+        held = [record for record in self._snapshots() if self.ledger.knows(record)]
+        return self.ledger.step_of(held[-1]) if held else None
+
+
+def make_generation(
+    number: int,
+    spec: StateSpec,
+    allowance: Allowance,
+    *,
+    threads: int,
+    notify: Callable[[RedoNews], None],
+    begins: int | None = None,
+) -> Generation:
+    """Reserve the memory of a generation in the mode of its spec; arguments as for the classes.
+
+    Raises:
+        MemoryBudgetError: there is no room.
+    """
+    made: Generation
+    if spec.mode == "eager":
+        made = EagerGeneration(number, spec, allowance, begins, threads, notify)
+    elif spec.mode == "lazy":
+        made = LazyGeneration(number, spec, allowance, begins)
+    else:
+        made = SnapshotGeneration(number, spec, allowance, begins)
+    made.regions.populate_in_background()
+    return made
 
 
 def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memckpt.errors import MemckptError, MemoryBudgetError
 from memckpt.memory.budget import check_budget
-from memckpt.memory.generation import Generation
+from memckpt.memory.generation import Generation, make_generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.redo_news import RedoNews
 from memckpt.memory.region import Region, no_room
@@ -106,7 +106,7 @@ class PendingGeneration:
         return self._number
 
     def _make(self, message: Prepare, held_bytes: int, given_back: int = 0) -> Generation:
-        return Generation(
+        return make_generation(
             self._number,
             message.spec,
             Allowance(held_bytes, message.memory_budget_bytes, given_back),

@@ -27,7 +27,7 @@ from memckpt.checkpointing.askers import Run
 from memckpt.checkpointing.flow import carry_on
 from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.errors import DamagedStateError, MemoryBudgetError
-from memckpt.memory.generation import Generation
+from memckpt.memory.generation import make_generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
@@ -137,7 +137,7 @@ def test_a_budget_that_is_too_small_says_how_often_averages_are_held() -> None:
         (example(2, shares=False), "after 4 records, 2 tensors by each of 2 ranks"),
     ]:
         with pytest.raises(MemoryBudgetError, match=words):
-            Generation(1, spec, Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
+            make_generation(1, spec, Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
 
 
 # Digests
@@ -313,7 +313,7 @@ def test_each_of_them_is_staged_by_one_rank() -> None:
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: bool) -> None:
     outcomes: list[Any] = []
-    held = Generation(1, ring_spec(2, 2, 3, ("average",)), Allowance(), threads=1, notify=lambda _: None)
+    held = make_generation(1, ring_spec(2, 2, 3, ("average",)), Allowance(), threads=1, notify=lambda _: None)
     with closing(held):
         for rank in (0, 1):
             held.ring.note_digests(5, rank, bytes([differs and rank]) * DIGEST_BYTES)

@@ -22,7 +22,7 @@ from memckpt.capture.spec_request import SpecRequest
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
-from memckpt.memory.generation import Generation
+from memckpt.memory.generation import make_generation
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
@@ -107,7 +107,7 @@ def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None
 
 def test_a_budget_that_is_too_small_says_what_averages_take() -> None:
     with pytest.raises(MemoryBudgetError, match=r"of these 32 MiB are averages.* 2 tensors by each of 2 ranks"):
-        Generation(1, example(2), Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
+        make_generation(1, example(2), Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
 
 
 def test_how_many_are_held_is_of_no_account_for_what_a_state_is() -> None:
@@ -142,7 +142,7 @@ class Held:
     def __init__(self, spec: StateSpec, base: int) -> None:
         notify: Callable[[Message], None] = lambda message: None  # noqa: E731
         self.spec = spec
-        self.generation = Generation(1, spec, Allowance(), threads=1, notify=notify)
+        self.generation = make_generation(1, spec, Allowance(), threads=1, notify=notify)
         window = range(base - spec.period + 1, base + 1)
         metas = tuple(encode_meta(RecordMeta(record, base, True)) for record in window)
         for rank in spec.local_ranks:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memckpt.memory.generation import Generation
+from memckpt.memory.generation import Generation, make_generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
@@ -53,7 +53,7 @@ class Ring(RuleBasedStateMachine):
 
     def make(self, base: int) -> None:
         notify: Callable[[Message], None] = lambda message: None  # noqa: E731
-        self.generation = Generation(1, self.spec, Allowance(), threads=1, notify=notify)
+        self.generation = make_generation(1, self.spec, Allowance(), threads=1, notify=notify)
         self.base = base
         ranks = self.spec.local_ranks
         self.done = dict.fromkeys(ranks, base)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memckpt.errors import AgentError
-from memckpt.memory.generation import Generation
+from memckpt.memory.generation import make_generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
@@ -39,7 +39,7 @@ class Job:
             world_size=2,
         )
         self.told: list[Message] = []
-        self.held = Generation(1, spec, Allowance(), threads=1, notify=self.told.append)
+        self.held = make_generation(1, spec, Allowance(), threads=1, notify=self.told.append)
         self.held.start(0, GenerationCommit(1, 0, 0, b"state"))
         assert self.held.replica is not None
         self.replica = self.held.replica

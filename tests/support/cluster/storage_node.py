@@ -16,7 +16,7 @@ from typing import Any
 
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.errors import AgentGoneError
-from memckpt.memory.generation import Generation
+from memckpt.memory.generation import make_generation
 from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
@@ -72,7 +72,7 @@ class Filled:
     def __init__(self, number: int = 1, spec: StateSpec | None = None, base: int = 0, offset: int = 0) -> None:
         spec = spec or spec_of()
         self.offset = offset
-        self.held = Generation(number, spec, Allowance(), threads=1, notify=lambda message: None)
+        self.held = make_generation(number, spec, Allowance(), threads=1, notify=lambda message: None)
         self._ring = SlotRing(self.held.regions.slots, self.held.layout, number)
         for rank in spec.local_ranks:
             for virtual in range(base - spec.period + 1, base + 1):
