@@ -188,7 +188,8 @@ class Auditing:
         known = watched.sent if watched.running else first - 1
         metas = {record: generation.ledger.meta_of(record) for record in range(known + 1, newest + 1)}
         if not all(metas.values()):
-            return  # it is too late for them
+            self._give_up(watched, pieces, newest)
+            return
         watched.running |= {first: pieces} if pieces else {}
         watched.sent = newest
         told, fds = None, []
@@ -205,6 +206,19 @@ class Auditing:
             )
         names = tuple((piece.param, piece.start) for piece in pieces)
         self._send(Audit(watched.key, metas, first if pieces else None, names, told), fds)
+
+    def _give_up(self, watched: _Watched, pieces: list[Piece], newest: int) -> None:
+        """End the audits on their way, as it is too late for the scalars of their records; these pieces are due again.
+
+        The generation gets another key: what the auditor still says of it is of audits that have ended.
+        """
+        pieces = [*pieces, *itertools.chain.from_iterable(watched.running.values())]
+        self._late += len(pieces)
+        watched.due |= {(one.param, one.start) for one in pieces}
+        watched.running.clear()
+        if watched.known:
+            self._send(ForgetAudits(watched.key))
+        watched.key, watched.known, watched.sent = next(self._keys), False, newest
 
     def _chosen(self, watched: _Watched, first: int, newest: int) -> list[Piece]:
         """The pieces to be redone from their anchors at record `first`; none: it is not time, or not their turn."""
@@ -258,7 +272,7 @@ class Auditing:
             self._late += len(pieces)
             watched.due |= {(one.param, one.start) for one in pieces}
             return
-        if message.problem:
+        if message.problem and not message.tensor:
             self._complain(message.problem)
             watched.due, watched.hurried = set(), False  # until the next round
             return
@@ -267,7 +281,15 @@ class Auditing:
         self._record = last - 1
         if message.tensor:
             self._findings += 1
-            drift = Drift(last, message.ulp, message.tensor, watched.generation.number, message.first, sure=True)
+            drift = Drift(
+                last,
+                message.ulp,
+                message.tensor,
+                watched.generation.number,
+                message.first,
+                sure=True,
+                problem=message.problem,
+            )
             self._found(ranks, drift)
 
     def _ended(self, reason: str) -> None:

@@ -67,6 +67,7 @@ class Recorder:
         self.problem: str | None = None
         self.broken = ""
         self._told: set[str] = set()
+        self._usual_threads = torch.get_num_threads()
         self.tap_mismatch: str | None = None
         self.check = StagingCheck()
         self._needs_steps = True
@@ -299,7 +300,7 @@ class Recorder:
             return None
         # Packed at this point: the step, and schedulers behind it, change groups, also tensors in place.
         groups = codec.Packed(hyperparameters(optimizer), self._copier.fetch, self._copier.token)
-        step = NotedSubStep(number, taken, groups, ambient_of(writer.device).encode())
+        step = NotedSubStep(number, taken, groups, ambient_of(writer.device, self._usual_threads).encode())
         found = getattr(optimizer, "found_inf", None)
         if isinstance(found, torch.Tensor):
             step.found_inf = on_the_host(found, self._copier)

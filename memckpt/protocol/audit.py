@@ -61,7 +61,8 @@ class Audited(msgspec.Struct, frozen=True, tag="audited"):
         cpu_seconds: that the process has taken since its last answer.
         late: slots were filled anew before they were read; nothing is known of these pieces.
         tensor, ulp: where the two differ most, and by how many units in the last place; empty if they do not.
-        problem: why the pieces cannot be redone in the auditor, in words; empty if they can.
+        problem: why the pieces cannot be redone in the auditor, in words; empty if they can. With a tensor, of which it
+            is the first: what their redo has raised.
     """
 
     key: int

@@ -324,6 +324,7 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
         since: record that carries the earlier anchor. In between redo has gone wrong.
         sure: whether rounding does not explain it.
         steps: the framework's numbers, about, of the first and the last step in between.
+        problem: what redo has raised, in words; empty if it has not.
     """
 
     record: int
@@ -333,9 +334,12 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     since: int = 0
     sure: bool = False
     steps: tuple[int, int] = (0, 0)
+    problem: str = ""
 
     def __str__(self) -> str:
         first, last = self.steps
+        if self.problem:
+            return f"the audit found that steps {first} to {last} of {self.tensor} cannot be redone: {self.problem}"
         return f"the audit found {self.tensor} off by {self.max_ulp:g} ulp when steps {first} to {last} were redone"
 
 

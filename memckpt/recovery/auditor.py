@@ -211,8 +211,11 @@ class Auditor:
             found = self._slots[one.key].go_on(one)
         except DamagedStateError:
             return self._end(one, late=True)
-        except Exception as error:  # as above
+        except MemoryError as error:  # says nothing of the step
             return self._end(one, problem=_problem(error))
+        except Exception as error:  # a restore would redo it alike
+            first = self._slots[one.key].layout.spec.params[one.pieces[0].param].tensor.name
+            return self._end(one, ulp=math.inf, tensor=first, problem=_problem(error))
         return None if found is None else self._end(one, ulp=found[0], tensor=found[1] if found[0] else "")
 
     def _end(self, one: _Running, **found: Any) -> Audited:

@@ -23,7 +23,7 @@ class Ambient:
     """Settings around one step. Those up to `flush` are a thread's own, the others the whole process's.
 
     `autocast`: the dtype of autocast on the parameters' device; empty: it is off. `precision`: that of products of
-    float32 matrices; empty: as by default.
+    float32 matrices; empty: as by default. `threads`: torch's number of threads; 0: that at the start.
     """
 
     autocast: str = ""
@@ -34,6 +34,7 @@ class Ambient:
     deterministic: bool = False
     deterministic_warns: bool = False
     default_dtype: str = "float32"
+    threads: int = 0
 
     def encode(self) -> bytes:
         """The encoding; empty for settings as they are by default."""
@@ -43,8 +44,14 @@ class Ambient:
 _DEFAULT = Ambient()
 
 
-def ambient_of(device: str) -> Ambient:
-    """The current settings; `device`: type of the parameters' device."""
+def ambient_of(device: str, usual_threads: int | None = None) -> Ambient:
+    """The current settings.
+
+    Args:
+        device: type of the parameters' device.
+        usual_threads: number of threads that need not be recorded; None: none is.
+    """
+    threads = torch.get_num_threads()
     matmul = torch.backends.cuda.matmul
     autocast = torch.is_autocast_enabled(device)
     return Ambient(
@@ -56,6 +63,7 @@ def ambient_of(device: str) -> Ambient:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         str(torch.get_default_dtype()).removeprefix("torch."),
+        threads if usual_threads not in (None, threads) else 0,
     )
 
 
@@ -101,6 +109,9 @@ def as_recorded(wanted: Ambient, device: str, own_thread: bool) -> Iterator[None
         yield
         return
     with contextlib.ExitStack() as stack:
+        if wanted.threads and not own_thread:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(wanted.threads)
         if now.autocast != wanted.autocast:
             dtype = getattr(torch, wanted.autocast) if wanted.autocast else None
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=bool(wanted.autocast)))

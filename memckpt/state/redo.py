@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from memckpt.state import ambient, codec, encodings
 from memckpt.state.ambient import as_recorded
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import dtype_of, is_elementwise, may_change_gradients, without_global_hooks
+from memckpt.state.optimizers import dtype_of, may_change_gradients, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
 from memckpt.state.spec import ITEM_BYTES
 from memckpt.state.tensors import give_gradient
@@ -226,7 +226,9 @@ class RedoGroup:
             give_gradient(redo_target.parameter, _laid_out_as(redo_target.parameter, used))
         homes = [redo_target.parameter.data for redo_target in redo_targets]
         device = redo_targets[0].parameter.device.type
-        with as_recorded(ambient.decode(sub_step.ambient), device, own_thread=is_elementwise(optimizer)):
+        # What is redone beside others depends on no setting of the whole process: it may be cut into pieces.
+        own_thread = not any(self._layout.spec.params[one.param].whole for one in redo_targets)
+        with as_recorded(ambient.decode(sub_step.ambient), device, own_thread):
             optimizer.step()
         for redo_target, home in zip(redo_targets, homes, strict=True):
             bring_home(redo_target.parameter, home)

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from memckpt.session import mode
+from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run
 from tests.support.trainings.ddp_runs import check_results
@@ -75,6 +77,21 @@ def test_what_redo_gets_right_is_no_finding(lab: Lab, name: str) -> None:
     assert audits, ended.log[-2000:]
     assert audits[-1]["pieces"] > 0
     assert (audits[-1]["findings"], audits[-1]["problem"]) == (0, "")
+
+
+def test_another_number_of_threads_is_no_finding() -> None:
+    """What is recorded of a step has it, and its redo takes as many."""
+    usual = torch.get_num_threads()
+    recorded = ambient_of("cpu", usual + 1)
+    assert (recorded.threads, ambient_of("cpu", usual).threads) == (usual, 0)
+    torch.set_num_threads(usual + 2)
+    try:
+        for own_thread, expected in ((True, usual + 2), (False, usual)):
+            with as_recorded(decode(recorded.encode()), "cpu", own_thread):
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == usual + 2
+    finally:
+        torch.set_num_threads(usual)
 
 
 def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab) -> None:
