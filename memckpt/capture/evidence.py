@@ -26,7 +26,7 @@ from memckpt.state.tensors import Fixed, bits_of, local
 
 #: Elements of all tensors together in a sample, 16 KiB of fp32: each is a cache line to be read.
 ELEMENTS = 4_096
-#: Fewest and most elements of one tensor.
+#: Fewest elements of one tensor, and most of one that is not sampled in full.
 FEWEST, MOST = 4, 256
 
 
@@ -46,7 +46,7 @@ class _Sampler:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        most = max(FEWEST, min(MOST, ELEMENTS // max(1, len(tensors))))
+        most = _most_of_each([local(tensor).numel() for tensor in tensors])
         #: By device and width: position, elements in host memory (None: to be copied), and the distance of two samples.
         self._groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Bits | None, int]]] = {}
         for position, tensor in enumerate(tensors):
@@ -57,7 +57,8 @@ class _Sampler:
                 there = here.device.type == "cpu" and flat.data_ptr() == here.data_ptr()
                 bits = _in_memory(flat) if there else None
                 group = self._groups.setdefault((flat.device, flat.dtype), [])
-                group.append((position, bits, _apart(flat.numel(), here.shape, most)))
+                elements = most if flat.numel() <= most else min(MOST, most)
+                group.append((position, bits, _apart(flat.numel(), here.shape, elements)))
 
     def take(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Samples of a record, one flat tensor of bits for each group."""
@@ -82,6 +83,16 @@ class _Sampler:
                 len(range(record % stride, numel, stride)) for numel, (*_, stride) in zip(numels, group, strict=True)
             ]
             yield from zip((position for position, *_ in group), bits.split_with_sizes(sizes), strict=True)
+
+
+def _most_of_each(sizes: Sequence[int]) -> int:
+    """The most elements of one tensor, so that what small tensors leave of all elements goes to larger ones."""
+    room, left = ELEMENTS, len(sizes)
+    for size in sorted(sizes):
+        if size * left >= room:
+            break
+        room, left = room - size, left - 1
+    return max(FEWEST, room // left if left else max(sizes, default=0))
 
 
 def _apart(numel: int, shape: torch.Size, most: int) -> int:

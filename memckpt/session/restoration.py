@@ -217,8 +217,9 @@ class Restoration:
             return None
         comparison = Comparison()
         compare_sample(evidence, chosen.state["evidence"], comparison)
-        for name, value in describe_groups(self._live).items():
-            comparison.value("hyperparameters", name, value, chosen.state.get(name, value))
+        held = _without_extra_state(chosen.state)
+        for name, value in _without_extra_state(describe_groups(self._live)).items():
+            comparison.value("hyperparameters", name, value, held.get(name, value))
         everybody = self._ranks.gather(comparison.findings(self._live.tensors()))
         return prove(everybody, any_accelerator(self._live, self._ranks), chosen.held.step, chosen.held.tier)
 
@@ -231,3 +232,9 @@ class Restoration:
     def _restore_reduction(self, state: Mapping[str, Any], tap: Tap) -> None:
         if isinstance(tap, BucketTap):
             tap.resume_layout(state["reduction"])
+
+
+def _without_extra_state(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what ``get_extra_state()`` returns: it may depend on the clock."""
+    modules = {key: value for key, value in described.get("modules", {}).items() if key != "extra"}
+    return {**described, "modules": modules}

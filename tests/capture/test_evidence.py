@@ -115,3 +115,16 @@ def test_a_sample_follows_tensors_that_move() -> None:
     assert differing(evidence.pairs(held)) == []
     model.large.data = model.large.data / 2
     assert differing(evidence.pairs(held)) == ["large"]
+
+
+def test_small_tensors_are_in_each_sample_with_all_elements() -> None:
+    """One element that is written behind the last step is found, wherever it is."""
+    model = torch.nn.Linear(60, 20)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    live = LiveState(model, [optimizer], {})
+    evidence = Evidence(live.spec(SpecRequest("lazy", 4, 3, (0,), 1)), live)
+    held = sample(evidence, 5)
+    for place in range(0, 1200, 7):
+        model.weight.data.view(-1)[place] += 1.0
+        assert differing(evidence.pairs(held)) == ["weight"]
+        held = sample(evidence, 5)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from torch import nn
 
 from memckpt.config import StorageConfig
 from memckpt.recovery.restore import Restorer
@@ -176,6 +178,33 @@ def test_what_a_repeated_step_led_to_is_compared_with_its_sample(lab: Lab, redo:
     assert f"the state after step {CHANGED}, from where it was put back is DIFFERENT: parameter" in ended.verdict[1]
     ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
     assert not ended.of("restored")[0]["exact"]
+
+
+class Stamped(nn.BatchNorm1d):
+    """Its extra state is the time at which it is asked for."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"at": time.time_ns()}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+class StampedTraining(Training):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model[1] = Stamped(256)  # type: ignore[operator]
+        return model
+
+
+@pytest.mark.parametrize("check", ["witness", "replay"])
+def test_extra_state_that_depends_on_the_clock_refutes_nothing(lab: Lab, check: str) -> None:
+    case, settings = Case("stamped", StampedTraining), config("lazy", resume_check=check)
+    lab.train(case, settings, actions={("after commit", CHANGED): kill_self})
+    ended = lab.train(case, settings, seed=4)
+    assert ended.restored_step == CHANGED
+    assert ended.verdict[0] == "equal"
+    lab.check_same(case, ended)
 
 
 def test_a_state_that_cannot_be_put_back_is_left_at_the_next_start(lab: Lab) -> None:
