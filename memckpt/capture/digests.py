@@ -3,6 +3,11 @@
 In host memory the digest is xxh3 of the bytes. On a device it is two sums, modulo 2^64, of 32-bit words times 64-bit
 keys by position. Integer sums do not depend on the order of additions; two tensors that differ collide with a
 probability of about 2^-64. The host does not wait for the device: the sums are fetched like tensors in slots.
+
+Ranks compare without a message. The digests of record n lie in memory that all ranks of a slot map. At the end of n + 1
+a rank is through a reduction that every rank entered after its commit of n; with an accelerator, whose host runs ahead,
+at the end of n + 2. So all ranks find a difference at the end of the same record, and begin a generation there. Other
+units may be two records ahead by then, with an accelerator three; hence D is at least 3, or 5.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Advice:
 def period_cost(now: LayoutSettings, measured: Measured, period: int) -> float:
     """Share of training time that depends on T: copies of anchors, and redo of half a window at each failure.
 
-    Source: docs/design.md, "A step, as time passes": a step copies a T-th of the state, a restore redoes (T + 1)/2
+    Source: docs/design.md, "A record's life": a step copies a T-th of the state, a restore redoes (T + 1)/2
     records.
     """
     copies = measured.anchor_seconds * now.period / period / measured.step_seconds

@@ -159,8 +159,7 @@ class Staging:
         """Whether the ranks that share slots had different values of a tensor that is held once for them.
 
         Call it at the end of `record`. It looks at an earlier record that all these ranks have committed, since this
-        rank is through a reduction that they entered afterwards. So all of them find the same (docs/design.md, "Held
-        once").
+        rank is through a reduction that they entered afterwards. So all of them find the same (`capture/digests.py`).
         """
         writer = self.writer
         if writer is None:

@@ -164,7 +164,9 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `trails`: eager redo stays one record behind what it could apply, so that the newest record can be repeated.
 
-    `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots.
+    `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots. Lazy
+    redo needs D + 1: a rank that begins record n + 1 overwrites the first record that a restore of n - D would redo.
+    Peers and a log read whole records later, and so need all.
 
     `shared`: names of by-value tensors that are held once for all local ranks, as long as these agree. `apart`: names
     of those known to differ between ranks.

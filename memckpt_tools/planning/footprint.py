@@ -63,7 +63,7 @@ class Held:
 
     @property
     def record_bytes(self) -> float:
-        """Bytes of one record: gradients and the anchors due, P (g + s/T). Source: docs/design.md, "One idea"."""
+        """Bytes of one record: gradients and the anchors due, P (g + s/T). Source: docs/design.md, "The idea"."""
         return self.parameters * (self.gradient_bytes + self.state_bytes / self.period)
 
     @property

@@ -26,7 +26,7 @@ def window_redo_seconds(held: Held, parameters_per_second: float) -> float:
     """Time to redo a window.
 
     Anchors in a record are the state before its step, and each of the last T records anchors its share of a node: so
-    (T + 1)/2 records are redone for a parameter on average. Source: docs/design.md, "A step, as time passes".
+    (T + 1)/2 records are redone for a parameter on average. Source: docs/design.md, "The idea".
     """
     return redo_seconds((held.period + 1) / 2, held.parameters, parameters_per_second)
 
@@ -34,7 +34,7 @@ def window_redo_seconds(held: Held, parameters_per_second: float) -> float:
 def from_window_seconds(held: Held, copy_bytes_per_second: float, parameters_per_second: float) -> float:
     """Time to restore from a window in this node's memory (lazy): copy its anchors, then redo.
 
-    Source: docs/design.md, "Redo".
+    Source: docs/design.md, "A resume".
     """
     return held.whole_bytes / _rate(copy_bytes_per_second) + window_redo_seconds(held, parameters_per_second)
 
@@ -49,7 +49,7 @@ def from_peers_seconds(
 ) -> float:
     """Time to restore a lost node from peers: it fetches and decodes one window, then restores from it.
 
-    Source: docs/design.md, "Recovery" of peers: from there on a restore is the same as from local memory.
+    Source: docs/design.md, "Peers": from there on a restore is the same as from local memory.
     """
     fetched = held.window_bytes / _rate(peer_bytes_per_second)
     return fetched + from_window_seconds(held, copy_bytes_per_second, parameters_per_second)
