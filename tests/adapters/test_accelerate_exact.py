@@ -49,10 +49,14 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
+@pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
 def test_one_run_killed_at_every_point(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), ONE_AFTER_ANOTHER, references)
 
 
+@pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
+@pytest.mark.promise("the loss of every later step")
+@pytest.mark.promise("LR schedulers, gradient scaler")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_feature(case: Case, lab: Lab, references: Path) -> None:

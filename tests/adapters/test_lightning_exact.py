@@ -255,6 +255,8 @@ def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> 
 PLAIN = Case("plain")
 
 
+@pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
+@pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [STAND_IN, ENGINE], ids=["stand-in", "engine"])
 def test_one_run_killed_at_every_point(
@@ -274,6 +276,10 @@ def test_nothing_fails_and_nothing_changes(
     assert_exact(reference(case), found, Run(case, tmp_path))
 
 
+@pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
+@pytest.mark.promise("the loss of every later step")
+@pytest.mark.promise("LR schedulers, gradient scaler")
+@pytest.mark.promise("state of callbacks, module and datamodule hooks")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "case",
@@ -446,6 +452,7 @@ def test_each_point(kill: Kill, server: Server, reference: Reference, attach: di
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
 
 
+@pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_each_feature_killed_all_along(

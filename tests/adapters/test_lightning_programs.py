@@ -39,6 +39,9 @@ CASES: list[tuple[Program, str, list[str]]] = [
 ]
 
 
+@pytest.mark.promise(
+    "generators, and objects with `state_dict()` and `load_state_dict()`, on the model and its modules"
+)
 @pytest.mark.parametrize(
     ("program", "variant", "kills"),
     CASES,

@@ -208,6 +208,7 @@ def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainin
     assert read_catalog(LocalStore(lab.run_dir / "storage")).complete[0].step == 33
 
 
+@pytest.mark.promise("Trainer arguments that differ from the killed attempt's")
 @pytest.mark.slow
 def test_a_finished_training_is_at_its_end_and_can_be_made_longer(trainings: Trainings) -> None:
     config = settings(StorageConfig(min_seconds=3600))

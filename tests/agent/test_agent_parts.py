@@ -349,6 +349,7 @@ def test_the_budget_counts_what_is_held_already() -> None:
     assert 0 < available_bytes() < 2**60
 
 
+@pytest.mark.promise("an incomplete record")
 def test_a_slot_that_is_not_sealed_is_not_read() -> None:
     layout = Layout(large_spec(4))
     region = Region.create("slots", layout.slots_bytes)

@@ -130,6 +130,7 @@ def test_an_agent_that_stands_still_is_asked_once(again: Reconnection, agent: St
         agent.listener.sockets[0].accept()  # no other connection lies in its queue
 
 
+@pytest.mark.promise("agent that is stopped, not dead")
 def test_an_agent_that_dies_meanwhile_is_replaced_at_once(again: Reconnection, agent: StandingAgent) -> None:
     assert not again.due()
     agent.close()
@@ -153,6 +154,7 @@ def test_an_agent_that_stands_still_again_and_again_is_used_ever_more_seldom(
     assert pauses == [0.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
 
 
+@pytest.mark.promise("no new agent can be started")
 def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(again: Reconnection, clock: Clock) -> None:
     def pause(cost: float) -> float:
         assert again.due()
@@ -216,6 +218,7 @@ def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
     client.abandon()
 
 
+@pytest.mark.promise("agent that is stopped, not dead")
 def test_training_goes_on_without_a_stopped_agent_and_with_it_when_it_goes_on(lab: Lab) -> None:
     agent = lab.start_agent()
     address = AgentAddress.of(lab.run_dir)

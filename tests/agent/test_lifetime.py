@@ -44,6 +44,7 @@ class Held:
         self.saving = True
 
 
+@pytest.mark.promise("no trainer comes back within `linger_seconds` (default 30 minutes)")
 def test_what_trainers_leave_is_saved_and_lingering_ends_when_it_is_saved_without_a_turn_in_between() -> None:
     clock = MadeUp()
     held: Any = Held(clock)

@@ -102,6 +102,7 @@ def test_a_second_agent_ends_with_status_7_and_is_not_started_again(lab: Lab, ho
     lab.stop()
 
 
+@pytest.mark.promise("the machine, the container with both, the cgroup with both, without peers")
 def test_a_run_under_the_shipped_unit_goes_on_from_memory_then_from_storage(
     lab: Lab, home: Home, agent: Service
 ) -> None:

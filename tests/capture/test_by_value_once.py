@@ -509,6 +509,9 @@ UNITS = pytest.mark.parametrize("units", [(2,), (3,), (2, 1), (2, 2)], ids=str)
 LATE = pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 
 
+@pytest.mark.promise(
+    "all ranks of a node, just after ranks that share an average or a large buffer began to differ in it"
+)
 @LATE
 @UNITS
 @given(data=st.data())

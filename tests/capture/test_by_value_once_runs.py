@@ -58,6 +58,9 @@ def test_memory_has_it_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(held[1] - held[0] - 4 * AVERAGE) <= 4 * 4096
 
 
+@pytest.mark.promise(
+    "all ranks of a node, just after ranks that share an average or a large buffer began to differ in it"
+)
 @pytest.mark.parametrize(
     ("death", "resumed"),
     [

@@ -412,6 +412,10 @@ def hold_few(control: Control) -> None:
     SlotWriter.start_generation = noting  # type: ignore[method-assign]
 
 
+@pytest.mark.promise(
+    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
+    "averaged models outside the model"
+)
 @pytest.mark.parametrize("slots", [2, 3])
 def test_an_average_survives_kills_anywhere(lab: Lab, slots: int) -> None:
     kills = [("in commit", 8), ("before batch", 9), ("after commit", 14), ("before step", 15), ("after step", 17)]

@@ -33,6 +33,10 @@ def last_captured(step: int, every: int, base: int) -> int:
     return max(base, step // every * every)
 
 
+@pytest.mark.promise("an optimizer whose step depends on more than gradients, groups and state")
+@pytest.mark.promise(
+    "attributes and state of an optimizer that can be neither copied nor encoded; a module removed while training runs"
+)
 @pytest.mark.thinned(3)
 @EVERY
 @pytest.mark.parametrize("case", HIDDEN_CASES, ids=by_name)
@@ -81,6 +85,8 @@ def test_a_compiled_step_is_captured(lab: Lab, case: Case) -> None:
     assert [attempt.end["mode"] for attempt in attempts[-1:]] == ["snapshot"]
 
 
+@pytest.mark.promise("trainer, if the state is captured every N steps")
+@pytest.mark.promise("any")
 @EVERY
 def test_capture_as_configured(lab: Lab, every: int) -> None:
     kills = [("after commit", 2), ("backward", 7), ("after commit", 12), ("in commit", 18)]

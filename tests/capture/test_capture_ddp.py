@@ -64,6 +64,7 @@ def test_all_ranks_pass_and_redo(lab: Lab) -> None:
     assert "cannot be redone" not in logs
 
 
+@pytest.mark.promise("trainer, if the state is captured every N steps")
 @pytest.mark.parametrize("place", ["backward", "stepped", "committed"])
 def test_ranks_that_differ_by_a_capture_go_back_to_a_common_one(lab: Lab, place: str) -> None:
     """Rank 0 dies around its commit of record 8, which is captured; the other one may have it or not."""

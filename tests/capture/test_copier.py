@@ -44,6 +44,7 @@ def kills_of(name: str) -> list[tuple[str, int]]:
     return [("before step" if name == "adversarial" and point == "backward" else point, s) for point, s in KILLS]
 
 
+@pytest.mark.promise("CUDA")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("tap", ["auto", "step"])
 @pytest.mark.parametrize("name", HARD)

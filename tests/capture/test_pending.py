@@ -44,6 +44,10 @@ def test_gradients_wait_whose_reduction_is_put_off(lab: Lab, kind: str) -> None:
     check_every(3, attempts)
 
 
+@pytest.mark.promise(
+    "which parameters have a gradient between two steps, and its values where up to 64 KiB of gradients are "
+    "there, or where they are neither dropped nor zeroed before the next backward"
+)
 @pytest.mark.parametrize("redo", ["lazy", "snapshot"])
 @pytest.mark.parametrize("case", [ZEROED_IN_PLACE, SPARSE_ZEROED_IN_PLACE], ids=lambda case: case.name)
 def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo: str) -> None:

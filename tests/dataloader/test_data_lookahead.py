@@ -186,6 +186,10 @@ def test_what_was_read_ahead_is_loaded_again_as_it_was(name: str, taken: int) ->
     assert str(first + rest) == str(expected)
 
 
+@pytest.mark.promise(
+    "an attribute that a dataset reads and that changes within an epoch, named in `attributes` or not: loaders "
+    "read ahead of training, and workers hold copies"
+)
 def test_without_lookahead_what_was_read_ahead_is_something_else() -> None:
     """So the comparison above notices."""
     torch.manual_seed(1)

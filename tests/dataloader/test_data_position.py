@@ -79,6 +79,10 @@ CHAINS = [
 ]
 
 
+@pytest.mark.promise(
+    "data position, workers' generators, and those of everything below dataset, samplers and collate function: "
+    "transforms, lists, what functions name (made at once, or with the first sample)"
+)
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "workers"), CHAINS, ids=str)
 def test_a_chain_of_killed_runs_sees_what_one_ungrafted_run_sees(name: str, workers: Workers, tmp_path: Path) -> None:
@@ -285,6 +289,10 @@ def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
 # -- errors
 
 
+@pytest.mark.promise(
+    "an own `__iter__`, `in_order=False`, `SystemRandom`, a sampler that keeps too much state or draws too "
+    "often, a number that a dataset counts"
+)
 def test_a_sampler_that_draws_too_often_between_the_steps_is_said(tmp_path: Path) -> None:
     job = Job(lambda: DataLoader(Augmented(), 1, sampler=LazyGlobal()), tmp_path, epochs=1)
     assert len(job.chain([12]).steps) == SAMPLES
@@ -297,6 +305,7 @@ def test_a_sampler_that_draws_too_often_between_the_steps_is_said(tmp_path: Path
         assert ("LazyGlobal draws from a global generator" in (data.unreplayable(loader) or "")) is (drawn > 9)
 
 
+@pytest.mark.promise("a sampler that does not repeat its indices")
 @each_kind_of_workers
 @pytest.mark.parametrize(("samples", "message"), [(SAMPLES + 1, "does not repeat"), (BATCH, "ended after 1 batches")])
 def test_other_data_is_found_out(samples: int, message: str, workers: Workers, tmp_path: Path) -> None:
@@ -351,6 +360,10 @@ def test_a_missing_generator_is_refused() -> None:
         data.resume(bare, data.position(loader))
 
 
+@pytest.mark.promise(
+    "an own `__iter__`, `in_order=False`, `SystemRandom`, a sampler that keeps too much state or draws too "
+    "often, a number that a dataset counts"
+)
 def test_reasons_against_a_loader() -> None:
     assert data.unreplayable(make("shuffle", TWO)) is None
     assert data.unreplayable(make("iterable", NONE)) is None

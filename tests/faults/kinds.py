@@ -1,4 +1,4 @@
-"""Vocabulary of faults: one word for each, used by scenarios, the state machine, the soak and its table."""
+"""Vocabulary of faults: one word for each, used by the state machine, the soak and its table."""
 
 from __future__ import annotations
 

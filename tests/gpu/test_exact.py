@@ -35,6 +35,7 @@ def point_of(case: Case) -> list[tuple[str, int]]:
     return kills_of(case, BEFORE)
 
 
+@pytest.mark.promise("CUDA")
 @pytest.mark.thinned(2)
 def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None:
     if case.name == "inductor":

@@ -52,6 +52,7 @@ def redone(threads: int, whole: bool = False, redo_with: Callable[..., torch.Ten
     return [one for target in targets for one in (target.parameter, *target.states[0].values())]
 
 
+@pytest.mark.promise("CPU, bf16 or fp16 parameters")
 @pytest.mark.parametrize("whole", [False, True])
 def test_threads_change_no_bit(whole: bool) -> None:
     before = torch.get_num_threads()

@@ -147,6 +147,7 @@ def _mend(control: Control) -> None:
     control.training.temperature = 1.0
 
 
+@pytest.mark.promise("*different*")
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_each_fault_is_named_and_training_goes_on_from_what_was_held(lab: Lab, redo: str) -> None:
     """Each process repeats a step with a fault in it, and dies two steps later."""
@@ -212,6 +213,7 @@ def _resumed(lab: Lab, step: int, settings: Any, again: Any = None, **arguments:
     return ended
 
 
+@pytest.mark.promise("*equal*, with `no step was compared`")
 @pytest.mark.parametrize(
     ("step", "arguments", "reason"),
     [
@@ -303,6 +305,7 @@ def test_what_differs_is_named_in_the_order_of_the_model() -> None:
     assert len(named) > 1
 
 
+@pytest.mark.promise("*rounding*")
 def test_rounding_is_for_accelerators_and_for_tensors() -> None:
     held = torch.linspace(1.0, 2.0, 100)
     near, far = held * (1 + 1e-6), held * (1 + 1e-3)

@@ -137,6 +137,14 @@ def other_parameter(control: Control) -> None:
     weight[7:8].view(torch.int32).bitwise_xor_(1 << 20)
 
 
+@pytest.mark.promise(
+    "an attribute that a dataset reads and that changes within an epoch, named in `attributes` or not: loaders "
+    "read ahead of training, and workers hold copies"
+)
+@pytest.mark.promise(
+    "anything that was not restored and affects a gradient: other data, a lost generator, a plain attribute, a "
+    "bit of a parameter"
+)
 @pytest.mark.parametrize("fault", [other_data, other_parameter])
 @pytest.mark.parametrize("point", ["backward", "after step"])
 def test_it_says_different_where_a_fault_reaches_a_gradient(lab: Lab, fault: Action, point: str) -> None:
@@ -159,6 +167,7 @@ class Attribute(Training):
         return super().loss(step) * self.level
 
 
+@pytest.mark.promise("plain attributes that hooks change and no `state_dict()` contains")
 def test_it_finds_a_plain_attribute_that_is_used_in_forward(lab: Lab) -> None:
     ended = kill_and_resume(lab, Case("attribute", Attribute), "lazy", ("backward", 5))
     assert ended.verdict[0] == "different"

@@ -40,6 +40,7 @@ slow = pytest.mark.slow
 # Records on their way
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def until_one_is_there(rank: PeersRank) -> None:
     rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @slow
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize(("data", "ranks"), [(1, 2), (2, 3)])

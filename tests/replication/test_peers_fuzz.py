@@ -94,6 +94,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
             context.destroy(linger=0)
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @given(messages=st.lists(st.lists(st.binary(max_size=200), min_size=1, max_size=6), max_size=5))
 @FUZZ
 def test_frames_of_garbage(stage: Stage, messages: list[list[bytes]]) -> None:
@@ -223,6 +224,7 @@ STREAMS = st.one_of(
 )
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @given(streams=st.lists(STREAMS, min_size=1, max_size=3))
 @settings(parent=FUZZ, max_examples=80)
 def test_bytes_of_garbage(stage: Stage, streams: list[bytes]) -> None:

@@ -201,6 +201,7 @@ def cut_off(lab: Lab, job: PeersJob, lost: int) -> Child:
     return ranks[lost]
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 def test_a_node_that_was_given_up_and_comes_back_changes_nothing(lab: Lab, network: Network) -> None:
     job = peers_job(lab, Setup(world_size=3), peers_config(2, 1), network=network)
     expected = reference(lab, job)

@@ -207,6 +207,7 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 # Damage
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 @pytest.mark.parametrize("every", [1, 5000])

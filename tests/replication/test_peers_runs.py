@@ -35,6 +35,7 @@ slow = pytest.mark.slow
 # Nodes die
 
 
+@pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @pytest.mark.parametrize(
     ("setup", "data", "tolerate", "redo", "losses"),
     [
@@ -164,6 +165,7 @@ def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
 # More is lost than can be borne
 
 
+@pytest.mark.promise("more nodes, or another one before protection is complete again")
 @pytest.mark.parametrize(
     ("setup", "data", "tolerate", "lost"),
     [
@@ -204,6 +206,7 @@ def lost_again_before_protection(lab: Lab, job: PeersJob, second: str) -> tuple[
     return again.again(lab), expected
 
 
+@pytest.mark.promise("more nodes, or another one before protection is complete again")
 @slow
 @pytest.mark.parametrize("setup", [FSDP])
 def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab, setup: Setup) -> None:

@@ -28,6 +28,7 @@ def judged(ends: list[End], restarts: int = 100, lifetime: float = 1.0) -> list[
     return verdicts
 
 
+@pytest.mark.promise("exit status 0")
 def test_status_0_is_the_end_and_so_is_a_signal_that_asks_for_it() -> None:
     assert Policy(3).ended(End(0, 5), stopped=True) == Finished()
     assert Policy(3).ended(End(1, 5), stopped=True) == GiveUp(None)
@@ -48,6 +49,7 @@ def test_a_restart_that_cannot_be_made_is_tried_ever_more_seldom() -> None:
     assert policy.not_started() == 1
 
 
+@pytest.mark.promise("an error: another status, or a signal such as SIGSEGV or SIGABRT")
 @pytest.mark.parametrize("code", [1, 77, -signal.SIGSEGV, -signal.SIGABRT])
 def test_an_error_that_repeats_at_the_same_step_is_not_tried_again(code: int) -> None:
     for step in (None, 0, 41):
@@ -58,6 +60,7 @@ def test_an_error_that_repeats_at_the_same_step_is_not_tried_again(code: int) ->
         assert ("before its first step" if step is None else f"at step {step} twice") in second.reason
 
 
+@pytest.mark.promise("a kill from outside (SIGKILL, the OOM killer)")
 @pytest.mark.parametrize(
     "ends",
     [
@@ -72,6 +75,7 @@ def test_other_ends_are_followed_by_a_restart(ends: list[End]) -> None:
     assert all(isinstance(each, Restart) for each in judged(ends))
 
 
+@pytest.mark.promise("any failure, after `--restarts N` restarts (default 100)")
 def test_restarts_have_a_limit() -> None:
     ends = [End(1, step) for step in range(4)]
     *restarted, last = judged(ends, restarts=3)

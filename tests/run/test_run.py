@@ -73,6 +73,7 @@ def listener(lab: Lab) -> Child:
     return child
 
 
+@pytest.mark.promise("any end, after SIGTERM, SIGINT, SIGHUP or SIGQUIT to `memckpt run`")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_ends_restarts(lab: Lab, number: signal.Signals) -> None:
     child = listener(lab)
@@ -187,6 +188,7 @@ def job(request: pytest.FixtureRequest) -> Callable[..., Child]:
     return {"forked": forked_job, "cold": cold_job}[request.param]
 
 
+@pytest.mark.promise("an error: another status, or a signal such as SIGSEGV or SIGABRT")
 def test_a_training_that_fails_goes_on_at_its_step_and_ends_as_if_nothing_had_been(
     lab: Lab, job: Callable[..., Child]
 ) -> None:

@@ -64,6 +64,7 @@ def test_other_names_than_the_held_ones_are_named(rank_state: RankState) -> None
     assert "['sched'], found ['lr_sched']: 'sched' is not restored, and 'lr_sched' starts as it is" in said
 
 
+@pytest.mark.promise("an optimizer that `attach()` was not given; a scheduler of torch that was not registered")
 def test_a_run_that_is_not_exact_says_so_once_and_hands_it_on(
     rank_state: RankState, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from memckpt.state import codec, rng
 
 
+@pytest.mark.promise("global generators of torch, numpy, Python; of CUDA (current device)")
 def test_generators_repeat_after_restore() -> None:
     def draw() -> list[float]:
         return [torch.rand(()).item(), random.random(), random.gauss(0, 1), float(np.random.randn())]

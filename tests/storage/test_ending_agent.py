@@ -45,6 +45,7 @@ def agent_of(control: Control) -> int:
     return pid
 
 
+@pytest.mark.promise("SIGTERM to the agent (a preemption)")
 def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab) -> None:
     settings = stored("lazy", every_steps=None)
 
@@ -63,6 +64,7 @@ def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab)
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("SIGTERM to the agent (a preemption)")
 def test_a_start_waits_for_an_agent_that_still_writes_what_it_holds(lab: Lab) -> None:
     """The agent is told to end, and its trainer dies: another one starts at once, and finds all."""
     settings = stored("lazy", every_steps=None)

@@ -64,6 +64,7 @@ def away(tmp_path: Path) -> Path:
 # At the start
 
 
+@pytest.mark.promise("a run directory with `run.json`, and no store, or an empty one")
 @pytest.mark.parametrize("mounted", [False, True], ids=["no directory", "an empty mount point"])
 @pytest.mark.parametrize(
     ("plan", "resume"), [(OVER, "auto"), (NothingHeldError("nothing is held"), "require")], ids=["auto", "require"]

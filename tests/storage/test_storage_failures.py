@@ -85,6 +85,7 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
+@pytest.mark.promise('`"replica"` (default)')
 def test_a_full_disk_raises_an_alarm_and_is_used_again_once_there_is_room(small_disk: Path, lab: Lab) -> None:
     ballast = fill(small_disk)
     settings = stored("lazy", url=str(small_disk / "run"))
@@ -294,6 +295,7 @@ def check_only_the_later_one_stands(lab: Lab, died: Ended, step: int) -> dict[st
     return later
 
 
+@pytest.mark.promise('`"replica"` (default)')
 @pytest.mark.slow
 def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopper: Stopper, lab: Lab) -> None:
     settings = stored("lazy")

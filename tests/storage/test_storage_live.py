@@ -126,6 +126,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
     return request.getfixturevalue("bucket").url if request.param == "bucket" else None
 
 
+@pytest.mark.promise('`"log"`')
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "log"])
 @REDO

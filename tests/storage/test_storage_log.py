@@ -107,6 +107,7 @@ def says_equal(ended: Ended, step: int) -> None:
     assert "generators" in line
 
 
+@pytest.mark.promise('`"log"`')
 @pytest.mark.usefixtures("full_batches")
 @REDO
 def test_a_node_dies_and_training_goes_on_behind_the_last_batch(lab: Lab, redo: str) -> None:
@@ -148,6 +149,7 @@ def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab
     lab.check_same(PLAIN, first, second, final)
 
 
+@pytest.mark.promise('`"log"`')
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_batches")
 def test_a_damaged_batch_is_named_and_the_step_before_it_is_used(lab: Lab) -> None:

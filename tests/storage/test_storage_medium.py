@@ -44,6 +44,7 @@ def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(
     assert LocalStore(tmp_path).read("a") == data
 
 
+@pytest.mark.promise('`"replica"` (default)')
 def test_an_error_that_the_medium_reports_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says it once: the fsync at the end would succeed."""
     monkeypatch.setattr(drain, "_PIECE_BYTES", 1)

@@ -81,12 +81,14 @@ def test_the_store_of_another_run_is_refused_by_name(tmp_path: Path, owned: tupl
     assert steps(start(place, tmp_path / "A")) == [1]
 
 
+@pytest.mark.promise("the store, and no run directory (a new machine)")
 def test_a_lost_run_directory_takes_one_setting_once(tmp_path: Path, owned: tuple[Path, str]) -> None:
     place, run = owned
     assert steps(start(place, tmp_path / "A again", owner=run)) == [1]
     assert steps(start(place, tmp_path / "A again")) == [1]
 
 
+@pytest.mark.promise("run directories that do not outlive a node")
 def test_a_run_with_a_name_needs_no_run_directory(tmp_path: Path) -> None:
     """Where nothing outlives a node but its storage."""
     place = tmp_path / "store"
@@ -99,6 +101,7 @@ def test_a_run_with_a_name_needs_no_run_directory(tmp_path: Path) -> None:
         StorageConfig(owner="")
 
 
+@pytest.mark.promise("`RUN/storage`, and no `run.json`")
 def test_what_lies_in_the_run_directory_is_the_run_s_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = tmp_path / "A" / "storage"
     run = start(place, tmp_path / "A").run
@@ -111,6 +114,7 @@ def test_what_lies_in_the_run_directory_is_the_run_s_own(tmp_path: Path, caplog:
     assert kept_run(tmp_path / "moved") == run
 
 
+@pytest.mark.promise("a store of a version before there were ids")
 def test_a_store_without_an_owner_becomes_that_of_the_first_who_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +141,7 @@ def test_commit_files_tell_whose_a_store_is_that_was_never_claimed(tmp_path: Pat
         assert read_catalog(LocalStore(place)).claimed
 
 
+@pytest.mark.promise("nodes that do not share a run directory")
 def test_nodes_agree_on_the_run(tmp_path: Path) -> None:
     """Their run directories are their own; one is new, and one is of a run that was there before."""
     keep_run(tmp_path / "1", "kept")
@@ -267,6 +272,7 @@ def test_commands_refuse_the_store_of_another_run_and_adopt_it(
     assert steps(start(place, tmp_path / "B")) == [1]
 
 
+@pytest.mark.promise("a store that was copied or moved, and another run directory")
 def test_a_new_directory_adopts_a_store_with_one_flag(tmp_path: Path, owned: tuple[Path, str]) -> None:
     place, _ = owned
     assert invoke("ls", tmp_path / "new", "--url", place, "--adopt")[0] == 0
@@ -289,6 +295,7 @@ def test_status_shows_that_the_store_is_another_run_s(tmp_path: Path, owned: tup
 # Whole runs
 
 
+@pytest.mark.promise("two runs with one `storage.url`")
 def test_two_runs_with_one_storage_keep_apart(lab: Lab, tmp_path: Path) -> None:
     """The second is refused at its start; the first resumes from its own."""
     settings = stored("lazy", url=str(tmp_path / "shared"))
@@ -311,6 +318,7 @@ def test_two_runs_with_one_storage_keep_apart(lab: Lab, tmp_path: Path) -> None:
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("a copy of a run directory")
 def test_a_copy_of_a_run_trains_for_itself(lab: Lab) -> None:
     """Its address file was copied as well, and names the agent of the original."""
     settings, copy = config("lazy"), lab.directory / "copy"
@@ -326,6 +334,7 @@ def test_a_copy_of_a_run_trains_for_itself(lab: Lab) -> None:
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("a run directory that was moved, with `storage` in it")
 def test_a_run_that_was_moved_goes_on_with_its_agent(lab: Lab) -> None:
     """What the agent writes from then on goes to where the run is."""
     settings, moved = stored("lazy", every_steps=None), lab.directory / "moved"

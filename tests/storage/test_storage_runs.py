@@ -44,6 +44,8 @@ REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pyte
 LIMIT_SECONDS = 60.0
 
 
+@pytest.mark.promise("agent and trainer of one node together, without peers")
+@pytest.mark.promise('`"replica"` (default)')
 @pytest.mark.thinned(2)
 @REDO
 def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: Lab, redo: str) -> None:
@@ -141,6 +143,7 @@ def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> N
     assert [verify_files(store, one.part_files) for one in checkpoints] == [[], []]
 
 
+@pytest.mark.promise("no trainer comes back within `linger_seconds` (default 30 minutes)")
 @REDO
 def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str) -> None:
     settings = stored(redo, every_steps=None)
@@ -202,6 +205,7 @@ def test_a_newcomer_that_comes_at_once_is_served_from_memory(lab: Lab) -> None:
     lab.survives(PLAIN, settings, [("backward", 6), ("after commit", 9), ("in commit", 11)])
 
 
+@pytest.mark.promise("agent and trainer of one node together, without peers")
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> None:
     settings = stored("lazy")
     actions: Actions = {

@@ -40,6 +40,8 @@ def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> 
     assert results(job) == expected
 
 
+@pytest.mark.promise("`HalfPrecision`, or `error_feedback=False`")
+@pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
@@ -76,6 +78,7 @@ def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> Job:
     return replace(job, config=replace(job.config, storage=storage))
 
 
+@pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
 @pytest.mark.parametrize("compression", OFTEN_POWER_SGD, ids=NAMES)
 def test_resumes_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
     job = logged(lab, compression)
@@ -101,6 +104,7 @@ def test_a_harmed_record_ends_redo_at_the_step_before_it(lab: Lab, harm: str) ->
     assert f"passed over: step {newest}: {path}: " in logs
 
 
+@pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
 @pytest.mark.thinned(len(COMPRESSORS))
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig) -> None:
@@ -158,6 +162,7 @@ def test_four_nodes_resume_exactly_from_peers(lab: Lab, compression: Compression
     assert go_on(lab, job, lose_memory(lab, job)) >= 5
 
 
+@pytest.mark.promise('`residual="drop"`, and `"auto"` otherwise')
 def test_what_was_dropped_is_said(lab: Lab) -> None:
     job = job_of(lab, compression=TopK(ratio=0.05, residual="drop"))
     died = replace(job, directory=fresh_directory(lab), deaths=[Death("all", 9, "backward")])

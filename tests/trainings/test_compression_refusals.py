@@ -165,6 +165,7 @@ _LEAVE = "leave out compression, or use DistributedDataParallel"
 _HOOK = "UnsupportedError: compression=TopK: expected DistributedDataParallel without a communication hook, found "
 
 
+@pytest.mark.promise("`compression`, with FSDP1, FSDP2 and HSDP")
 def test_models_that_compression_is_not_for(lab: Lab) -> None:
     found = ask(lab, models)
     assert found.pop("no DDP") == f"{_INSTEAD}compressed, found a Net without it; {_LEAVE}"

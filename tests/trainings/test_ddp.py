@@ -68,6 +68,7 @@ def test_three_ranks_resume_in_the_bucket_layout_they_had(lab: Lab) -> None:
     survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")], [4, 8])
 
 
+@pytest.mark.promise("DDP with three ranks or more, killed after the very first step")
 def test_the_second_step_of_three_ranks_is_not_repeated(lab: Lab) -> None:
     """It was reduced in buckets of which the state behind the first step knows nothing."""
     reason = "DDP of three or more ranks had not laid out its buckets for good before that step"

@@ -31,6 +31,7 @@ POINTS = ["before batch", "forward", "backward", "before step", "after step", "i
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 
 
+@pytest.mark.promise("trainer: exception, any signal, out of memory, segmentation fault")
 @REDO
 def test_a_kill_anywhere_in_a_step_loses_only_what_was_not_committed(lab: Lab, redo: str) -> None:
     lab.survives(PLAIN, config(redo), [(point, 4 + 2 * index) for index, point in enumerate(POINTS)])
@@ -43,6 +44,7 @@ def test_a_kill_of_the_trainer_as_soon_as_it_has_resumed(lab: Lab, redo: str) ->
     lab.survives(PLAIN, config(redo), kills)
 
 
+@pytest.mark.promise("trainer, before its first commit")
 @REDO
 @pytest.mark.parametrize("point", ["backward", "in commit"])
 def test_a_kill_before_anything_is_committed_starts_over(lab: Lab, redo: str, point: str) -> None:
@@ -94,6 +96,7 @@ def test_a_kill_before_the_first_generation_is_committed_starts_over(lab: Lab, r
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("trainer, while it restores")
 @REDO
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
@@ -117,6 +120,7 @@ def test_a_kill_during_a_restore_is_harmless(lab: Lab, redo: str, owner: type, n
     lab.check_same(PLAIN, first, final)
 
 
+@pytest.mark.promise("trainer, while it restores")
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_kill_in_the_middle_of_lazy_redo_is_harmless(lab: Lab, count: int) -> None:
     first = lab.train(PLAIN, config("lazy"), actions={("backward", 12): kill_self})
@@ -154,6 +158,7 @@ def test_a_kill_while_a_later_generation_is_written_falls_back_on_the_old_one(la
 # The agent
 
 
+@pytest.mark.promise("agent")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", [pytest.param("before batch", marks=pytest.mark.slow), "backward", "in commit"])
 def test_training_survives_its_agent_and_is_protected_again(lab: Lab, redo: str, point: str) -> None:
@@ -176,6 +181,7 @@ def test_several_agents_die_in_one_run(lab: Lab) -> None:
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("agent")
 @REDO
 def test_nothing_is_held_when_agent_and_trainer_die(lab: Lab, redo: str) -> None:
     died = lab.train(PLAIN, config(redo), actions={("backward", 9): kill_both})
@@ -240,6 +246,8 @@ def test_an_agent_that_dies_while_a_generation_is_written(lab: Lab, redo: str) -
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("no new agent can be started")
+@pytest.mark.promise("a step without protection")
 def test_steps_without_protection_are_counted(lab: Lab) -> None:
     """No agent can be started for a while: training goes on, and the gap is reported with its length."""
 

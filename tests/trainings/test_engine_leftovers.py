@@ -35,6 +35,7 @@ def test_a_finished_run_leaves_only_its_run_directory(lab: Lab, redo: str) -> No
     assert not lab.agent_answers()
 
 
+@pytest.mark.promise("`memckpt stop`")
 @pytest.mark.parametrize("how", ["request", "SIGTERM", "SIGINT", "SIGKILL"])
 def test_an_agent_that_is_told_to_leave_leaves_nothing(lab: Lab, how: str) -> None:
     lab.train(PLAIN, config("lazy"), actions=DIE_AFTER_9)
@@ -118,6 +119,7 @@ def test_hooks_that_cannot_be_put_in_leave_nothing_behind(lab: Lab, monkeypatch:
     assert child.wait() == 0, child.log.read_text()
 
 
+@pytest.mark.promise("state that the safe codec does not take")
 def test_state_that_cannot_be_stored_safely_is_named(lab: Lab) -> None:
     def body() -> None:
         training = PLAIN.build()
@@ -135,6 +137,7 @@ def test_state_that_cannot_be_stored_safely_is_named(lab: Lab) -> None:
     assert "mine.handle is of type builtins.object" in child.log.read_text()
 
 
+@pytest.mark.promise("trainer: exception, any signal, out of memory, segmentation fault")
 def test_an_exception_in_training_keeps_the_state(lab: Lab) -> None:
     def body() -> None:
         training = PLAIN.build()

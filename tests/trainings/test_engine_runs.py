@@ -115,6 +115,7 @@ class Renamed(Training):
         return model
 
 
+@pytest.mark.promise("another model or optimizer class")
 @pytest.mark.parametrize(
     ("case", "difference"),
     [
@@ -275,6 +276,10 @@ def test_other_settings_than_the_last_attempts_resume_exact(lab: Lab) -> None:
 # Changes by hand
 
 
+@pytest.mark.promise(
+    "parameters, or tensors of an optimizer's state, changed by anything but a step of their optimizer: also "
+    "between backward and step, in hooks, between two optimizers' steps"
+)
 @REDO
 @pytest.mark.parametrize(
     "how", ["no_grad", "data", "optimizer state", pytest.param("other storage", marks=pytest.mark.slow)]
@@ -291,6 +296,10 @@ def test_a_change_by_hand_after_every_step_is_exact(lab: Lab, redo: str) -> None
     lab.survives(by_hand("every step"), config(redo), [("after commit", 3), ("backward", 9), ("after commit", 14)])
 
 
+@pytest.mark.promise(
+    "the same in too few elements for the sample, or optimizer state changed through `.data`; or whatever else "
+    "redo does not know of"
+)
 def test_the_audit_finds_what_version_counters_do_not_show(lab: Lab) -> None:
     """Eager: within one period of anchors (4 steps) the change is found, reported and healed."""
     case = by_hand("one element")
@@ -299,6 +308,10 @@ def test_the_audit_finds_what_version_counters_do_not_show(lab: Lab) -> None:
     assert "0.weight" in attempts[0].log
 
 
+@pytest.mark.promise(
+    "the same in too few elements for the sample, or optimizer state changed through `.data`; or whatever else "
+    "redo does not know of"
+)
 def test_lazy_anchors_heal_within_one_period(lab: Lab) -> None:
     lab.survives(by_hand("one element"), config("lazy"), [("after commit", 12), ("backward", 17)])
 

@@ -46,12 +46,32 @@ def names(case: Case) -> str:
     return case.name
 
 
+@pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
+@pytest.mark.promise(
+    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
+    "averaged models outside the model"
+)
+@pytest.mark.promise("global generators of torch, numpy, Python; of CUDA (current device)")
+@pytest.mark.promise("the loss of every later step")
+@pytest.mark.promise("LR schedulers, gradient scaler")
+@pytest.mark.promise("CPU, fp32 or fp64")
+@pytest.mark.promise("*equal*")
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", cases({case.name for case in SHAPE_CASES} - LAZY_LATER))
 def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
     lab.survives(case, config("lazy"), kills_of(case, KILLS))
 
 
+@pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
+@pytest.mark.promise(
+    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
+    "averaged models outside the model"
+)
+@pytest.mark.promise("global generators of torch, numpy, Python; of CUDA (current device)")
+@pytest.mark.promise("the loss of every later step")
+@pytest.mark.promise("LR schedulers, gradient scaler")
+@pytest.mark.promise("CPU, fp32 or fp64")
+@pytest.mark.promise("*equal*")
 @pytest.mark.parametrize("case", cases(EAGER_FIRST))
 def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
     attempts = lab.survives(case, config("eager"), kills_of(case, KILLS))
@@ -86,6 +106,7 @@ def test_what_changes_at_every_step_is_captured(lab: Lab) -> None:
     lab.survives(case, config("lazy", snapshot_every_steps=4), [("after commit", 11)], expected=[8])
 
 
+@pytest.mark.promise("gradients changed between backward and step in an unknown way (own clipping, noise)")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", UNKNOWN_CHANGE_CASES, ids=names)
 def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab, case: Case) -> None:
@@ -96,6 +117,7 @@ def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab,
     assert "gradients are now taken at the optimizer's step" in attempts[-1].log
 
 
+@pytest.mark.promise("CPU, bf16 or fp16 parameters")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("case", OTHER_GRADIENT_CASES, ids=names)
@@ -103,6 +125,7 @@ def test_gradients_of_another_dtype_than_their_parameters(lab: Lab, case: Case, 
     lab.survives(case, config(redo), KILLS)
 
 
+@pytest.mark.promise("large buffers and frozen parameters that change")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 @pytest.mark.parametrize("case", MOMENTUM_ENCODER_CASES, ids=names)
@@ -120,6 +143,7 @@ def test_clipping_by_a_norm_that_was_taken_before_is_known_to_streaming(lab: Lab
     lab.stop()
 
 
+@pytest.mark.promise("gradients changed between backward and step in an unknown way (own clipping, noise)")
 def test_own_clipping_is_noticed_on_the_first_logged_record(lab: Lab) -> None:
     case = UNKNOWN_CHANGE_CASES[0]
     # The first record begins the generation, the second is the first that carries gradients.

@@ -116,6 +116,7 @@ def test_resumes_from_storage(lab: Lab) -> None:
         export(store, read_catalog(store).complete[0], lab.directory / "exported", "torch")
 
 
+@pytest.mark.promise("FSDP1 with another number of ranks, or another wrapping")
 def test_another_number_of_ranks_is_refused_with_the_remedy(lab: Lab) -> None:
     died = replace(job_of(lab), deaths=[Death("all", 3, "committed")])
     assert run(lab, died) == [-9, -9]
@@ -125,6 +126,7 @@ def test_another_number_of_ranks_is_refused_with_the_remedy(lab: Lab) -> None:
     assert "fsdp_version: 2 in Accelerate) can be resumed by any number of ranks" in logs(lab)
 
 
+@pytest.mark.promise("FSDP1 over a part of the ranks, beside DTensors, or without its outermost wrapper")
 def test_a_module_without_its_wrapper_is_refused(lab: Lab) -> None:
     assert run(lab, job_of(lab, bare=True)) == [3, 3]
     assert "expected the outermost wrapper as the model" in logs(lab)

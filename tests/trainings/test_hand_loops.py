@@ -55,6 +55,11 @@ def plain(process: Process, loader: Any, epochs: int = 3) -> None:
     session.close()
 
 
+@pytest.mark.promise(
+    "data position, workers' generators, and those of everything below dataset, samplers and collate function: "
+    "transforms, lists, what functions name (made at once, or with the first sample)"
+)
+@pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("name", "workers"),
@@ -227,6 +232,7 @@ class Unseeded(torch.utils.data.IterableDataset[Any]):
         return iter(random.Random(os.getpid()).sample(range(24), 24))
 
 
+@pytest.mark.promise("a stream that gives other samples when it is read again")
 def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> None:
     def body(dies: tuple[str, int] | None) -> None:
         process = Process(lab.run_dir, lab.directory / "found", dies, "off")

@@ -78,6 +78,7 @@ def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
 # Ranks die
 
 
+@pytest.mark.promise("one rank, several, or all, on one node or more")
 @pytest.mark.parametrize(
     ("redo", "places"),
     [
@@ -101,6 +102,7 @@ def test_resumes_exactly_wherever_a_rank_dies_in_other_meshes(lab: Lab, setup: S
     survives(lab, job_of(lab, setup, config(redo), nodes=nodes), deaths)
 
 
+@pytest.mark.promise("one rank, several, or all, on one node or more")
 @every_setup(TP)
 def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) -> None:
     """Once before the anchors have come round, once in a ring that has wrapped."""
@@ -114,6 +116,7 @@ def test_the_state_of_optimizers_that_need_whole_tensors_is_captured(lab: Lab, s
     survives(lab, job, [Death("all", 2, "backward"), Death("all", 8, "stepped")])
 
 
+@pytest.mark.promise("one rank, several, or all, on one node or more")
 @pytest.mark.parametrize(
     ("setup", "nodes", "redo"),
     [
@@ -214,6 +217,7 @@ def test_training_survives_its_agents_and_is_protected_again(
     check_same(found, expected)
 
 
+@pytest.mark.promise("the machine, the container with both, the cgroup with both, without peers")
 @pytest.mark.parametrize(
     ("setup", "nodes", "who", "redo"),
     [

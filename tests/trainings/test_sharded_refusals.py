@@ -118,6 +118,11 @@ def uneven_inputs(job: Job) -> str:
     return "not refused"
 
 
+@pytest.mark.promise("pipeline stages (`torch.distributed.pipelining`), meshes that do not cover all ranks")
+@pytest.mark.promise("local SGD (`PostLocalSGDOptimizer`, the communication hook)")
+@pytest.mark.promise("DDP's `join` with uneven inputs")
+@pytest.mark.promise("DDP around sharded parameters")
+@pytest.mark.promise("`Partial` placements of parameters")
 @pytest.mark.parametrize(
     ("attempt", "world_size", "named"),
     [

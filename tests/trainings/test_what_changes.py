@@ -134,6 +134,15 @@ def second_optimizer(process: Changing, step: int) -> None:
         process.other.step()  # type: ignore[attr-defined]
 
 
+@pytest.mark.promise(
+    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
+    "averaged models outside the model"
+)
+@pytest.mark.promise(
+    "modules' training flags, numbers of torch's own modules (`Dropout.p`), extra state, generators in "
+    "attributes; `requires_grad` of every parameter"
+)
+@pytest.mark.promise("an optimizer that `attach()` was not given; a scheduler of torch that was not registered")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("check", ["off", "replay"])
 @pytest.mark.parametrize(
@@ -218,6 +227,10 @@ class Wide(Changing):
     width = 5000
 
 
+@pytest.mark.promise(
+    "which parameters have a gradient between two steps, and its values where up to 64 KiB of gradients are "
+    "there, or where they are neither dropped nor zeroed before the next backward"
+)
 @pytest.mark.parametrize("kind", [Changing, Wide])
 @pytest.mark.parametrize("change", [nothing, clipped], ids=lambda one: one.__name__)
 def test_gradients_that_nobody_zeroes(lab: Lab, change: Change, kind: type[Changing]) -> None:
