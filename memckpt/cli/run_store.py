@@ -15,7 +15,7 @@ from memckpt.errors import ForeignStateError, NothingHeldError, UsageError
 from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.owner import CLAIM, INSIDE, keep_run, kept_run, original_of, read_kept, refuse_other, url_outside
+from memckpt.storage.owner import CLAIM, keep_run, kept_run, original_of, place_of_store, read_kept, refuse_other
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import PINNED
 
@@ -63,8 +63,7 @@ def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_loo
         if not catalog.owner:
             raise UsageError(f"--adopt: expected a store that belongs to a run, found that {store.url} belongs to none")
         copied = bool(original_of(run, read_kept(run))) if kept else False
-        url = url_outside(store, run)
-        keep_run(run, catalog.owner, url, url or INSIDE)
+        keep_run(run, catalog.owner, place_of_store(store, run))
         if kept != catalog.owner or copied:
             err.print(f"{run} is the run {catalog.owner} from now on", markup=False, soft_wrap=True)
     elif kept and only_looks and catalog.owner not in ("", kept):

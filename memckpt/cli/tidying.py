@@ -16,7 +16,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import Catalog, Checkpoint, remove, still_there
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.owner import kept_run, refuse_other, url_outside
+from memckpt.storage.owner import INSIDE, kept_run, place_of_store, refuse_other
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import delete, find_garbage, only_on, read_pins, write_pins
 from memckpt.user_messages import nbytes_text
@@ -36,7 +36,7 @@ def _open(run: Path, url: str | None, adopt: bool) -> tuple[Store, Catalog]:
     store = store_of(run, url)
     catalog = catalog_of(store, run)
     check_owner(store, catalog, run, adopt)
-    if url_outside(store, run):
+    if place_of_store(store, run) != INSIDE:
         refuse_other(store.url, catalog.owner, kept_run(run), run)
     return store, catalog
 

@@ -34,7 +34,6 @@ from memckpt.recovery.plan import (
 )
 from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
-from memckpt.session.patient_plan import plan_patiently
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining, Ranks
 from memckpt.session.repeat_choice import RepeatChoice
@@ -43,7 +42,7 @@ from memckpt.session.resharding import Resharding
 from memckpt.session.restoration import Restoration
 from memckpt.session.resume_check import Proof, ResumeCheck
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state import codec, rng
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec

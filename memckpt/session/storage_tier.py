@@ -1,24 +1,44 @@
-"""The storage tier as a resume sees it: the states in a store, and the newest one whose files are good."""
+"""The storage tier as a resume sees it: whose the store is, its states, and the newest one whose files are good."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from memckpt.config import StorageConfig
-from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
+from memckpt.config import ResumeChoice, StorageConfig
+from memckpt.errors import (
+    DamagedStateError,
+    ForeignStateError,
+    NothingHeldError,
+    PeerError,
+    StorageAwayError,
+    StorageError,
+)
+from memckpt.processes.backoff import Backoff
 from memckpt.recovery.from_storage import StoredState
-from memckpt.session.patience import Patience
+from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.ranks import Ranks
-from memckpt.session.store_ownership import StoreOwnership
 from memckpt.state import rng
 from memckpt.state.spec import StateSpec
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import directory_key, place_of
-from memckpt.storage.owner import Kept, is_current, keep_run, original_of, read_kept
+from memckpt.storage.owner import (
+    CLAIM,
+    INSIDE,
+    Kept,
+    claim,
+    keep_run,
+    new_run,
+    original_of,
+    place_of_store,
+    read_claim,
+    read_kept,
+    refuse_other,
+)
 from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import matches
@@ -26,6 +46,8 @@ from memckpt.storage.verification import matches
 _log = logging.getLogger("memckpt")
 #: Name of the store of a run without storage: the survivors' checkpoint, from which other ranks take their shards.
 RESHARDING = "resharding/ in the run directory"
+#: Seconds, from the first failure on, for which a start reads storage again that cannot be read.
+_PATIENCE_SECONDS = 60.0
 
 
 class StorageTier:
@@ -55,7 +77,9 @@ class StorageTier:
         self, config: StorageConfig | None, run_dir: Path, ranks: Ranks, step: int | None, owned: bool = True
     ) -> None:
         self._ranks = ranks
-        self._patience = Patience()
+        self._run_dir, self._owned = run_dir, owned
+        self._pauses = Backoff(at_once=0)
+        self._patient_until: float | None = None
         self.name = "storage" if owned else RESHARDING
         self.run = ""
         self._store: Store | None = None
@@ -63,67 +87,43 @@ class StorageTier:
         self.points: tuple[StoredPoint, ...] = ()
         self.problem = self.absent = ""
         self.claimed = False
-        self._owning: StoreOwnership | None = None
         self._step = step
         if config is None:
             return
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
-
+        self._given = config.owner
+        self._here = place_of_store(store, run_dir)
+        #: The id of a run that has none yet.
+        self._new = new_run(run_dir)
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
-        kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept(""))
+        self._kept = kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept())
         originals = ranks.together(lambda: original_of(run_dir, kept[ranks.rank]))
+        self._original = next(filter(None, originals), "")
+        #: The store that the run has claimed before; empty if none is known.
+        self._claimed_before = next((one.store for one in kept if one.store), "")
+        self._list()
 
-        if owned:
-            self._owning = StoreOwnership(store, run_dir, config.owner, kept, originals)
-        self._look()
+    # Listing
 
     @property
     def unread(self) -> str:
         """Why the store, or a file in it, could not be read, in words; empty if all could."""
         return self.problem or next(iter(self.catalog.unreadable.values()), "")
 
-    def look_again(self) -> None:
+    def list_again(self) -> None:
         """List the store again, with retries until everything can be read or the patience is over."""
-        self._look(patient=True)
+        self._list(patient=True)
 
-    def _look(self, patient: bool = False) -> None:
-        found = self._ranks.together(lambda: self._look_alone(patient))[0]
+    def _list(self, patient: bool = False) -> None:
+        found = self._ranks.together(lambda: self._list_alone(patient))[0]
         self.catalog, self.problem, self.run, self.claimed, self.absent = found
         for problem in self.catalog.damaged.values():
             _log.warning("memckpt: passed over: %s", problem)
         self.points = stored_points(self.catalog, also=self._step)
-        if self._owning is not None and not self.absent:
-            self._keep(self._owning)
+        if not self.absent:
+            self._keep_run()
 
-    def say_unread(self) -> None:
-        """Log files that could not be read, where the start does without them."""
-        if self.problem:
-            _log.warning("memckpt: %s cannot be read and is left out: %s", self.name, self.problem)
-        for problem in self.catalog.unreadable.values():
-            _log.warning("memckpt: passed over: %s", problem)
-
-    def go_on_without(self) -> None:
-        """Go on from memory while the store is absent, until it is back; in another place a new one begins."""
-        if self._owning is None or not self.absent:
-            return
-        if self._owning.claimed_before == self._owning.here:
-            self.claimed = True  # nothing is made in its place
-            _log.warning("memckpt: %s Until it is back, checkpoints fail", self.absent)
-        else:
-            self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """Begin a new store where the run's former one is absent, and not wanted or elsewhere."""
-        owning = self._owning
-        if owning is None or not self.absent:
-            return
-        _log.warning("memckpt: %s A new one is begun there", self.absent)
-        ranks = self._ranks
-        self.claimed = ranks.together(lambda: ranks.rank == 0 and owning.claim(self.run, replace=False))[0]
-        self.absent = ""
-        self._keep(owning)
-
-    def _look_alone(self, patient: bool) -> tuple[Catalog, str, str, bool, str]:
+    def _list_alone(self, patient: bool) -> tuple[Catalog, str, str, bool, str]:
         """List the store on rank 0: catalog, problem, id of the run, `claimed`, `absent`."""
         if self._ranks.rank != 0:
             return self.catalog, "", "", False, ""
@@ -135,36 +135,127 @@ class StorageTier:
             except StorageError as error:
                 problem = str(error)
             unread = problem or next(iter(catalog.unreadable.values()), "")
-            if not (patient and unread and self._patience.again(unread)):
+            if not (patient and unread and self._wait_to_read_again(unread)):
                 break
-        owning = self._owning
-        if owning is None:
+        if not self._owned:
             return catalog, problem, "", False, ""
         if problem:
-            return catalog, problem, owning.id_for(""), False, ""
-        run, claimed = owning.take(catalog)
-        return catalog, "", run, claimed, owning.absent
+            return catalog, problem, self._identify_run(""), False, ""
+        return catalog, "", *self._take_store(catalog)
 
-    def _keep(self, owning: StoreOwnership) -> None:
-        """Note the id of the run and the place of its store in the run directories of all nodes."""
-        own = owning.kept[self._ranks.rank]
-        run, kept = self.run if owning.is_news(self.run) else own.run, own.run
-        if self._ranks.rank != self._ranks.local_ranks[0] or not run:
-            return
-        claimed = owning.here if self.claimed else own.claimed
+    def _wait_to_read_again(self, problem: str) -> bool:
+        """Log the problem and wait. Returns False, without waiting, once the patience is over."""
+        now = time.monotonic()
+        if self._patient_until is None:
+            self._patient_until = now + _PATIENCE_SECONDS
+        left = self._patient_until - now
+        if left <= 0:
+            return False
+        seconds = min(self._pauses.died(), left)
+        _log.warning("memckpt: %s; tried again in %.0f s, for %.0f s at most", problem, seconds, left)
+        time.sleep(seconds)
+        return True
+
+    def log_unread(self) -> None:
+        """Log files that could not be read, where the start does without them."""
+        if self.problem:
+            _log.warning("memckpt: %s cannot be read and is left out: %s", self.name, self.problem)
+        for problem in self.catalog.unreadable.values():
+            _log.warning("memckpt: passed over: %s", problem)
+
+    # Ownership
+
+    def _identify_run(self, owner: str) -> str:
+        """The id of this run; a new one if it has none yet.
+
+        Args:
+            owner: run that the store belongs to; empty if to none.
+
+        Raises:
+            ForeignStateError: the store belongs to another run, or to the original of a copied run directory.
+        """
+        assert self._store is not None
+        known = [one.run for one in self._kept if one.run]
+        # In the run directory no other run writes. A store with the new id was claimed when it was listed before.
+        ours = owner in known or owner == self._new or (not known and self._here == INSIDE)
+        run = self._given or (owner if owner and ours else next(iter(known), None))
+        copied = self._original if self._given is None and self._here != INSIDE else ""
+        refuse_other(self._store.url, owner, run, self._run_dir, copied)
+        return run or self._new
+
+    def _take_store(self, catalog: Catalog) -> tuple[str, bool, str]:
+        """Claim the store for this run, if no run has; an empty one not if the run has stored before.
+
+        Returns:
+            The id of the run; whether the store is claimed; and why the run's store is not there, empty if it is.
+
+        Raises:
+            ForeignStateError: as for :meth:`_identify_run`.
+        """
+        assert self._store is not None
+        url, run, damaged = self._store.url, self._identify_run(catalog.owner), CLAIM in catalog.damaged
+        empty = not (catalog.claimed or damaged or catalog.checkpoints or catalog.batches or catalog.unreadable)
+        if empty and self._claimed_before:
+            place = self._run_dir / "storage" if self._claimed_before == INSIDE else self._claimed_before
+            before = "before" if self._claimed_before == self._here else f"in {place}"
+            return run, False, f"{url} has nothing of the run {run}, which has stored {before}: is its disk mounted?"
+        if catalog.owner and self._given is None and not any(one.run for one in self._kept):
+            _log.warning("memckpt: %s belongs to the run %s, as which this one goes on", url, run)
+        elif not catalog.owner and (catalog.checkpoints or catalog.batches):
+            _log.warning("memckpt: %s belonged to no run, and now does to %s", url, run)
+        if catalog.others:
+            others = ", ".join(catalog.others)
+            _log.warning("memckpt: %s also has files of other runs, which are left alone: %s", url, others)
+        return run, catalog.claimed or self._claim_store(run, replace=damaged), ""
+
+    def _claim_store(self, run: str, replace: bool) -> bool:
+        """Claim the store; False if it cannot be written. Raises ForeignStateError if another run was faster."""
+        assert self._store is not None
         try:
-            if not is_current(own, owning.run_dir, run, owning.url, claimed):
-                keep_run(owning.run_dir, run, owning.url, claimed)
+            claimed = claim(self._store, run, replace)
+        except StorageError as error:  # training goes on without storage; the ids on commit files still tell
+            _log.warning("memckpt: storage cannot be claimed for this run: %s", error)
+            return False
+        if not claimed:
+            refuse_other(self._store.url, read_claim(self._store), run, self._run_dir)
+        return True
+
+    def _keep_run(self) -> None:
+        """Write the id of the run and the place of its store into the run directories of all nodes."""
+        ranks = self._ranks
+        if not self.run or ranks.rank != ranks.local_ranks[0]:
+            return
+        own = self._kept[ranks.rank]
+        run = own.run if own.run and self._given is None else self.run
+        try:
+            keep_run(self._run_dir, run, self._here if self.claimed else own.store)
         except StorageError as error:
-            if run == kept:
-                _log.warning("memckpt: where storage is (%s) is not noted in the run directory: %s", owning.url, error)
-                return
+            remedy = "" if run == own.run else ", and storage will refuse the next start unless it has storage.owner"
             _log.warning(
-                "memckpt: which run this is (%s) is not noted in its directory, and storage will refuse the next start "
-                "unless it is given storage.owner: %s",
+                "memckpt: which run this is (%s) and where its store is (%s) is not noted in the run directory%s: %s",
                 self.run,
+                self._here,
+                remedy,
                 error,
             )
+
+    def go_on_without(self) -> None:
+        """Go on from memory while the store is absent, until it is back; in another place a new one begins."""
+        if self._claimed_before == self._here:
+            self.claimed = True  # nothing is made in its place
+            _log.warning("memckpt: %s Until it is back, checkpoints fail", self.absent)
+        else:
+            self.begin_store()
+
+    def begin_store(self) -> None:
+        """Begin a new store where the run's former one is absent, and not wanted or elsewhere."""
+        _log.warning("memckpt: %s A new one is begun there", self.absent)
+        ranks = self._ranks
+        self.claimed = ranks.together(lambda: ranks.rank == 0 and self._claim_store(self.run, replace=False))[0]
+        self.absent = ""
+        self._keep_run()
+
+    # Reading
 
     def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec, by_hand: bool = False) -> StoredState:
         """Open the first of the candidates whose files are all good; collective.
@@ -200,7 +291,7 @@ class StorageTier:
             self._note(add=[*passed, *(one.checkpoint.key for one in candidates[:1])])
         if newer and not by_hand:
             raise self._not_read(self.catalog.unreadable[newer[0]], candidates[chosen:] if chosen >= 0 else ())
-        self.say_unread()
+        self.log_unread()
         if chosen < 0:
             raise DamagedStateError(
                 f"no checkpoint in {self.name} is whole: {'; '.join(problems)}. Restore the files, or use "
@@ -219,7 +310,7 @@ class StorageTier:
         instead = f"resume=STEP, of {steps}" if steps else "resume='never', which starts over"
         return StorageError(
             f"what is newest in {self.name} cannot be read, and may be whole: {why}. It was tried again for "
-            f"{self._patience.seconds:.0f} s. Start again when it can be read; to go on without it: {instead}. "
+            f"{_PATIENCE_SECONDS:.0f} s. Start again when it can be read; to go on without it: {instead}. "
             "Retention keeps it"
         )
 
@@ -311,7 +402,7 @@ class StorageTier:
             try:
                 return matches(self._store, file)
             except StorageError as error:
-                if not self._patience.again(str(error)):
+                if not self._wait_to_read_again(str(error)):
                     raise
 
 
@@ -320,3 +411,53 @@ def _may_be_newer(path: str, point: StoredPoint) -> bool:
     place = place_of(path)
     key = place.key if place is not None else directory_key(path)
     return key is not None and key > point.key
+
+
+def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
+    """Make the plan; where memory does not suffice, unreadable storage is retried before it is given up.
+
+    Args:
+        tier: storage tier, which may be listed again.
+        resume: choice of the user.
+        make: makes the plan from memory and the tier.
+
+    Raises:
+        StorageError: neither memory nor the readable part of storage suffices.
+        StorageAwayError: memory does not suffice, and the store is absent.
+    """
+    if resume == "never" and tier.absent:
+        tier.begin_store()
+    if resume == "never" or not (tier.unread or tier.absent):
+        tier.log_unread()
+        return make()
+    plan, reason = _try_plan(make)
+    if tier.absent:
+        if isinstance(plan, RestoreRecord):
+            tier.go_on_without()
+            return plan
+        raise StorageAwayError(
+            f"memory cannot resume this run ({reason}), and {tier.absent} Bring it back, or set storage.url as it was, "
+            "and start again. resume='never' starts over"
+        )
+    if isinstance(plan, RestoreRecord) or (isinstance(plan, RestoreStored) and isinstance(resume, int)):
+        tier.log_unread()
+        return plan
+    tier.list_again()
+    if not tier.unread:
+        return make()
+    plan, reason = _try_plan(make)
+    if plan is None or isinstance(plan, StartOver):
+        raise StorageError(
+            f"memory cannot resume this run ({reason}), and {tier.name} cannot be looked into: {tier.unread}. "
+            "Try again when it can; resume='never' starts over"
+        )
+    return plan
+
+
+def _try_plan(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
+    """The plan, None if there is none; and why memory does not suffice, in words."""
+    try:
+        plan = make()
+    except (NothingHeldError, PeerError) as error:
+        return None, str(error)
+    return plan, "" if isinstance(plan, RestoreRecord) else plan.reason

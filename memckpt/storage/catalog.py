@@ -185,7 +185,7 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
         UnsupportedError: a newer version has written to the store.
     """
     damaged: dict[str, str] = {}
-    claim = None
+    claim = ""
     try:
         claim = read_claim(store)
     except DamagedStateError as error:
@@ -198,7 +198,7 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
     unreadable.update({path: why for path, why in unlisted.items() if path.startswith(COMMITS)})
     passed = _read_passed(store, damaged, unreadable)
     oldest = min((one for one in contents if one.run), key=lambda one: one.created, default=None)
-    owner = claim.run if claim is not None else oldest.run if oldest is not None else ""
+    owner = claim or (oldest.run if oldest is not None else "")
     foreign = [one for one in contents if one.run not in ("", owner)]
     contents = [one for one in contents if one.run in ("", owner)]
     if foreign:
@@ -220,7 +220,7 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
         tuple(files),
         tuple(batches),
         owner,
-        claim is not None,
+        bool(claim),
         others,
         unreadable,
         passed,

@@ -1,17 +1,16 @@
-"""Ownership of a store: one run, whose id is on every commit file and in a claim file. Torch-free.
+"""Whose a store is. Torch-free.
 
-The id is made once, when a run first opens its storage, and kept in the run directory. Files of other runs in a store
-are neither read nor deleted. Files without an id, written by older versions, count as the owner's.
+A run's id is made once, when the run first opens its storage. `run.json` in the run directory and `owner.json` in the
+store both have it, and so has each commit file. Files of other runs in a store are neither read nor deleted. A commit
+file without an id is of a run without storage, which was saved there by hand: it counts as the owner's.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,25 +19,18 @@ from memckpt.errors import MALFORMED, DamagedStateError, ForeignStateError, Stor
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.store import Store, is_missing
 
-_log = logging.getLogger("memckpt.storage")
 #: File in a store that names the owning run.
 CLAIM = "owner.json"
-#: File in a run directory with the run's id and the URL of its store.
+#: File in a run directory that names the run and its store.
 _KEPT = "run.json"
-#: Value of `Kept.claimed` for a store in the run directory, which moves with it.
+#: Value of `Kept.store` for a store in the run directory, which moves with it.
 INSIDE = "."
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Content of the claim file.
-
-    Attributes:
-        run: id of the owning run.
-        created: seconds since 1970.
-    """
+    """Content of the claim file: the id of the owning run."""
 
     run: str
-    created: float
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -46,16 +38,17 @@ class Kept(msgspec.Struct, frozen=True):
 
     Attributes:
         run: id of the run; empty: none yet.
-        url: URL of a store outside the run directory; else empty.
-        claimed: URL of the store that the run has claimed, or INSIDE; empty: none, or written by an older version.
+        store: URL of the store that the run has claimed, or INSIDE; empty: none.
         directory, inode: path and inode of the run directory at the time of writing.
     """
 
-    run: str
-    url: str = ""
-    claimed: str = ""
+    run: str = ""
+    store: str = ""
     directory: str = ""
     inode: int = 0
+
+
+# The run directory
 
 
 def new_run(run_dir: Path) -> str:
@@ -70,8 +63,9 @@ def kept_run(run_dir: Path) -> str:
 
 
 def kept_url(run_dir: Path) -> str:
-    """URL of the store last used; empty: it lies in the run directory, or is unknown. Raises as :func:`read_kept`."""
-    return read_kept(run_dir).url
+    """URL of the run's store; empty: it lies in the run directory, or is unknown. Raises as :func:`read_kept`."""
+    store = read_kept(run_dir).store
+    return "" if store == INSIDE else store
 
 
 def read_kept(run_dir: Path) -> Kept:
@@ -85,7 +79,7 @@ def read_kept(run_dir: Path) -> Kept:
         return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=Kept)
     except StorageError as error:
         if is_missing(error):
-            return Kept("")
+            return Kept()
         raise
     except MALFORMED as error:
         raise DamagedStateError(
@@ -94,28 +88,21 @@ def read_kept(run_dir: Path) -> Kept:
         ) from error
 
 
-def keep_run(run_dir: Path, run: str, url: str = "", claimed: str = "") -> None:
-    """Write `run.json`; the arguments are those of :class:`Kept`. Raises StorageError."""
-    store, kept = LocalStore(run_dir), Kept(run, url, claimed)
-    if not run_dir.is_dir():
-        store.write(_KEPT, msgspec.json.encode(kept) + b"\n")  # makes the directory
-    store.write(_KEPT, msgspec.json.encode(_with_place(kept, run_dir)) + b"\n")
-
-
-def url_outside(store: Store, run_dir: Path) -> str:
-    """URL of a store; empty for a store in the run directory, which moves with it."""
-    inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
-    return "" if inside else store.url
-
-
-def _with_place(kept: Kept, run_dir: Path) -> Kept:
+def keep_run(run_dir: Path, run: str, store: str = "") -> None:
+    """Write `run.json` if it is not up to date; the arguments are those of :class:`Kept`. Raises StorageError."""
     here = run_dir.resolve()
-    return msgspec.structs.replace(kept, directory=str(here), inode=os.stat(here).st_ino)
+    local, kept = LocalStore(run_dir), Kept(run, store, str(here))
+    if not run_dir.is_dir():
+        local.write(_KEPT, msgspec.json.encode(kept) + b"\n")  # makes the directory
+    kept = msgspec.structs.replace(kept, inode=os.stat(here).st_ino)
+    if kept != read_kept(run_dir):
+        local.write(_KEPT, msgspec.json.encode(kept) + b"\n")
 
 
-def is_current(kept: Kept, run_dir: Path, run: str, url: str, claimed: str) -> bool:
-    """Whether `run.json` is up to date."""
-    return run_dir.is_dir() and kept == _with_place(Kept(run, url, claimed), run_dir)
+def place_of_store(store: Store, run_dir: Path) -> str:
+    """What `Kept.store` says of a store: its URL, or INSIDE."""
+    inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
+    return INSIDE if inside else store.url
 
 
 def original_of(run_dir: Path, kept: Kept) -> str:
@@ -150,28 +137,21 @@ def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result],
         return False
 
 
-def refuse_copy(url: str, run: str, run_dir: Path, original: str) -> None:
-    """Raise ForeignStateError if a run directory is a copy of `original` and so shares the store at `url` with it."""
-    if original:
-        raise ForeignStateError(
-            f"{run_dir} is a copy of {original}: both are the run {run!r}, whose checkpoints are in {url}, and two "
-            f"runs must not write there. Give this one another storage.url, and remove its {_KEPT}. If the other "
-            f"directory is not used any more: `memckpt ls {run_dir} --url {url} --adopt`"
-        )
+# The store
 
 
-def read_claim(store: Store) -> Claim | None:
-    """The claim of a store; None: unclaimed.
+def read_claim(store: Store) -> str:
+    """The run that claims a store; empty: unclaimed.
 
     Raises:
         DamagedStateError: the claim file has other content.
         StorageError: the claim file cannot be read.
     """
     try:
-        return msgspec.json.decode(store.read(CLAIM), type=Claim)
+        return msgspec.json.decode(store.read(CLAIM), type=Claim).run
     except StorageError as error:
         if is_missing(error):
-            return None
+            return ""
         raise
     except MALFORMED as error:
         raise DamagedStateError(f"{CLAIM}: expected the id of a run, found something else: {error}") from error
@@ -183,46 +163,32 @@ def claim(store: Store, run: str, replace: bool = False) -> bool:
     Args:
         replace: overwrite an unusable claim file.
     """
-    content = msgspec.json.encode(Claim(run, time.time())) + b"\n"
+    content = msgspec.json.encode(Claim(run)) + b"\n"
     if replace:
         store.write(CLAIM, content)
         return True
     return store.write_new(CLAIM, content)
 
 
-def choose_run(owner: str, given: str | None, kept: Sequence[str], inside: bool) -> str | None:
-    """The id of this run; None: it has none yet.
-
-    Args:
-        owner: id of the store's owner; empty: unclaimed.
-        given: the configured id.
-        kept: ids in the nodes' run directories, in the order of ranks; empty strings for directories without one.
-        inside: whether the store lies in the run directory, where no other run writes.
-    """
-    if given is not None:
-        return given
-    known = [run for run in kept if run]
-    if owner in known or (owner and not known and inside):
-        return owner
-    return known[0] if known else None
-
-
-def refuse_other(url: str, owner: str, run: str | None, run_dir: Path | None = None) -> None:
-    """Raise ForeignStateError if a store belongs to another run.
+def refuse_other(url: str, owner: str, run: str | None, run_dir: Path | None = None, original: str = "") -> None:
+    """Raise ForeignStateError if a store belongs to another run, or to the original of a copied run directory.
 
     Args:
         url: URL of the store.
         owner: id of the store's owner; empty: unclaimed.
         run: id of this run; None: none yet.
         run_dir: directory of this run; None: unknown.
+        original: the directory that `run_dir` is a copy of; empty if it is none.
     """
-    if not owner or owner == run:
+    if not owner or (owner == run and not original):
         return
     where = f" in {run_dir}" if run_dir is not None else ""
-    adopting = f"memckpt ls {run_dir or 'RUN'} --url {url} --adopt"
-    this = f"this is the run {run!r}{where}" if run else f"this run{where} is a new one"
+    this, own = f"this is the run {run!r}{where}" if run else f"this run{where} is a new one", ""
+    if owner == run:
+        this, own = f"{run_dir} is a copy of {original}, which is that run", f", and remove {_KEPT} here"
     raise ForeignStateError(
         f"{url} belongs to the run {owner!r}, and {this}: nothing there is read or deleted. Give this run another "
-        f"storage.url. If it is the same run (its directory is lost, or the store was copied or moved), start it with "
-        f"storage.owner={owner!r} (MEMCKPT_STORAGE_OWNER={owner}), or once `{adopting}`"
+        f"storage.url{own}. If it is the same run (its directory is lost, or it or the store was copied or moved), "
+        f"start it with storage.owner={owner!r} (MEMCKPT_STORAGE_OWNER={owner}), or once "
+        f"`memckpt ls {run_dir or 'RUN'} --url {url} --adopt`"
     )

@@ -310,9 +310,9 @@ def test_a_run_directory_says_where_its_store_is(tmp_path: Path, monkeypatch: py
     write(LocalStore(place), part_of(1, run=run))
     assert invoke_json("ls", run_dir)[1]["url"] == str(place)
     assert invoke_json("status", run_dir)[1]["stored"]["step"] == 1
-    start(tmp_path / "third", run_dir).begin_anew()
+    start(tmp_path / "third", run_dir).begin_store()
     assert kept_url(run_dir) == str(tmp_path / "third")
-    start(run_dir / "storage", run_dir).begin_anew()
+    start(run_dir / "storage", run_dir).begin_store()
     assert kept_url(run_dir) == ""  # it moves with the directory
     monkeypatch.setenv("MEMCKPT_STORAGE_URL", str(place))
     assert invoke_json("ls", run_dir)[1]["url"] == str(place)

@@ -119,7 +119,7 @@ PARSERS = {
         ),
     ),
     "run": Parser(_kept, msgspec.json.encode(Kept("run", directory="/x"))),
-    "owner": Parser(_file(read_claim, "owner.json"), msgspec.json.encode(Claim("run", 1.0))),
+    "owner": Parser(_file(read_claim, "owner.json"), msgspec.json.encode(Claim("run"))),
     "pins": Parser(_file(read_pins, "pinned.json"), b'[[1,"abc",3]]'),
     "message between nodes": Parser(lambda data, _: wire.decode(data), b"\x92\x01\x02", (ValueError,)),
     "envelope": Parser(

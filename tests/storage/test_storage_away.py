@@ -15,8 +15,7 @@ from memckpt.memory.region import Region
 from memckpt.protocol.storing import SaveFailed
 from memckpt.protocol.writer import Announce, LookForRoom, Save
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
-from memckpt.session.patient_plan import plan_patiently
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
@@ -116,12 +115,12 @@ def test_what_memory_has_goes_on_and_nothing_is_made_in_the_place_of_the_store(
 
 
 def test_a_run_that_has_claimed_nothing_yet_has_nothing_to_miss(tmp_path: Path) -> None:
-    """Its storage could not be written when it began; or a version before this one has kept no place."""
+    """Its storage could not be written when it began."""
     (tmp_path / "A").mkdir()
     (tmp_path / "A" / "run.json").write_text('{"run": "A-1"}')
     tier = start(tmp_path / "store", tmp_path / "A")
     assert (tier.run, tier.claimed, tier.absent) == ("A-1", True, "")
-    assert read_kept(tmp_path / "A").url == str(tmp_path / "store")
+    assert read_kept(tmp_path / "A").store == str(tmp_path / "store")
 
 
 # While training runs

@@ -55,9 +55,7 @@ def test_a_run_makes_its_id_once_and_claims_its_storage(tmp_path: Path) -> None:
     run = start(tmp_path / "store", tmp_path / "my run").run
     assert run.startswith("my-run-")
     assert kept_run(tmp_path / "my run") == run
-    found = read_claim(LocalStore(tmp_path / "store"))
-    assert found is not None
-    assert found.run == run
+    assert read_claim(LocalStore(tmp_path / "store")) == run
     assert start(tmp_path / "store", tmp_path / "my run").run == run
     assert start(tmp_path / "another place", tmp_path / "my run").run == run
 
@@ -118,7 +116,7 @@ def test_what_lies_in_the_run_directory_is_the_run_s_own(tmp_path: Path, caplog:
 def test_a_store_without_an_owner_becomes_that_of_the_first_who_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As versions have left it that knew of no owners."""
+    """As a run without storage has left it, which was saved there by hand."""
     place = tmp_path / "store"
     write(LocalStore(place), part_of(1))
     tier = start(place, tmp_path / "A")
@@ -164,18 +162,14 @@ def test_of_many_who_claim_at_once_one_wins(tmp_path: Path) -> None:
     runs = [new_run(tmp_path) for _ in range(16)]
     with ThreadPoolExecutor(16) as pool:
         won = list(pool.map(lambda run: claim(LocalStore(tmp_path), run), runs))
-    found = read_claim(LocalStore(tmp_path))
-    assert found is not None
-    assert [run for run, has in zip(runs, won, strict=True) if has] == [found.run]
+    assert [run for run, has in zip(runs, won, strict=True) if has] == [read_claim(LocalStore(tmp_path))]
     assert LocalStore(tmp_path).find("", unfinished=True) == [CLAIM]
 
 
 def test_a_claim_is_written_once_everywhere(store: Store) -> None:
     assert claim(store, "A")
     assert not claim(store, "B")
-    found = read_claim(store)
-    assert found is not None
-    assert found.run == "A"
+    assert read_claim(store) == "A"
 
 
 def test_the_files_of_others_count_for_nothing(store: Store) -> None:

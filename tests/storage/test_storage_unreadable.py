@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -20,9 +21,7 @@ from memckpt.memory.region import Region
 from memckpt.protocol.writer import Save
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session import storage_tier
-from memckpt.session.patience import Patience
-from memckpt.session.patient_plan import plan_patiently
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, read_catalog
 from memckpt.storage.local_store import LocalStore
@@ -65,7 +64,8 @@ def hiccup(monkeypatch: pytest.MonkeyPatch) -> Hiccup:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each start has waited; time passes by that alone."""
     waited: list[float] = []
-    monkeypatch.setattr(storage_tier, "Patience", lambda: Patience(60.0, lambda: sum(waited), waited.append))
+    clock = SimpleNamespace(monotonic=lambda: 5.0 + sum(waited), sleep=waited.append)
+    monkeypatch.setattr(storage_tier, "time", clock)
     return waited
 
 
@@ -87,7 +87,7 @@ def resume(place: Path, step: int | None = None) -> int:
     def body(ranks: Any) -> int:
         tier = start(place, ranks, step)
         if tier.unread:  # as a session does where memory does not serve
-            tier.look_again()
+            tier.list_again()
         points = [point for point in tier.points if step is None or point.step == step]
         return tier.open_newest(points, plain().spec(0, 1), by_hand=step is not None).point.step
 
@@ -125,14 +125,15 @@ def test_a_file_is_moved_as_a_whole(store: Store) -> None:
     assert store.find("") == ["d/e/a/b/c"]
 
 
-def test_patience_ends_with_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    waited: list[float] = []
-    patience = Patience(60.0, lambda: 5.0 + sum(waited), waited.append)
-    with caplog.at_level(logging.WARNING):
-        while patience.again("could not read x"):
-            pass
-    assert waited == [1, 2, 4, 8, 16, 29]
-    assert "could not read x; tried again in 16 s, for 45 s at most" in caplog.text
+def test_patience_ends_with_its_time(
+    trained: Path, hiccup: Hiccup, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    hiccup.times[COMMIT] = None
+    with caplog.at_level(logging.WARNING), pytest.raises(StorageError):
+        resume(trained)
+    assert pauses == [1, 2, 4, 8, 16, 29]
+    assert f"{COMMIT} in" in caplog.text
+    assert "tried again in 16 s, for 45 s at most" in caplog.text
 
 
 # Resuming
@@ -217,13 +218,13 @@ class _Tier:
         self._readable = readable
         self.looked = self.said = 0
 
-    def say_unread(self) -> None:
+    def log_unread(self) -> None:
         self.said += 1
 
-    def begin_anew(self) -> None:
+    def begin_store(self) -> None:
         pass
 
-    def look_again(self) -> None:
+    def list_again(self) -> None:
         self.looked += 1
         self.unread = "" if self._readable else self.unread
 

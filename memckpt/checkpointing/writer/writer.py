@@ -226,10 +226,9 @@ def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "
 def _claimed_by(store: Store) -> str:
     """The run that claims a store; empty: none that can be read does."""
     try:
-        claim = read_claim(store)
+        return read_claim(store)
     except DamagedStateError:
         return ""  # commit files may know
-    return claim.run if claim is not None else ""
 
 
 def _refuse_other_ranks(store: Store, part: Part) -> None:
