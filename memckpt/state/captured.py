@@ -70,6 +70,7 @@ class OptimizerCapture:
         self._numbers: dict[int, int] = {}
         self._made: dict[int, Any] = {}
         self._open: set[int] = set()
+        self._restored: list[Any] = []
         self._resharded = False
         self.left_out: list[str] = []
 
@@ -241,10 +242,24 @@ class OptimizerCapture:
                 have no known meaning, and the live ones stay.
         """
         self._resharded = resharded
+        self._restored = []
         for optimizer, found in zip(self._optimizers, captured, strict=True):
             self._restore_one(optimizer, found)
 
     def _restore_one(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
+        # One around another often has that one's state for its own.
+        if not any(optimizer.state is each for each in self._restored):
+            self._restored.append(optimizer.state)
+            self._restore_state(optimizer, found)
+        for name, items in found["on_parameters"]:
+            param = self._tensors[name]
+            for key, tree in items:
+                if tree != _LIVE or key in vars(param):
+                    setattr(param, key, self._back(tree, vars(param).get(key)))
+        for name, tree in found["attributes"].items():
+            setattr(optimizer, name, self._back(tree, getattr(optimizer, name, None)))
+
+    def _restore_state(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
         for name, items in found["state"]:
             param = self._tensors[name]
             there = optimizer.state.pop(param, {})
@@ -261,13 +276,6 @@ class OptimizerCapture:
         for key, value in found["others"]:
             key = self._back(key, None)
             optimizer.state[key] = self._back(value, optimizer.state.get(key))
-        for name, items in found["on_parameters"]:
-            param = self._tensors[name]
-            for key, tree in items:
-                if tree != _LIVE or key in vars(param):
-                    setattr(param, key, self._back(tree, vars(param).get(key)))
-        for name, tree in found["attributes"].items():
-            setattr(optimizer, name, self._back(tree, getattr(optimizer, name, None)))
 
     def _back(self, tree: Tree, live: Any) -> Any:
         kind, *rest = tree

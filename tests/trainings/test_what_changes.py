@@ -199,6 +199,34 @@ def test_training_that_goes_on_without_the_given_optimizer_is_said(lab: Lab) -> 
     assert "gradients of Adam wait for its step, while something else trains its parameters" in log
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state are its own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.count = base, 0
+        self.param_groups, self.state = base.param_groups, base.state
+        self.slow = [p.detach().clone() for p in base.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.count += 1
+        if self.count % 2:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class LookingAhead(Changing):
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        return model, Lookahead(optimizer)
+
+
+def test_an_optimizer_around_another_one_whose_state_it_has(lab: Lab) -> None:
+    survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=LookingAhead)
+
+
 def test_steps_of_another_thread_are_not_inside_of_those_here(caplog: pytest.LogCaptureFixture) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     given, stranger = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, other))
