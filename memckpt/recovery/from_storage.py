@@ -337,7 +337,7 @@ def copy_overlap(stored: TensorSpec, source: torch.Tensor, live: torch.Tensor) -
     """Copy the overlap of a stored shard and the live one."""
     overlap = _overlap(stored, live)
     if overlap is not None:
-        local(live)[overlap[1]].copy_(source[overlap[0]])
+        fill(local(live)[overlap[1]], source[overlap[0]])
 
 
 def _overlap(stored: TensorSpec, live: torch.Tensor) -> _Overlap | None:

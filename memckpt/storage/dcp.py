@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from memckpt.errors import DamagedStateError, MemckptError
 from memckpt.state.spec import Shard
+from memckpt.state.tensors import fill
 from memckpt.storage.dcp_metadata import merged, read_metadata
 from memckpt.storage.format import MERGED
 from memckpt.storage.store import Store, StoredFile
@@ -208,13 +209,19 @@ class _LoadPieces(LoadPlanner):
         return central_plan
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._target(read_item)
+        return target.clone() if target.is_inference() or 0 in target.stride() else target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        target = self._target(read_item)
+        if tensor.data_ptr() != target.data_ptr():
+            fill(target.detach(), tensor)
+
+    def _target(self, read_item: ReadItem) -> torch.Tensor:
         target = self._tensors[read_item.dest_index.fqn]
         for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dimension, start, length)
         return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        return
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("only tensors are asked for")

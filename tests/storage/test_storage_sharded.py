@@ -96,6 +96,17 @@ def test_any_piece_is_put_together_from_any_others(
         assert torch.equal(found, whole)
 
 
+def test_tensors_that_are_not_simply_written_to_are_read_into(here: LocalStore) -> None:
+    found = torch.arange(6.0).view(2, 3)
+    with torch.inference_mode():
+        made_in_inference = torch.zeros(2, 3)
+    tensors = {"expanded": torch.zeros(3).expand(2, 3), "inference": made_in_inference, "t": torch.zeros(2, 3)}
+    stored = {name: found[:1].repeat(2, 1) if name == "expanded" else found for name in tensors}
+    dcp.save(here, "base", stored)
+    dcp.load_into(here, "base", tensors)
+    assert {name: torch.equal(tensors[name], stored[name]) for name in tensors} == dict.fromkeys(tensors, True)
+
+
 def test_a_piece_that_is_not_there_is_missed(here: LocalStore) -> None:
     whole = torch.arange(12.0).view(4, 3)
     for index in range(2):
