@@ -14,6 +14,10 @@ _UNCLEAR = (
     "the loop took {} batches before its first commit and {} before each later one, so a restart takes the last {} "
     "again, as a loop needs it that fetches ahead of its steps; if yours left some out, it trains them twice"
 )
+_AMBIGUOUS = (
+    "when the training died, its loop had taken {0} batches for each commit, of which the last one may have waited for "
+    "the next step; the third commit tells, and none had come"
+)
 _IRREGULAR = (
     "the loop fetches batches ahead of its steps, and not always as many, so a restart may lose or repeat some; commit "
     "before the next batch is fetched"
@@ -41,6 +45,7 @@ class Prefetch:
         self._each = 0
         self._first = self._taken = self._commits = 0
         self._begins = self._seen_alive = False
+        self._unclear = ""
         # What is still referred to is taken to be in use: a loop that leaves batches out drops them.
         self._batches: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_DEEPEST + 1)
 
@@ -86,16 +91,21 @@ class Prefetch:
 
     def _learn(self, since: int) -> None:
         alive = sum(each() is not None for each in self._batches)
+        both = since == 2 and alive >= 2  # fetched ahead, or accumulated out of a list
         if not self._first:
             self._first = since
             self._seen_alive = alive >= 2
             if since == 1:
                 self.depth = 0
-            self.ahead = int(since == 2 and self._seen_alive)  # rather fetched ahead than accumulated
+            self.ahead = int(both)
+            self._unclear = _AMBIGUOUS.format(since) if both else ""
+        elif both and self._first == since and not self._taken:
+            self._taken, self._commits = 2 * since, 2  # a loop that fetches ahead may have left out a batch
+            self.ahead = 0
         elif since:
             self._each = since
-            self._taken, self._commits = self._first, 1
-            self.ahead = 0
+            self._taken, self._commits = self._taken or self._first, self._commits or 1
+            self.ahead, self._unclear = 0, ""
             self.depth = min(max(self._first - since, 0), _DEEPEST)
             if self.depth and not (self._seen_alive and alive > self.depth):
                 self.doubt = _UNCLEAR.format(self._first, since, self.depth)
@@ -103,10 +113,11 @@ class Prefetch:
 
     def state(self) -> dict[str, Any]:
         """What is known, as plain values."""
-        return {"depth": self.depth, "each": self._each}
+        return {"depth": self.depth, "each": self._each, "unclear": self._unclear}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what the killed process knew."""
+        """Take over what the killed process knew, and did not know."""
+        self.doubt = state["unclear"]
         if state["depth"] is not None:
             self.depth, self._each = state["depth"], state["each"]
 

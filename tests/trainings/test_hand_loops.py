@@ -196,6 +196,27 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
     assert "the loop took 2 batches before its first commit and 1 before each later one" in in_child(lab, body)
 
 
+@pytest.mark.parametrize(("kill", "said"), [(2, "may have waited for the next step"), (4, "not always as many")])
+def test_a_loop_that_fetches_ahead_and_leaves_a_batch_out_is_told(lab: Lab, kill: int, said: str) -> None:
+    def body(dies: tuple[str, int] | None) -> None:
+        process = Process(lab.run_dir, lab.directory / "found", dies, "off")
+        batches = _forever(process.session.loader(make("shuffle", NONE)))
+        report = process.session.restore()
+        assert report is None or not report.exact
+        following = next(batches)
+        for step in range(8):
+            batch, following = following, next(batches)
+            if step != 1:
+                process.backward(f"step {step}", batch)
+                process.step()
+                process.session.commit()
+                process.at("committed")
+        process.session.close()
+
+    logs = [in_child(lab, lambda: body(("committed", kill)), status=-signal.SIGKILL), in_child(lab, lambda: body(None))]
+    assert said in "".join(logs)
+
+
 class Counted(Augmented):
     """Counts the samples that it gives."""
 

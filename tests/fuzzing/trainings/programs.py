@@ -25,7 +25,6 @@ _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transfor
 #: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
 KNOWN: dict[str, str] = {
     "late estimate": "one estimate over all parameters, which begins to move late: found at the resume only",
-    "prefetched + batches left out": "a second step without a commit is taken for a loop that takes two batches a step",
 }
 
 
