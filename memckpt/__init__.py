@@ -12,55 +12,45 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
-    from memckpt.config.arguments import ProtectionArguments, add_arguments, from_args
-    from memckpt.errors import MemckptError
-    from memckpt.recovery.comparison import Kind as ComparedKind
-    from memckpt.session import HeldState, RestoreReport, Session, attach
-    from memckpt.state.codec import unencodable_paths
-    from memckpt.storage.export import ExportedState
+    from memckpt.config import AgentConfig as AgentConfig
+    from memckpt.config import ErasureConfig as ErasureConfig
+    from memckpt.config import MemckptConfig as MemckptConfig
+    from memckpt.config import StorageConfig as StorageConfig
+    from memckpt.config.arguments import ProtectionArguments as ProtectionArguments
+    from memckpt.config.arguments import add_arguments as add_arguments
+    from memckpt.config.arguments import from_args as from_args
+    from memckpt.errors import MemckptError as MemckptError
+    from memckpt.recovery.comparison import ComparedKind as ComparedKind
+    from memckpt.session import HeldState as HeldState
+    from memckpt.session import RestoreReport as RestoreReport
+    from memckpt.session import Session as Session
+    from memckpt.session import attach as attach
+    from memckpt.state.codec import unencodable_paths as unencodable_paths
+    from memckpt.storage.export import ExportedState as ExportedState
 
-_PUBLIC = {
-    "AgentConfig": ("memckpt.config", "AgentConfig"),
-    "ComparedKind": ("memckpt.recovery.comparison", "Kind"),
-    "ErasureConfig": ("memckpt.config", "ErasureConfig"),
-    "ProtectionArguments": ("memckpt.config.arguments", "ProtectionArguments"),
-    "add_arguments": ("memckpt.config.arguments", "add_arguments"),
-    "from_args": ("memckpt.config.arguments", "from_args"),
-    "ExportedState": ("memckpt.storage.export", "ExportedState"),
-    "StorageConfig": ("memckpt.config", "StorageConfig"),
-    "HeldState": ("memckpt.session", "HeldState"),
-    "MemckptConfig": ("memckpt.config", "MemckptConfig"),
-    "MemckptError": ("memckpt.errors", "MemckptError"),
-    "RestoreReport": ("memckpt.session", "RestoreReport"),
-    "Session": ("memckpt.session", "Session"),
-    "attach": ("memckpt.session", "attach"),
-    "unencodable_paths": ("memckpt.state.codec", "unencodable_paths"),
+#: Where each public name comes from.
+_HOMES = {
+    "AgentConfig": "config",
+    "ComparedKind": "recovery.comparison",
+    "ErasureConfig": "config",
+    "ExportedState": "storage.export",
+    "HeldState": "session",
+    "MemckptConfig": "config",
+    "MemckptError": "errors",
+    "ProtectionArguments": "config.arguments",
+    "RestoreReport": "session",
+    "Session": "session",
+    "StorageConfig": "config",
+    "add_arguments": "config.arguments",
+    "attach": "session",
+    "from_args": "config.arguments",
+    "unencodable_paths": "state.codec",
 }
-
-__all__ = [
-    "AgentConfig",
-    "ComparedKind",
-    "ErasureConfig",
-    "ExportedState",
-    "HeldState",
-    "MemckptConfig",
-    "MemckptError",
-    "ProtectionArguments",
-    "RestoreReport",
-    "Session",
-    "StorageConfig",
-    "add_arguments",
-    "attach",
-    "from_args",
-    "unencodable_paths",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _HOMES:
         raise AttributeError(f"module 'memckpt' has no attribute {name!r}")
-    module, attribute = _PUBLIC[name]
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(f"memckpt.{_HOMES[name]}"), name)
     return value

@@ -72,3 +72,9 @@ class Audited(msgspec.Struct, frozen=True, tag="audited"):
     tensor: str = ""
     ulp: float = 0.0
     problem: str = ""
+
+
+# This file's part of what is said on each connection
+
+AgentToAuditor = Audit | ForgetAudits
+AuditorToAgent = AuditorReady | Audited

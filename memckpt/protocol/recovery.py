@@ -147,3 +147,11 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     bad: tuple[BadSourceSeen, ...] = ()
     recovery: int = 0
     before: tuple[int, dict[int, bytes]] | None = None
+
+
+# This file's part of what is said on each connection
+
+TrainerToAgent = Recover
+AgentToTrainer = Recovered | RecoveryProgress
+AgentToReplicator = Describe | Fill
+ReplicatorToAgent = Described | Filled | RecoveryProgress

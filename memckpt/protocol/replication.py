@@ -187,3 +187,13 @@ class ReplicatorLost(msgspec.Struct, frozen=True, tag="courier lost"):
     """
 
     reason: str
+
+
+# This file's part of what is said on each connection
+
+AgentToTrainer = WatermarkAdvanced | ReplicatorLost
+AgentToReplicator = (
+    KeepRoom | ListFragments | SendGeneration | SendRecord | Deserted | StateTaken | StateMissed | GiveUp | Holds |
+    Drain | Halt
+)  # fmt: skip
+ReplicatorToAgent = Fragments | Halted | Drained | KeepRoom | LetGoOfRoom | WatermarkAdvanced | TakeState | GivenUp

@@ -213,3 +213,10 @@ class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
     """From the replicator, every second or so while something happens."""
 
     status: PeersStatus
+
+
+# This file's part of what is said on each connection
+
+TrainerToAgent = StatusRequest | StopRequest
+AgentToTrainer = Status
+ReplicatorToAgent = PeersReport

@@ -88,3 +88,10 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
 
     step: int
     record: int
+
+
+# This file's part of what is said on each connection
+
+TrainerToAgent = SaveRecord | SnapshotTaken | SaveTo
+AgentToTrainer = RecordSaved | TakeSnapshot | Saved | SaveFailed | Logged
+WriterToAgent = Saved | SaveFailed

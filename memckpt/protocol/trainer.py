@@ -393,3 +393,15 @@ class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):
 
     reason: str
     linger_seconds: float
+
+
+# This file's part of what is said on each connection
+
+TrainerToAgent = (
+    Hello | Prepare | NeedSlots | Resume | Advance | Checked | Note | Observed | Configure | GenerationCommit |
+    Commit | Void | NeedGeneration | Preempted | Goodbye
+)  # fmt: skip
+AgentToTrainer = (
+    Fencing | Inventory | Prepared | SlotsMade | Advanced | Begin | Credit | Protected | Drift | Gap | Alarm |
+    Refused | OthersStay | Leaving | HoldingOn
+)  # fmt: skip

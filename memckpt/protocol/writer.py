@@ -140,3 +140,9 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     short: str = ""
     batch_steps: int = 0
     late: bool = False
+
+
+# This file's part of what is said on each connection
+
+AgentToWriter = Save | Announce | LookForAnnounced | LookForRoom | OpenLog | Append
+WriterToAgent = Announced | Room | Appended

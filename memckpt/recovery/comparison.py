@@ -13,7 +13,7 @@ from memckpt.state.bits import Distance
 from memckpt.state.tensors import local
 
 #: Kinds of compared values, in causal order.
-Kind = Literal[
+ComparedKind = Literal[
     "data position",
     "generators",
     "hyperparameters",
@@ -43,7 +43,7 @@ class Difference:
         dtype: dtype of the tensor, empty for anything else.
     """
 
-    kind: Kind
+    kind: ComparedKind
     name: str
     text: str
     relative: float = float("inf")
@@ -67,7 +67,7 @@ class Findings:
     differing: dict[str, int] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
 
-    def count(self, kind: Kind, difference: Difference | None = None) -> None:
+    def count(self, kind: ComparedKind, difference: Difference | None = None) -> None:
         """Count one more compared value, and its difference if it has one."""
         self.compared[kind] = self.compared.get(kind, 0) + 1
         if difference is not None:
@@ -86,14 +86,14 @@ class Comparison:
         #: Reason why some values cannot be compared.
         self.problem = ""
         self._findings = Findings()
-        self._tensors: dict[tuple[Kind, str], tuple[Distance, str]] = {}
+        self._tensors: dict[tuple[ComparedKind, str], tuple[Distance, str]] = {}
 
-    def tensor(self, kind: Kind, name: str, found: torch.Tensor, held: torch.Tensor) -> None:
+    def tensor(self, kind: ComparedKind, name: str, found: torch.Tensor, held: torch.Tensor) -> None:
         """Compare a tensor, or one more piece of it."""
         distance, _ = self._tensors.setdefault((kind, name), (Distance(), str(held.dtype).removeprefix("torch.")))
         distance.add(found, held)
 
-    def value(self, kind: Kind, name: str, found: Any, held: Any) -> None:
+    def value(self, kind: ComparedKind, name: str, found: Any, held: Any) -> None:
         """Compare any value that the codec takes, by its encoding; names the first path at which it differs."""
         if codec.encode(found) == codec.encode(held):
             self._findings.count(kind)

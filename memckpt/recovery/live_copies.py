@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.recovery.comparison import Comparison, Kind
+from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.recovery.target import is_restored
 from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
@@ -37,7 +37,7 @@ class LiveCopies:
         self._state = state
         self._tensors = tensors
         self._optimizers = optimizers
-        kinds: dict[str, Kind] = {param.tensor.name: "parameter" for param in state.params}
+        kinds: dict[str, ComparedKind] = {param.tensor.name: "parameter" for param in state.params}
         kinds |= dict.fromkeys((spec.name for spec in state.static), "frozen")
         kinds |= dict.fromkeys((spec.name for spec in own.by_value if is_restored(spec, tensors)), "buffer")
         self._kinds = kinds

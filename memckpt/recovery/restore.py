@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from memckpt.errors import DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing
-from memckpt.recovery.comparison import Comparison, Kind
+from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.recovery.target import RestoreTarget, common_device, is_restored, progress
 from memckpt.state import codec
@@ -27,7 +27,7 @@ from memckpt.state.spec import OwnerSpec, StateTensorSpec
 from memckpt.state.tensors import fill, local
 
 #: Tensors before a restore, to be compared: kind, name, optimizer and key of a state, value.
-_Copies = list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]
+_Copies = list[tuple[ComparedKind, str, tuple[int, str] | None, torch.Tensor]]
 
 
 class Restorer:

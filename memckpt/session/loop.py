@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from memckpt.dataloader.follower import Followers, check_parts
 from memckpt.dataloader.places import PlaceWatch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
-from memckpt.recovery.comparison import Kind
+from memckpt.recovery.comparison import ComparedKind
 from memckpt.session.fabric import bare_loader
 from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.ranks import Ranks
@@ -234,7 +234,7 @@ class Loop:
 _NOWHERE: Mapping[str, Any] = {"epoch": None, "batch": 0, "loaders": []}
 
 
-def _parts(state: Mapping[str, Any]) -> dict[tuple[Kind, str], Any]:
+def _parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
     loop = {"epoch": state["epoch"], "batch": state["batch"]}
     parts = {"loop": loop, **check_parts(state["loaders"])}
     return {("data position", name): part for name, part in parts.items()}

@@ -16,11 +16,11 @@ from memckpt.capture.param_groups import describe_groups
 from memckpt.capture.presence import UNKNOWN, describe_gradients
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import ConfigurationError, UsageError
-from memckpt.recovery.comparison import Comparison, Kind
+from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import codec, rng
 
 #: Splits the value of a capture into parts that are compared by name; leaves out parts that depend on the clock.
-Parts = Callable[[Any], Mapping[tuple[Kind, str], Any]]
+Parts = Callable[[Any], Mapping[tuple[ComparedKind, str], Any]]
 
 
 _log = logging.getLogger("memckpt")
@@ -229,8 +229,8 @@ class RankState:
                 differing.append(name)
         return differing
 
-    def parts(self, state: Mapping[str, Any]) -> Iterator[tuple[Kind, str, Any]]:
-        """Kind, name and value of each part of a decoded rank state that :meth:`compare` compares."""
+    def parts(self, state: Mapping[str, Any]) -> Iterator[tuple[ComparedKind, str, Any]]:
+        """ComparedKind, name and value of each part of a decoded rank state that :meth:`compare` compares."""
         for name, value in state["rng"].items():
             yield "generators", name, value
         for key in _HYPERPARAMETERS:
@@ -241,7 +241,7 @@ class RankState:
             for (kind, label), part in self._named(name, value).items():
                 yield kind, label, part
 
-    def _named(self, name: str, value: Any) -> Mapping[tuple[Kind, str], Any]:
+    def _named(self, name: str, value: Any) -> Mapping[tuple[ComparedKind, str], Any]:
         parts = self._parts.get(name)
         return {("registered", name): value} if parts is None else parts(value)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memckpt.recovery.comparison import Comparison, Findings, Kind
+from memckpt.recovery.comparison import ComparedKind, Comparison, Findings
 from memckpt.session.resume_check import ResumeCheck, judge
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_cases import PLAIN
@@ -297,7 +297,7 @@ def _found(found: Tensor, held: Tensor) -> Findings:
 def test_what_differs_is_named_in_the_order_of_the_model() -> None:
     comparison = Comparison()
     for name in ("head.bias", "embed.weight (exp_avg)", "embed.weight", "not.of.the.model", "block.weight"):
-        kind: Kind = "state" if "(" in name else "parameter"
+        kind: ComparedKind = "state" if "(" in name else "parameter"
         comparison.tensor(kind, name, torch.ones(3), torch.zeros(3))
     found = comparison.findings(["embed.weight", "block.weight", "head.bias"])
     named = [one.name for one in found.differences if one.kind == "parameter"]
