@@ -132,7 +132,7 @@ class StoredState:
 
     def _by_value(self, tensors: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
         """The rank's own tensors by their names in the store; with `sharded` also its shards of larger ones."""
-        names = StoredNames(self.own.spec, self._own_part.format)
+        names = StoredNames(self.own.spec)
         return {names.by_value(spec, self._rank): tensors[spec.name] for spec in self._own_tensors(tensors, sharded)}
 
     def _restore_by_value(self, tensors: dict[str, torch.Tensor]) -> None:

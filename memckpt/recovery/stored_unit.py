@@ -54,7 +54,7 @@ class StoredUnit:
         self.part = part
         self.state: NodeState = decode_node_state(store.read(part.state_path))
         self.layout = Layout(self.state.spec)
-        self.names = StoredNames(self.state.spec, part.format)
+        self.names = StoredNames(self.state.spec)
 
     def load(self, target: RestoreTarget, also: dict[str, torch.Tensor], wanted: Collection[int] | None = None) -> None:
         """Read the checkpoint's parameters, static tensors and optimizer state.

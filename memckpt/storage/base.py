@@ -20,7 +20,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.redo import tensor_at
 from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.storage import dcp
-from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, encode_commit, encode_node_state
+from memckpt.storage.format import NodeState, Part, encode_commit, encode_node_state
 from memckpt.storage.store import Store
 
 
@@ -42,13 +42,11 @@ class StoredNames:
 
     Args:
         spec: description of the node's state.
-        version: format version of the part.
     """
 
-    def __init__(self, spec: StateSpec, version: int = FORMAT_VERSION) -> None:
+    def __init__(self, spec: StateSpec) -> None:
         self._spec = spec
         self._first = spec.serves[0]
-        self._own = "ranks.{}." if version < 3 else "ranks.{}.model."
 
     def tensor(self, tensor: TensorSpec) -> str:
         """Name of a parameter, stepped or not."""
@@ -66,7 +64,7 @@ class StoredNames:
         """Name of a rank's by-value tensor. The first ranks' shards together make up a sharded one."""
         if rank == 0 or self._is_piece(tensor, rank):
             return model_name(tensor.name)
-        return self._own.format(rank) + tensor.name
+        return f"ranks.{rank}.{model_name(tensor.name)}"
 
     def _is_piece(self, tensor: TensorSpec, rank: int) -> bool:
         return tensor.shard is not None and rank == self._first

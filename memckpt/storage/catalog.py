@@ -182,7 +182,7 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
 
     Raises:
         StorageError: the store cannot be listed. A single checkpoint's directory that cannot is noted in the catalog.
-        UnsupportedError: a newer version has written to the store.
+        UnsupportedError: another version has written to the store.
     """
     damaged: dict[str, str] = {}
     claim = ""

@@ -24,8 +24,8 @@ from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec
 from memckpt.storage.store import StoredFile
 
-#: Incremented whenever an older version would misread the files. Versions before 4 have no owner.
-FORMAT_VERSION = 4
+#: Incremented whenever another version would misread the files.
+FORMAT_VERSION = 1
 BASES, STATES, LOGS, COMMITS = "base", "state", "log", "commit"
 
 #: torch.distributed.checkpoint's name of its metadata file.
@@ -47,7 +47,7 @@ class Part(msgspec.Struct, frozen=True):
         files: data files of the part.
         content: digest of the contents (:meth:`StateSpec.content`); records can be redone on a part with an equal one.
         serves: ranks whose parameters and optimizer state the part has; empty: all ranks.
-        run: id of the run that wrote it; empty: written by a version before run ids.
+        run: id of the run that wrote it; empty: a run without storage, which was saved by hand.
     """
 
     format: int
@@ -258,7 +258,7 @@ def decode_commit(data: bytes, path: str) -> Part | Batch:
 
     Raises:
         DamagedStateError: the file is damaged, or at another path than it names.
-        UnsupportedError: a newer version has written the file.
+        UnsupportedError: another version has written the file.
     """
     text, _, checksum = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(text).encode() + b"\n" != checksum:
@@ -266,9 +266,9 @@ def decode_commit(data: bytes, path: str) -> Part | Batch:
     place = place_of(path)
     try:
         version = msgspec.json.decode(text, type=_Version).format
-        if version > FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise UnsupportedError(
-                f"{path}: expected format {FORMAT_VERSION} or older, found {version}: a newer memckpt has written "
+                f"{path}: expected format {FORMAT_VERSION}, found {version}: another version of memckpt has written "
                 "this run; install that version"
             )
         content: Part | Batch
