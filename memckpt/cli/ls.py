@@ -10,12 +10,11 @@ from rich.markup import escape
 from memckpt.cli.common import AsJson, Run, Url, count, err, out, plain_table, print_json, store_of, time_text
 from memckpt.cli.run_store import Adopt, catalog_of, check_owner, steps_text
 from memckpt.errors import DamagedStateError, StorageError
-from memckpt.storage.catalog import Checkpoint, Key
+from memckpt.storage.catalog import Checkpoint, Key, missing_data, without
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import Batch
-from memckpt.storage.presence import missing_data, without
+from memckpt.storage.retention import read_pins
 from memckpt.storage.store import Store
-from memckpt.storage.tidying import read_pins
 from memckpt.user_messages import nbytes_text
 
 

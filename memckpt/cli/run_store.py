@@ -16,8 +16,8 @@ from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_run, original_of, place_of_store, read_kept, refuse_other
+from memckpt.storage.retention import PINNED
 from memckpt.storage.store import Store
-from memckpt.storage.tidying import PINNED
 
 Adopt = Annotated[
     bool, typer.Option("--adopt", help="Become the run that owns the store: RUN's directory takes its id.")

@@ -11,11 +11,10 @@ from memckpt.errors import AgentGoneError, MemckptError, StorageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import Status
-from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.catalog import Catalog, missing_data, read_catalog, without
 from memckpt.storage.chain import stored_points
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other
-from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import Store
 from memckpt.storage.urls import open_store
 

@@ -17,8 +17,8 @@ from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import Catalog, Checkpoint, remove, still_there
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import INSIDE, kept_run, place_of_store, refuse_other
+from memckpt.storage.retention import delete, find_garbage, only_on, read_pins, write_pins
 from memckpt.storage.store import Store
-from memckpt.storage.tidying import delete, find_garbage, only_on, read_pins, write_pins
 from memckpt.user_messages import nbytes_text
 
 OfStep = Annotated[int, typer.Argument(help="The step of a checkpoint, as `memckpt ls` shows it.")]

@@ -18,7 +18,7 @@ from memckpt.state import codec, rng
 from memckpt.state.spec import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.dcp_metadata import encode_metadata, merged
+from memckpt.storage.dcp import encode_metadata, merged
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.local_store import sync_directory
 from memckpt.storage.store import Store

@@ -20,10 +20,10 @@ from memckpt.processes.control import ask_status
 from memckpt.processes.handles import start_ticks
 from memckpt.processes.listener import Listener
 from memckpt.protocol.status import Status
+from memckpt.storage.catalog import without
 from memckpt.storage.chain import stored_points
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other
-from memckpt.storage.presence import without
 from memckpt.storage.store import Store
 from memckpt_tools.doctor.storage_checks import DiskFacts, StoreFacts
 

@@ -60,7 +60,7 @@ def report(run: Run, to: To = None, url: Url = None, as_json: AsJson = False) ->
 def _kept(run: Path, url: str | None) -> tuple[Sequence[Kept], str]:
     """The checkpoints in storage, newest first, and why they are not known (empty: they are)."""
     from memckpt.cli.run_view import read_within
-    from memckpt.storage.tidying import read_pins
+    from memckpt.storage.retention import read_pins
     from memckpt.storage.urls import open_store
     from memckpt_tools.report.page import Kept
 

@@ -17,13 +17,13 @@ from memckpt.memory.region import Region
 from memckpt.protocol.status import Status
 from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
-from memckpt.storage import presence
+from memckpt.storage import catalog as catalog_module
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import FORMAT_VERSION, Batch, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_url
+from memckpt.storage.retention import PINNED, read_pins
 from memckpt.storage.store import Store, StoredFile
-from memckpt.storage.tidying import PINNED, read_pins
 from tests.support.monitoring.statuses import an_agent
 from tests.support.storage.stored_parts import part_of, some_state, write
 from tests.support.storage.tiers import start
@@ -332,7 +332,7 @@ def test_a_checkpoint_without_its_data_is_named_and_does_not_count(
     else:
         path.unlink()
     if how == "gone from a bucket":
-        monkeypatch.setattr(presence, "LocalStore", type("Other", (), {}))
+        monkeypatch.setattr(catalog_module, "LocalStore", type("Other", (), {}))
     code, found = invoke_json("ls", run)
     assert code == 0
     assert found["step"] == 2
@@ -349,4 +349,4 @@ def test_what_retention_deletes_meanwhile_is_not_missing(run: Path, monkeypatch:
     found = read_catalog(store)
     store.delete(part.commit_path)
     store.delete_directory(part.base_directory)
-    assert presence.missing_data(store, found) == {}
+    assert catalog_module.missing_data(store, found) == {}

@@ -37,12 +37,12 @@ from memckpt.replication.transport import envelope, wire
 from memckpt.state import codec
 from memckpt.state.received import read_spec
 from memckpt.state.records import Timeline, decode_meta
-from memckpt.storage.dcp_metadata import encode_metadata, read_metadata
+from memckpt.storage.dcp import encode_metadata, read_metadata
 from memckpt.storage.format import Part, decode_commit, decode_node_state, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import Claim, Kept, original_of, read_claim, read_kept
+from memckpt.storage.retention import read_pins
 from memckpt.storage.store import StoredFile
-from memckpt.storage.tidying import read_pins
 from tests.support.cluster.peers_records import layout_spec
 from tests.support.faults.changed_bytes import FUZZ, NASTY, changed
 

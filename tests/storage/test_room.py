@@ -8,7 +8,7 @@ from torch import nn
 
 from memckpt.capture.live_state import LiveState
 from memckpt.config import AgentConfig, MemckptConfig
-from memckpt.session import room
+from memckpt.session import mode
 from memckpt.session.mode import ModeChoice
 from memckpt.session.ranks import Ranks
 from tests.support.trainings.engine_optimizers import Momentum
@@ -27,7 +27,7 @@ def choose(own: bool = False, config: MemckptConfig | None = None) -> ModeChoice
 
 
 def test_lazy_where_the_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(mode, "available_bytes", lambda: 1 << 30)
     choice = choose()
     assert (choice.mode, choice.reason) == ("lazy", "exact on an accelerator, and takes no core")
 
@@ -36,7 +36,7 @@ def test_lazy_where_the_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 def test_eager_where_it_is_not(monkeypatch: pytest.MonkeyPatch, budget: int | None) -> None:
     """A million parameters: 11 slots of a gradient and an eighth of 12 bytes each."""
     available = 50 << 20 if budget is None else 1 << 30
-    monkeypatch.setattr(room, "available_bytes", lambda: available)
+    monkeypatch.setattr(mode, "available_bytes", lambda: available)
     config = MemckptConfig(agent=AgentConfig(memory_budget_bytes=budget))
     choice = choose(config=config)
     assert choice.mode == "eager"
@@ -47,7 +47,7 @@ def test_eager_where_it_is_not(monkeypatch: pytest.MonkeyPatch, budget: int | No
 @pytest.mark.parametrize("own", [False, True])
 def test_what_is_held_already_needs_no_other_room(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
     """The agent of the last attempt has what is short now; an optimizer of the user's own is tested before."""
-    monkeypatch.setattr(room, "available_bytes", lambda: 50 << 20)
+    monkeypatch.setattr(mode, "available_bytes", lambda: 50 << 20)
     choice = choose(own)
     assert choice.mode == ("snapshot" if own else "eager")
     choice.resume("lazy", "")
@@ -58,7 +58,7 @@ def test_what_is_held_already_needs_no_other_room(monkeypatch: pytest.MonkeyPatc
 
 
 def test_whoever_asks_for_a_mode_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "available_bytes", lambda: 50 << 20)
+    monkeypatch.setattr(mode, "available_bytes", lambda: 50 << 20)
     assert choose(config=MemckptConfig(redo="lazy")).mode == "lazy"
     on_host = ModeChoice(MemckptConfig(redo="auto"), live_state(), Ranks(), torch.device("cpu"))
     # Memory for a window is no question there.

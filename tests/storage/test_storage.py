@@ -23,7 +23,7 @@ from memckpt.state.records import Timeline
 from memckpt.state.spec import TensorSpec
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.catalog import read_catalog, remove
-from memckpt.storage.dcp_metadata import read_metadata
+from memckpt.storage.dcp import read_metadata
 from memckpt.storage.format import (
     FORMAT_VERSION,
     Batch,
@@ -34,10 +34,9 @@ from memckpt.storage.format import (
     encode_node_state,
 )
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.object_store import ObjectStore
 from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.store import Store
-from memckpt.storage.urls import open_store
+from memckpt.storage.urls import ObjectStore, open_store
 from memckpt.storage.verification import matches, verify_files
 from tests.support.storage.stored_parts import part_of, some_state, write
 

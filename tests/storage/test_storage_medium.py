@@ -15,7 +15,7 @@ from memckpt.checkpointing.writer import writer
 from memckpt.errors import ForeignStateError
 from memckpt.memory.region import Region
 from memckpt.protocol.writer import Save
-from memckpt.storage import drain
+from memckpt.storage import local_store
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import claim
@@ -26,7 +26,7 @@ def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it does not throw out of memory what training reads, and is read back from the medium."""
-    monkeypatch.setattr(drain, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(local_store, "_PIECE_BYTES", 1 << 20)
     advised: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 
@@ -47,13 +47,13 @@ def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(
 @pytest.mark.promise('`"replica"` (default)')
 def test_an_error_that_the_medium_reports_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says it once: the fsync at the end would succeed."""
-    monkeypatch.setattr(drain, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(local_store, "_PIECE_BYTES", 1)
 
     def failing(*_: Any) -> int:
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
-    draining = drain.Draining((tmp_path / "x").open("wb"))
+    draining = local_store.Draining((tmp_path / "x").open("wb"))
     draining._sync_range = failing
     with pytest.raises(OSError, match="No space left"):
         draining.write(b"data")
@@ -65,12 +65,12 @@ def test_a_file_system_without_early_writing_is_synced_at_the_end(tmp_path: Path
         return -1
 
     with (tmp_path / "x").open("wb") as file:
-        draining = drain.Draining(file)
+        draining = local_store.Draining(file)
         draining._sync_range = refusing
         for _ in range(3):
-            draining.write(bytes(drain._PIECE_BYTES))
+            draining.write(bytes(local_store._PIECE_BYTES))
         draining.finish()
-    assert (tmp_path / "x").stat().st_size == 3 * drain._PIECE_BYTES
+    assert (tmp_path / "x").stat().st_size == 3 * local_store._PIECE_BYTES
 
 
 def test_commit_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from memckpt.storage.catalog import note_passed, read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.tidying import PINNED, write_pins
+from memckpt.storage.retention import PINNED, write_pins
 from memckpt.storage.verification import verify_files
 from tests.support.cluster.storage_node import spec_of
 from tests.support.faults.full_disk import LimitedDisk

@@ -26,7 +26,7 @@ from memckpt.storage import dcp
 from memckpt.storage.base import write_files
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.chain import stored_points
-from memckpt.storage.dcp_metadata import merged, write_merged
+from memckpt.storage.dcp import merged, write_merged
 from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers

@@ -23,7 +23,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import FileTensor, RecordCopy, write_batch
 from memckpt.storage.format import FORMAT_VERSION, Batch
-from memckpt.storage.room import no_room
+from memckpt.storage.retention import no_room
 from memckpt.storage.urls import open_store
 
 _log = logging.getLogger("memckpt.writer")

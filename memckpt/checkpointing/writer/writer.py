@@ -33,13 +33,11 @@ from memckpt.state.search_path import extend_search_path
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, read_catalog, remove, remove_batch
 from memckpt.storage.chain import unneeded_batches
-from memckpt.storage.dcp_metadata import write_merged
+from memckpt.storage.dcp import write_merged
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
-from memckpt.storage.retention import leftovers, superseded
-from memckpt.storage.room import keep_room, let_go_blindly, make_room, no_room
+from memckpt.storage.retention import keep_room, leftovers, let_go_blindly, make_room, no_room, read_pins, superseded
 from memckpt.storage.store import Store, is_missing, store_is_away
-from memckpt.storage.tidying import read_pins
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import read_back
 
