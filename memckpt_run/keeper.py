@@ -206,7 +206,7 @@ class Keeper:
         for fd in streams:
             os.close(fd)
         if request is None:
-            self._loop.forget(worker.link)
+            self._loop.unregister(worker.link)
             worker.signal_attempt(signal.SIGKILL)
         elif not isinstance(request, Begin):
             worker.signal_attempt(request.number)
@@ -235,9 +235,9 @@ class Keeper:
 
     def _forget(self, worker: Worker) -> None:
         if worker.attempt is not None:
-            self._loop.forget(worker.attempt)
+            self._loop.unregister(worker.attempt)
             if worker.link.fileno() >= 0:
-                self._loop.forget(worker.link)
+                self._loop.unregister(worker.link)
         worker.close()
         self._worker = None
 
@@ -245,8 +245,8 @@ class Keeper:
 
     def _launcher_has_ended(self) -> None:
         """No restart will follow. What a killed launcher has left behind ends, too."""
-        self._loop.forget(self._launcher)
-        self._loop.forget(self._listening)
+        self._loop.unregister(self._launcher)
+        self._loop.unregister(self._listening)
         self._leaving = True
         self._starter.close()
         worker = self._worker

@@ -120,7 +120,7 @@ class Auditing:
         if not self._share:
             self.close()
 
-    def forget(self, ranks: RankGroup) -> None:
+    def drop_group(self, ranks: RankGroup) -> None:
         """The slots of these ranks are about to be let go of, or to be written by another attempt."""
         watched = self._watched.pop(ranks, None)
         if watched is not None and watched.known:
@@ -131,7 +131,7 @@ class Auditing:
         generation = group.held
         watched = self._watched.get(group.ranks)
         if watched is not None and watched.generation is not generation:
-            self.forget(group.ranks)
+            self.drop_group(group.ranks)
             watched = None
         if generation is None or not self._is_audited(generation):
             return
@@ -263,10 +263,10 @@ class Auditing:
         self._next_at = self._loop.clock() + message.cpu_seconds * self._pause
         for ranks, watched in self._watched.items():
             if watched.key == message.key:
-                self._take(ranks, watched, message)
+                self._handle_result(ranks, watched, message)
                 return
 
-    def _take(self, ranks: RankGroup, watched: _Watched, message: Audited) -> None:
+    def _handle_result(self, ranks: RankGroup, watched: _Watched, message: Audited) -> None:
         pieces = watched.running.pop(message.first)
         if message.late:
             self._late += len(pieces)

@@ -124,7 +124,7 @@ class Connections:
     def _forget_listener(self) -> None:
         if self._listener is not None:
             for listening in self._listener.sockets:
-                self._loop.forget(listening)
+                self._loop.unregister(listening)
 
     def close(self, last_words: AgentToTrainer) -> None:
         """End all of them."""
@@ -134,7 +134,7 @@ class Connections:
             self.drop(connection)
         if self._withdrawn is not None:
             address, serving = self._withdrawn
-            address.forget(serving)
+            address.remove_address(serving)
 
     def of_attempt(self, nonce: str) -> Iterator[Connection]:
         """The trainers of an attempt; they may be dropped meanwhile."""
@@ -186,7 +186,7 @@ class Connections:
         if self._open.pop(connection.channel.fileno(), None) is None:
             return
         for source in (connection.channel.sock, connection.process):
-            self._loop.forget(source)
+            self._loop.unregister(source)
         connection.channel.close()
         if connection.trainer is None:
             connection.process.close()

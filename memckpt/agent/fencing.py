@@ -46,21 +46,21 @@ class Fence:
         #: Ranks of later attempts, each with its first message.
         self.waiting: list[tuple[Connection, Hello]] = []
         for _, process in self._dying:
-            loop.attend(process, self._look)
+            loop.attend(process, self._drop_ended)
 
-    def _look(self) -> None:
+    def _drop_ended(self) -> None:
         """Somebody has died."""
         for rank, process in list(self._dying):
             if not process.alive():
                 waited = self._loop.clock() - self._began
                 _log.info("pid %d (rank %d) has ended after %.1f s", process.pid, rank, waited)
                 self._dying.remove((rank, process))
-                self._let_go(process)
+                self._close_process(process)
 
     @property
     def done(self) -> bool:
         """Whether all have ended."""
-        self._look()
+        self._drop_ended()
         return not self._dying
 
     @property
@@ -88,14 +88,14 @@ class Fence:
         self._report_at = now + _REPORT_SECONDS
         return f"killed and not ended since {waited:.0f} s (at most {self._seconds:.0f} s): {those}"
 
-    def _let_go(self, process: ProcessHandle) -> None:
-        self._loop.forget(process)
+    def _close_process(self, process: ProcessHandle) -> None:
+        self._loop.unregister(process)
         process.close()
 
     def close(self) -> None:
         """Wait no more."""
         for _, process in self._dying:
-            self._let_go(process)
+            self._close_process(process)
         self._dying.clear()
 
 
@@ -115,7 +115,7 @@ class Gate:
         self._observer = observer
         self._lifetime = lifetime
         self._fence: Fence | None = None
-        loop.each_turn(self._look, lambda: None if self._fence is None else self._fence.deadline)
+        loop.each_turn(self._admit_waiting, lambda: None if self._fence is None else self._fence.deadline)
 
     @property
     def shut(self) -> bool:
@@ -136,7 +136,7 @@ class Gate:
         self._fence.waiting.append((connection, hello))
         return False
 
-    def _look(self) -> None:
+    def _admit_waiting(self) -> None:
         """Let the new attempt begin when the old one is dead; until then tell it what it waits for."""
         fence = self._fence
         if fence is None:

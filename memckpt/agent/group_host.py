@@ -30,7 +30,7 @@ class Host(Protocol):
             ended: called with the reason when it is gone.
         """
 
-    def tell(
+    def tell_ranks(
         self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
@@ -41,7 +41,7 @@ class Host(Protocol):
     def checkpoint_failed(self) -> None:
         """A checkpoint could not be written."""
 
-    def note(self, event: AnyEvent) -> None:
+    def note_event(self, event: AnyEvent) -> None:
         """Add an event to the run's journal, and count it. Never blocks."""
 
     def show_metrics(self, settings: MetricsSettings) -> None:

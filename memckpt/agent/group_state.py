@@ -75,13 +75,13 @@ class GroupState:
             host.checkpoint_failed,
             lambda record: siblings.announce(ranks, record),
             siblings.hurry,
-            host.note,
+            host.note_event,
         )
         self.generations = HeldGenerations(ranks, self.saver.forget)
 
     def _tell(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
         """Send a message to the trainers of these ranks."""
-        self._host.tell(self.ranks, message, besides=besides, fd=fd)
+        self._host.tell_ranks(self.ranks, message, besides=besides, fd=fd)
 
     def _beside(self) -> int:
         return self._siblings.bytes_beside(self.ranks)
@@ -104,15 +104,15 @@ class GroupState:
 
     def close(self) -> None:
         self.saver.close()
-        self.generations.let_go()
-        self._pending.drop()
+        self.generations.drop_all()
+        self._pending.drop_generation()
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead, and all that they had sent is read."""
         self.saver.abort()
         if self._pending.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
-        self._pending.forget()
+        self._pending.begin_attempt()
         self._resumed = self.generations.redo_limit = None
         self._wanted.clear()
 
@@ -158,12 +158,12 @@ class GroupState:
             self._tell(Gap("the ranks of this node differ in their parameters or optimizers"))
 
     def _make_room(self, reason: str) -> None:
-        self.generations.let_go()
+        self.generations.drop_all()
         self._tell(Gap(reason))
 
     def discard(self) -> None:
         """What is held is not wanted any more."""
-        self.generations.let_go()
+        self.generations.drop_all()
         self._resumed, self._history = None, ()
         self.saver.begin_anew()
 
@@ -211,7 +211,7 @@ class GroupState:
         except MemckptError:
             if self.held is None:
                 raise
-            self.generations.let_go()
+            self.generations.drop_all()
             return make()
 
     def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
@@ -234,9 +234,9 @@ class GroupState:
 
     def _take_built(self, generation: Generation, record: int) -> None:
         """A new generation is complete after a record: it is what is held."""
-        self._pending.take()
+        self._pending.give_away()
         self.generations.follow_with(generation, record)
-        if (more := self._seldom_complete.tell()) is not None:
+        if (more := self._seldom_complete.count()) is not None:
             _log.info("generation %d is complete after record %d%s", generation.number, record, more)
         self._tell(Protected(generation.number, record))
 
@@ -273,7 +273,7 @@ class GroupState:
                 if known is None and not now:
                     return
                 if known:
-                    self.generations.let_go_of_before()
+                    self.generations.drop_older()
         try:
             self._make_whole(generation, or_gap=known is False and attempt.all_connected)
         except MemckptError as error:
@@ -290,7 +290,7 @@ class GroupState:
             if not or_gap or not self.generations.before:
                 raise
             _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
-            self.generations.let_go_of_before()
+            self.generations.drop_older()
             self._tell(Gap(str(error)))
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
@@ -308,7 +308,7 @@ class GroupState:
         if generation is self._pending.generation and generation.complete:
             self._take_built(generation, message.record)
         if generation is self.held:
-            self.generations.let_go_up_to(message.record)
+            self.generations.drop_passed(message.record)
             self.saver.after_commit(generation, attempt)
 
     def _generation(self, number: int) -> Generation | None:
@@ -319,7 +319,7 @@ class GroupState:
 
     def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
         """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
-        if (more := self._seldom_due.tell()) is not None:
+        if (more := self._seldom_due.count()) is not None:
             _log.info("a new generation begins after record %d: %s%s", message.record, message.reason, more)
         order = Begin(message.record, message.reason, message.changing, later=message.later)
         self._tell(order, besides=asker)

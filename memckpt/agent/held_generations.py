@@ -81,7 +81,7 @@ class HeldGenerations:
             _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
             self.before.remove(generation)
             self.take_over(generation)
-        self.let_go_of_before()
+        self.drop_older()
         generation.settle(record, behind)
         return generation
 
@@ -102,22 +102,22 @@ class HeldGenerations:
         if old is not None:
             self._forget(old)
             self.before.append(old)
-            self.let_go_up_to(record)
+            self.drop_passed(record)
 
     def take_over(self, generation: Generation) -> None:
         """Hold a generation in the place of all that is held."""
-        self.let_go()
+        self.drop_all()
         self.newest = generation
 
-    def let_go(self) -> None:
+    def drop_all(self) -> None:
         """Hold nothing any more."""
-        self.let_go_of_before()
+        self.drop_older()
         newest, self.newest = self.newest, None
         if newest is not None:
             self._forget(newest)
             newest.close()
 
-    def let_go_of_before(self) -> None:
+    def drop_older(self) -> None:
         """Hold the newest one only."""
         before, self.before = self.before, []
         for generation in before:
@@ -128,9 +128,9 @@ class HeldGenerations:
         self.redo_limit = record
         if self.newest is not None and self.newest.complete:
             self.newest.raise_redo_limit(record)
-            self.let_go_up_to(self.newest.newest)
+            self.drop_passed(self.newest.newest)
 
-    def let_go_up_to(self, record: int) -> None:
+    def drop_passed(self, record: int) -> None:
         """The group's ranks have got to `record`: let go of generations that nobody in the job can need any more.
 
         They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
@@ -141,7 +141,7 @@ class HeldGenerations:
         spec = self.newest.spec
         if len(self._ranks) == spec.world_size:
             # No rank is elsewhere: once the generation is complete, all of the job have it.
-            self.let_go_of_before()
+            self.drop_older()
             return
         # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
         later = AGREEMENT_RECORDS if spec.mode == "lazy" else 0

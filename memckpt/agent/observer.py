@@ -117,12 +117,12 @@ class Observer:
         self._commits, self._stalled_ms = 0, 0.0
         self._longest_ms = 0.0
         self._drift_ulp = 0.0
-        self._memory = Tier("memory", self.note, clock)
-        self._peers = Tier("peers", self.note, clock)
-        self._storage = Tier("storage", self.note, clock)
-        self._replica_lag = Lag("replica", self.note, clock)
-        self._peers_lag = Lag("peers", self.note, clock)
-        self._stalls = Stalls(self.note, clock)
+        self._memory = Tier("memory", self.note_event, clock)
+        self._peers = Tier("peers", self.note_event, clock)
+        self._storage = Tier("storage", self.note_event, clock)
+        self._replica_lag = Lag("replica", self.note_event, clock)
+        self._peers_lag = Lag("peers", self.note_event, clock)
+        self._stalls = Stalls(self.note_event, clock)
         self._seldom_due, self._seldom_protected = Seldom(clock=clock), Seldom(clock=clock)
         #: Mode of protection, and its reason, of each unit's newest generation.
         self._protected_how: dict[RankGroup, tuple[str, str]] = {}
@@ -146,9 +146,9 @@ class Observer:
             said.Drift: self._drifted,
         }
 
-    def note(self, event: AnyEvent) -> None:
+    def note_event(self, event: AnyEvent) -> None:
         """Add an event to the journal, and count it. Never blocks."""
-        self.journal.note(event)
+        self.journal.add(event)
         self.counts[name_of(event)] += 1
         if isinstance(event, Recovered):
             self.recoveries[event.tier] += 1
@@ -161,10 +161,10 @@ class Observer:
         A script that changes weights has a generation at each step, and the journal is bounded: all of them would leave
         no room for what else there is.
         """
-        if seldom.tell() is None:
+        if seldom.count() is None:
             self.counts[name_of(event)] += 1
         else:
-            self.note(event)
+            self.note_event(event)
 
     @property
     def unprotected(self) -> str:
@@ -180,11 +180,11 @@ class Observer:
 
     def started(self, replaces: int | None) -> None:
         """The agent serves; `replaces` is the pid of one that died without leaving."""
-        self.note(AgentStarted(os.getpid(), self._by_operator, replaces))
+        self.note_event(AgentStarted(os.getpid(), self._by_operator, replaces))
 
     def close(self, reason: str) -> None:
         """The agent ends."""
-        self.note(AgentLeft(reason))
+        self.note_event(AgentLeft(reason))
         self.journal.close()
 
     # Messages as they pass
@@ -210,12 +210,12 @@ class Observer:
 
     def _step_ended(self, trainer: TrainerHandle, message: said.Commit | said.GenerationCommit) -> None:
         if self._down_since is not None:
-            self.note(FirstStep(message.step, round(self._clock() - self._down_since, 3)))
+            self.note_event(FirstStep(message.step, round(self._clock() - self._down_since, 3)))
             self._down_since = None
 
     def _checked(self, trainer: TrainerHandle, message: said.Checked) -> None:
         self.verdict = message.verdict
-        self.note(ResumeChecked(message.verdict, message.line))
+        self.note_event(ResumeChecked(message.verdict, message.line))
 
     def _configured(self, trainer: TrainerHandle, message: said.Configure) -> None:
         attempt, timeline = self._attempt, message.timeline
@@ -227,7 +227,7 @@ class Observer:
         came = tuple(sorted((one.rank, one.process.pid) for one in attempt.trainers.values()))
         # One that rejoins has got somewhere before it said hello to this agent.
         rejoined = trainer.next_record > 0
-        self.note(AttemptBegan(attempt.world_size, came, rejoined))
+        self.note_event(AttemptBegan(attempt.world_size, came, rejoined))
         # The next attempt takes another number even if agents and trainers die together from here on.
         self.journal.settle(_NUMBER_SECONDS)
         now = self._clock()
@@ -239,27 +239,27 @@ class Observer:
         self._gap = None
 
     def _voided(self, trainer: TrainerHandle, message: said.Void) -> None:
-        self.note(Voided(trainer.rank, message.record, message.reason))
+        self.note_event(Voided(trainer.rank, message.record, message.reason))
 
     def _generation_due(self, trainer: TrainerHandle, message: said.NeedGeneration) -> None:
         self._note_now_and_then(self._seldom_due, GenerationDue(message.record, message.reason))
 
     def _preempted(self, trainer: TrainerHandle, message: said.Preempted) -> None:
-        self.note(Preempted(trainer.rank))
+        self.note_event(Preempted(trainer.rank))
 
     def _goodbye(self, trainer: TrainerHandle, message: said.Goodbye) -> None:
         attempt = self._attempt
         assert attempt is not None
         others = [one for one in attempt.trainers.values() if one is not trainer]
         if message.finished and attempt.all_here and all(one.finished for one in others):
-            self.note(Finished(self._status().step))
+            self.note_event(Finished(self._status().step))
 
     def _stored(self, ranks: RankGroup, message: Saved) -> None:
         self.stored_bytes += message.nbytes
-        self.note(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
+        self.note_event(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
 
     def _not_stored(self, ranks: RankGroup, message: SaveFailed) -> None:
-        self.note(NotStored(ranks, message.step, message.reason))
+        self.note_event(NotStored(ranks, message.step, message.reason))
 
     def _protected(self, ranks: RankGroup, message: said.Protected) -> None:
         status = self._status()
@@ -268,16 +268,16 @@ class Observer:
         if how == self._protected_how[ranks]:
             self._note_now_and_then(self._seldom_protected, event)
         else:
-            self.note(event)
-        self._memory.see("")
+            self.note_event(event)
+        self._memory.update("")
 
     def _gap_began(self, ranks: RankGroup, message: said.Gap | said.Alarm) -> None:
-        self._memory.see(message.reason)
+        self._memory.update(message.reason)
 
     def _drifted(self, ranks: RankGroup, message: said.Drift) -> None:
         if message.sure or message.max_ulp >= 2 * self._drift_ulp:
             self._drift_ulp = max(self._drift_ulp, message.max_ulp)
-            self.note(Drifted(message.record, message.max_ulp, message.tensor))
+            self.note_event(Drifted(message.record, message.max_ulp, message.tensor))
 
     # Trainers that go
 
@@ -285,13 +285,13 @@ class Observer:
         """A trainer's connection has ended; `last`: no other one is here."""
         if not trainer.finished:
             kind = TrainerDied if trainer.process.dying() else TrainerLeft
-            self.note(kind(trainer.rank, trainer.process.pid, self._status().step))
+            self.note_event(kind(trainer.rank, trainer.process.pid, self._status().step))
         if last:
             self._down_since = self._clock()
 
     def fencing(self, dying: Sequence[TrainerHandle]) -> None:
         """A new attempt waits until these are dead."""
-        self.note(Fenced(tuple(trainer.process.pid for trainer in dying)))
+        self.note_event(Fenced(tuple(trainer.process.pid for trainer in dying)))
 
     # The clock
 
@@ -308,30 +308,30 @@ class Observer:
             return
         self._look_at = now + _LOOK_SECONDS
         status = self._status()
-        self._look(status)
+        self._compare_status(status)
         if now >= self._sample_at:
             self._sample(status, now)
 
-    def _look(self, status: Status) -> None:
+    def _compare_status(self, status: Status) -> None:
         """Note what has changed."""
-        self._storage.see(status.storage.alarm if status.storage is not None else "")
+        self._storage.update(status.storage.alarm if status.storage is not None else "")
         self._see_stored(status)
         newest = max((record for _, record in status.committed), default=None)
         if newest is not None and status.applied is not None:
-            self._replica_lag.see(newest - status.applied, status.slots - 1)
-        self._stalls.look()
+            self._replica_lag.update(newest - status.applied, status.slots - 1)
+        self._stalls.note_stalls()
         peers = status.peers
         if peers is None:
             return
         if not peers.protected:
-            self._peers.see(peers.problem or "not every record is where it belongs")
+            self._peers.update(peers.problem or "not every record is where it belongs")
         else:
-            self._peers.see("")
+            self._peers.update("")
         if newest is not None and peers.watermark is not None and peers.every == 0:
-            self._peers_lag.see(newest - peers.watermark, status.slots)
+            self._peers_lag.update(newest - peers.watermark, status.slots)
         if peers.gap is not None and peers.gap != self._gap:
             self._gap = peers.gap
-            self.note(PeersGap(*peers.gap))
+            self.note_event(PeersGap(*peers.gap))
 
     def _see_stored(self, status: Status) -> None:
         """A checkpoint, or a batch of records, may have moved what storage can produce."""
@@ -346,7 +346,7 @@ class Observer:
         figures, peers = self._figures, status.peers
         commits, stalled = figures.commits - self._commits, figures.stalled_ms - self._stalled_ms
         newest = max((record for _, record in status.committed), default=None)
-        self.note(
+        self.note_event(
             Sample(
                 step=status.step,
                 stored_step=status.storage.step if status.storage is not None else None,
@@ -409,7 +409,7 @@ class Tier:
         """Begin anew: what is not whole yet is not degraded either."""
         self._reason, self._since = None, self._clock()
 
-    def see(self, reason: str) -> None:
+    def update(self, reason: str) -> None:
         """Note a change. `reason`: why it is degraded; empty if it is whole."""
         if (not reason) == (self._reason == ""):
             return
@@ -432,7 +432,7 @@ class Lag:
         self._since: float | None = None
         self._noted = False
 
-    def see(self, behind: int, limit: int) -> None:
+    def update(self, behind: int, limit: int) -> None:
         """Note a change; called every second or so."""
         now = self._clock()
         if behind < limit:
@@ -462,7 +462,7 @@ class Stalls:
             self._step, self._longest_ms = step, max(stall_ms, self._longest_ms)
             self._count += 1
 
-    def look(self) -> None:
+    def note_stalls(self) -> None:
         """Note what has come together."""
         now = self._clock()
         if self._count and now >= self._note_at:

@@ -50,6 +50,6 @@ def serve(
         address.say_if_copied(_log)
         agent.listen()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: agent.leave(f"signal {signal.Signals(received).name}"))
+        signal.signal(number, lambda received, _: agent.leave_run(f"signal {signal.Signals(received).name}"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     agent.run(ready)

@@ -96,7 +96,7 @@ class Agent:
             self._watermark_advanced,
             self._replicator_lost,
         )
-        self._auditing = Auditing(self._loop, self._hear)
+        self._auditing = Auditing(self._loop, self._handle_news)
         self._trainer_messages = TrainerMessages(
             self, self._connections, self._groups, self._peers, self._lifetime, self._figures, self._auditing
         )
@@ -136,7 +136,7 @@ class Agent:
             _log.info("leaving: %s", self._lifetime.over or "error")
             self._close()
 
-    def leave(self, reason: str) -> None:
+    def leave_run(self, reason: str) -> None:
         """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
         self._loop.post(partial(self._stop, reason))
 
@@ -224,7 +224,7 @@ class Agent:
         for connection in self._trainers:
             self._connections.answer(connection, message)
 
-    def tell(
+    def tell_ranks(
         self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
@@ -248,9 +248,9 @@ class Agent:
         for group in self._groups:
             group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
-    def note(self, event: AnyEvent) -> None:
+    def note_event(self, event: AnyEvent) -> None:
         """Add an event to the run's journal, and count it. Never blocks."""
-        self._observer.note(event)
+        self._observer.note_event(event)
 
     def show_metrics(self, settings: MetricsSettings) -> None:
         """Show its metrics where the trainers' configuration says."""
@@ -269,9 +269,9 @@ class Agent:
 
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
-        self._loop.post(partial(self._hear, ranks, message))
+        self._loop.post(partial(self._handle_news, ranks, message))
 
-    def _hear(self, ranks: RankGroup, message: RedoNews) -> None:
+    def _handle_news(self, ranks: RankGroup, message: RedoNews) -> None:
         group = self._groups.get(ranks)
         if group is None:
             return  # it has been let go of since
@@ -284,8 +284,8 @@ class Agent:
             message = group.generations.drifted(message, exact=message.sure or not self._accelerates(ranks))
         if isinstance(message, Alarm):
             _log.error("%s", message.reason)
-            group.generations.let_go()
-        self.tell(ranks, message)
+            group.generations.drop_all()
+        self.tell_ranks(ranks, message)
 
     # Messages
 
@@ -349,7 +349,7 @@ class Agent:
         self._connections.answer(connection, inventory, [self._life.fd])
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
-            self.tell(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))
+            self.tell_ranks(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))
 
     def _new_attempt(self, hello: Hello) -> None:
         if self._attempt is not None:
@@ -363,7 +363,7 @@ class Agent:
         self._figures.check = ""
         self._peers.begin_attempt()
         for group in self._groups:
-            self._auditing.forget(group.ranks)
+            self._auditing.drop_group(group.ranks)
         self._groups.begin_attempt()
         self._attempt = Attempt.of(hello)
 

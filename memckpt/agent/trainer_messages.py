@@ -76,7 +76,7 @@ class TrainerMessages:
         group = self._groups[trainer.unit]
         match message:
             case Prepare():
-                self._auditing.forget(trainer.unit)  # its memory is about to be let go of
+                self._auditing.drop_group(trainer.unit)  # its memory is about to be let go of
                 if message.discard:
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
@@ -100,7 +100,7 @@ class TrainerMessages:
                 level = logging.WARNING if message.verdict == "different" else logging.INFO
                 _log.log(level, "resume check: %s", message.line)
             case Note():
-                self._host.note(message.event)
+                self._host.note_event(message.event)
                 if isinstance(message.event, Advised):
                     self._figures.note_advice(message.event)
             case SaveRecord():
@@ -174,7 +174,7 @@ class TrainerMessages:
         """All of its ranks get the answer at once: until then one of them may still read the state before."""
         answer = group.advance(trainer.rank, message)
         if answer is not None:
-            self._host.tell(trainer.unit, answer)
+            self._host.tell_ranks(trainer.unit, answer)
 
     def _order_generation(self, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
         assert asker.trainer is not None

@@ -66,7 +66,7 @@ class PhaseMarks:
     def _mark(self, phase: Phase) -> None:
         if self._writer is not None:
             try:
-                self._writer.mark(self._step, phase)
+                self._writer.write_mark(self._step, phase)
             except Exception as error:  # the user's training must go on
                 self._give_up(error)
 

@@ -85,7 +85,7 @@ class Journal:
         """Number of events that are not in the journal."""
         return self._dropped + self._failed
 
-    def note(self, event: AnyEvent, at: float | None = None) -> None:
+    def add(self, event: AnyEvent, at: float | None = None) -> None:
         """Add an event. Never blocks, and never raises for the sake of the journal.
 
         Args:

@@ -369,7 +369,7 @@ class EagerGeneration(Generation):
 
     def start(self, rank: int, message: GenerationCommit) -> bool:
         if super().start(rank, message):
-            self.replica.begin(message.record, self._missing, self._plain)
+            self.replica.begin_at(message.record, self._missing, self._plain)
             for record, meta in sorted(self.ledger.metas.items()):
                 if record > message.record:
                     self.replica.offer(record, meta)

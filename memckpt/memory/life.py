@@ -109,7 +109,7 @@ class LifeWatch:
         """Time of the next look, by the clock."""
         return self._looked + self.pause
 
-    def look(self) -> float:
+    def look_for_life(self) -> float:
         """Look; returns the seconds without a sign of life."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.pause), now
@@ -123,7 +123,7 @@ class LifeWatch:
         """Look, if that is due; returns whether the limit is reached."""
         if self._quiet < self.limit and self._clock() < self.due:
             return False
-        return self.look() >= self.limit
+        return self.look_for_life() >= self.limit
 
     def _account(self) -> tuple[bool, int]:
         """Whether the process is runnable, and its CPU time in the kernel's ticks."""

@@ -86,7 +86,7 @@ class PendingGeneration:
         one = self.generation
         if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
             return one, False
-        self.drop()
+        self.drop_generation()
         self._begins = message.record
         self.next_number()
         try:
@@ -115,19 +115,19 @@ class PendingGeneration:
             begins=None if message.whole else message.record,
         )
 
-    def take(self) -> None:
+    def give_away(self) -> None:
         """It is complete, and somebody else's from now on."""
         self.generation = None
 
-    def drop(self) -> None:
+    def drop_generation(self) -> None:
         """Nobody is going to complete it."""
         generation, self.generation = self.generation, None
         if generation is not None:
             generation.close()
 
-    def forget(self) -> None:
+    def begin_attempt(self) -> None:
         """A new attempt begins: what the ranks of the one before have asked for is of no account."""
-        self.drop()
+        self.drop_generation()
         self._asked = {}
 
 
@@ -183,7 +183,7 @@ class Reservation:
         """Whether the reservation has succeeded or failed."""
         return not self._thread.is_alive()
 
-    def take(self) -> Region:
+    def take_region(self) -> Region:
         """The region, owned by the caller from now on; waits until the reservation is :attr:`over`.
 
         Raises:

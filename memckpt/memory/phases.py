@@ -124,7 +124,7 @@ class PhaseWriter:
         self._base = position * _RANK_WORDS
         self._number = page.newest(position)  # a rank of the last attempt may have written before
 
-    def mark(self, step: int, phase: Phase) -> None:
+    def write_mark(self, step: int, phase: Phase) -> None:
         """Mark the start of a phase of a step. Does nothing once the page is closed."""
         if self._page.fd < 0:
             return

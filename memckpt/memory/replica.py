@@ -88,7 +88,7 @@ class Replica:
 
     # State in and out
 
-    def begin(self, record: int, missing: Missing, plain: bytes) -> None:
+    def begin_at(self, record: int, missing: Missing, plain: bytes) -> None:
         """The regions now hold the state after `record` (written by the trainers); start redo from there."""
         absent = set(missing)
         extra: dict[int, dict[int, dict[str, Any]]] = codec.decode(plain) if plain else {}
@@ -210,7 +210,7 @@ class Replica:
         missing, plain = self._copy(record, snapshot)
         ahead = Replica(self._layout, self._slots, snapshot, self._ring, torch.get_num_threads(), lambda message: None)
         try:
-            ahead.begin(self.applied, missing, plain)
+            ahead.begin_at(self.applied, missing, plain)
             for number, meta in self._metas.items():
                 ahead.offer(number, meta)
             ahead.advance_to(record)

@@ -152,7 +152,7 @@ class AgentAddress:
                 _log.warning("a start will not know that this agent still writes to storage: %s", error)
                 self.file_path.unlink(missing_ok=True)
 
-    def forget(self, serving: ServingAgent) -> None:
+    def remove_address(self, serving: ServingAgent) -> None:
         """Remove the file that names this agent as one that leaves: it has ended, or is about to."""
         try:
             self.leaving_path(serving).unlink(missing_ok=True)
@@ -289,7 +289,7 @@ class AgentAddress:
                         seconds,
                     )
                     continue
-            self.forget(agent)
+            self.remove_address(agent)
 
     def _connect_to(self, serving: ServingAgent) -> socket.socket:
         refusal: OSError = ConnectionRefusedError()

@@ -78,7 +78,7 @@ class EventLoop:
         self._poller.register(fd, flags)
         self._callbacks[fd] = callback
 
-    def forget(self, source: HasDescriptor) -> None:
+    def unregister(self, source: HasDescriptor) -> None:
         """Call its function no more, not even if it is ready by now. Idempotent."""
         fd = source.fileno()
         if self._callbacks.pop(fd, None) is not None:

@@ -281,7 +281,7 @@ class HelperProcess(Generic[In, Out]):
         """
         if self._channel.fileno() < 0:
             return
-        self._loop.forget(self._channel.sock)
+        self._loop.unregister(self._channel.sock)
         self._process.kill()
         try:
             self._process.wait(_END_SECONDS)

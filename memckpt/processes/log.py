@@ -100,7 +100,7 @@ class Seldom:
         #: Number of times that were not told since the last one that was.
         self._untold = 0
 
-    def tell(self) -> str | None:
+    def count(self) -> str | None:
         """Note that it has happened again.
 
         Returns:

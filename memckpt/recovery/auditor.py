@@ -70,7 +70,7 @@ class _Slots:
         del self._staged
         self._region.close()
 
-    def begin(self, audit: Audit, first: int) -> _Running:
+    def start_audit(self, audit: Audit, first: int) -> _Running:
         wanted = set(audit.pieces)
         pieces = [piece for piece in self.layout.due(first) if (piece.param, piece.start) in wanted]
         return _Running(audit.key, first, pieces, self._at_anchors(first, pieces), self.metas[first].anchors_of + 1)
@@ -174,7 +174,7 @@ class Auditor:
         self._running: list[_Running] = []
         self._counted = time.process_time()
 
-    def take(self, message: Audit | ForgetAudits, fds: list[int]) -> Audited | None:
+    def handle(self, message: Audit | ForgetAudits, fds: list[int]) -> Audited | None:
         """Take a message; the answer, if it is known at once."""
         if isinstance(message, ForgetAudits):
             self._running = [one for one in self._running if one.key != message.key]
@@ -192,7 +192,7 @@ class Auditor:
         if message.first is None:
             return None
         try:
-            self._running.append(slots.begin(message, message.first))
+            self._running.append(slots.start_audit(message, message.first))
         except DamagedStateError:
             return self._answer(message.key, message.first, late=True)
         except Exception as error:  # the agent says it: training goes on, and is not audited
@@ -249,7 +249,7 @@ def serve(channel: AuditorChannel) -> None:
                 received = channel.poll(0.0 if auditor.busy else None)
                 if received is not None:
                     message, fds = received
-                    answer = auditor.take(message, fds)
+                    answer = auditor.handle(message, fds)
                 else:
                     answer = auditor.go_on()
                 if answer is not None:

@@ -247,7 +247,7 @@ class GenerationSwitch:
         """Make a generation due, unless one is: now, or after a record that all ranks that share the slots reach."""
         if self.after is not None:
             return
-        if (more := self._seldom.tell()) is not None:  # weights that a script clips change at every step
+        if (more := self._seldom.count()) is not None:  # weights that a script clips change at every step
             _log.info("memckpt: a new generation begins: %s%s", reason, more)
         turn = self._turn(record)
         if len(self._ranks.unit) == 1:

@@ -85,7 +85,7 @@ def test_whoever_comes_to_an_agent_that_ends_is_sent_to_another_one(address: Age
     client = link_over(Channel(sock))
     try:
         agent._loop.turn()  # it accepts
-        agent.leave("a test")
+        agent.leave_run("a test")
         agent._loop.turn()
         assert address.connect() is None
         client.send(Hello(PROTOCOL_VERSION, "new", 0, 1, (0,), (0,), Launcher(0, 0, 0), ()))

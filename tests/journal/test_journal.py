@@ -93,10 +93,10 @@ def test_an_event_of_a_later_version_is_kept_as_it_is() -> None:
 def test_events_are_written_in_order_with_time_node_and_attempt(tmp_path: Path) -> None:
     times = iter([10.0, 11.0, 12.0])
     with closing(Journal(tmp_path, "node.1", clock=lambda: next(times))) as journal:
-        journal.note(Preempted(0))
+        journal.add(Preempted(0))
         journal.attempt = 3
-        journal.note(Decision("redo", "eager", "lazy", "redo takes 1.5 steps"))
-        journal.note(AgentLeft("stopped"), at=1.0)
+        journal.add(Decision("redo", "eager", "lazy", "redo takes 1.5 steps"))
+        journal.add(AgentLeft("stopped"), at=1.0)
     assert read_journal(tmp_path) == [
         Entry(Envelope(time=1.0, node="node.1", attempt=3), AgentLeft("stopped")),
         Entry(Envelope(time=10.0, node="node.1", attempt=0), Preempted(0)),
@@ -109,7 +109,7 @@ def test_a_journal_is_bounded_and_loses_its_oldest_events_only(tmp_path: Path) -
     for number in range(0, 400, 10):
         with closing(Journal(tmp_path, "n", file_bytes=2_000)) as journal:
             for each in range(number, number + 10):
-                journal.note(Preempted(each))
+                journal.add(Preempted(each))
     files = files_of(tmp_path)["n"]
     assert [path.name for path in files] == [
         "events-n.jsonl.3",
@@ -127,7 +127,7 @@ def test_a_journal_is_bounded_and_loses_its_oldest_events_only(tmp_path: Path) -
 def test_an_attempt_is_known_once_it_has_settled(tmp_path: Path) -> None:
     with closing(Journal(tmp_path, "a")) as journal:
         journal.attempt = 3
-        journal.note(Preempted(0))
+        journal.add(Preempted(0))
         assert journal.settle(60.0)
         assert latest_attempt(tmp_path, "a") == 3
 
@@ -135,10 +135,10 @@ def test_an_attempt_is_known_once_it_has_settled(tmp_path: Path) -> None:
 def test_an_attempt_is_known_though_an_agent_without_trainers_has_filled_a_file(tmp_path: Path) -> None:
     with closing(Journal(tmp_path, "a", file_bytes=2_000)) as journal:
         journal.attempt = 7
-        journal.note(Preempted(0))
+        journal.add(Preempted(0))
     while len(files_of(tmp_path)["a"]) < 2:
         with closing(Journal(tmp_path, "a", file_bytes=2_000)) as journal:
-            journal.note(Preempted(0))
+            journal.add(Preempted(0))
     assert latest_attempt(tmp_path, "a") == 7
 
 
@@ -147,7 +147,7 @@ def test_a_reader_follows_a_journal_through_rotations_and_nodes(tmp_path: Path) 
     with closing(Follower(tmp_path)) as follower, closing(Journal(tmp_path, "a", file_bytes=2_000)) as journal:
         assert follower.poll() == []
         for number in range(100):
-            journal.note(Preempted(number))
+            journal.add(Preempted(number))
 
             def there(number: int = number) -> bool:
                 seen.extend(entry.event.rank for entry in follower.poll() if isinstance(entry.event, Preempted))
@@ -155,7 +155,7 @@ def test_a_reader_follows_a_journal_through_rotations_and_nodes(tmp_path: Path) 
 
             until(there)
         with closing(Journal(tmp_path, "b")) as other:
-            other.note(Preempted(1000))
+            other.add(Preempted(1000))
         seen.extend(entry.event.rank for entry in follower.poll() if isinstance(entry.event, Preempted))
     assert seen == [*range(100), 1000]
     assert (tmp_path / "events-a.jsonl.1").exists()
@@ -164,11 +164,11 @@ def test_a_reader_follows_a_journal_through_rotations_and_nodes(tmp_path: Path) 
 def test_a_torn_line_costs_that_line(tmp_path: Path) -> None:
     """As after a crash of the machine, or on a disk that has filled up."""
     with closing(Journal(tmp_path, "n")) as journal:
-        journal.note(Preempted(1))
+        journal.add(Preempted(1))
     path = tmp_path / "events-n.jsonl"
     path.write_bytes(path.read_bytes() + b'{"time":1.0,"node"')
     with closing(Journal(tmp_path, "n")) as journal:
-        journal.note(Preempted(2))
+        journal.add(Preempted(2))
     assert notes_of(tmp_path) == [1, 2]
     assert len(path.read_bytes().split(b"\n")) == 4
 
@@ -176,7 +176,7 @@ def test_a_torn_line_costs_that_line(tmp_path: Path) -> None:
 def test_a_file_without_line_ends_is_not_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "events-n.jsonl"
     with closing(Journal(tmp_path, "n")) as journal:
-        journal.note(Preempted(1))
+        journal.add(Preempted(1))
     size = 1 << 28
     os.truncate(path, size)  # a hole
     tracemalloc.start()
@@ -198,11 +198,11 @@ def test_a_full_disk_costs_events_only_and_is_said_once(tmp_path: Path, caplog: 
     path.symlink_to("/dev/full")
     with closing(Journal(tmp_path, "n")) as journal:
         for number in range(3):
-            journal.note(Preempted(number))
+            journal.add(Preempted(number))
             until(lambda number=number: journal.lost == number + 1)
         assert "No space left" in journal.problem
         path.unlink()
-        journal.note(Preempted(3))
+        journal.add(Preempted(3))
         until(lambda: not journal.problem)
     said = [message for message in caplog.messages if "journal" in message]
     assert said[0].startswith(f"the journal {path} cannot be written (No space left on device): events are lost until")
@@ -213,13 +213,13 @@ def test_a_full_disk_costs_events_only_and_is_said_once(tmp_path: Path, caplog: 
 def test_a_directory_that_comes_later_gets_what_follows(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with closing(Journal(run_dir, "n")) as journal:
-        journal.note(Preempted(0))
+        journal.add(Preempted(0))
         until(lambda: journal.lost == 1)
         run_dir.mkdir()
-        journal.note(Preempted(1))
+        journal.add(Preempted(1))
         until(lambda: bool(notes_of(run_dir)))
         run_dir.rename(tmp_path / "moved")
-        journal.note(Preempted(2))
+        journal.add(Preempted(2))
     assert notes_of(tmp_path / "moved") == [1, 2]
     assert not run_dir.exists()
 
@@ -231,10 +231,10 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
     reader = os.open(tmp_path / "events-n.jsonl", os.O_RDWR)
     fill(reader)
     journal = Journal(tmp_path, "n")
-    journal.note(Preempted(0))
+    journal.add(Preempted(0))
     until(journal._lines.empty)
     for number in range(3_000):
-        journal.note(Preempted(number))
+        journal.add(Preempted(number))
     assert journal.lost == 2_000
     journal.close()
     assert journal._thread.is_alive()
@@ -262,7 +262,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_text_without_end_is_cut(tmp_path: Path) -> None:
     with closing(Journal(tmp_path, "n")) as journal:
-        journal.note(AgentLeft("x" * 100_000))
+        journal.add(AgentLeft("x" * 100_000))
     (entry,) = read_journal(tmp_path)
     assert isinstance(entry.event, AgentLeft)
     assert entry.event.reason == "x" * 1_000 + " ..."
@@ -274,6 +274,6 @@ def test_two_agents_write_to_one_journal_while_one_takes_over(tmp_path: Path) ->
         closing(Journal(tmp_path, "n", file_bytes=5_000)) as two,
     ):
         for number in range(50):
-            one.note(Preempted(number))
-            two.note(Preempted(100 + number))
+            one.add(Preempted(number))
+            two.add(Preempted(100 + number))
     assert sorted(notes_of(tmp_path)) == [*range(50), *range(100, 150)]

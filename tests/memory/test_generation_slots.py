@@ -51,7 +51,7 @@ class Node(QuietHost):
             trainer = TrainerHandle(rank, unit, None, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
             self.attempt.trainers[rank] = trainer
 
-    def tell(
+    def tell_ranks(
         self, ranks: tuple[int, ...], message: Message, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         self.heard[ranks].append(message)

@@ -88,14 +88,14 @@ def test_a_loop_that_comes_round_lives(page: LifePage) -> None:
     with child(nothing) as pid:
         now = 0.0
         watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
-        watch.look()
+        watch.look_for_life()
         for _ in range(100):
             now += 1.0
             page.beat()
-            assert watch.look() == 0.0
+            assert watch.look_for_life() == 0.0
         for seconds in range(1, 15):
             now += 1.0
-            assert watch.look() == seconds
+            assert watch.look_for_life() == seconds
         assert not watch.stands_still()
         now += 1.0
         assert watch.stands_still()
@@ -127,9 +127,9 @@ def test_who_was_stopped_itself_has_seen_nothing(page: LifePage) -> None:
     with child(nothing) as pid:
         now = 0.0
         watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
-        watch.look()
+        watch.look_for_life()
         now += 3600.0
-        assert watch.look() <= 2 * watch.pause
+        assert watch.look_for_life() <= 2 * watch.pause
 
 
 def test_the_counter_comes_round(page: LifePage) -> None:

@@ -58,7 +58,7 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
-    ranks.building.drop()
+    ranks.building.drop_generation()
 
 
 def test_all_ranks_get_the_same_though_the_first_has_written_its_part(ranks: Ranks) -> None:
@@ -109,7 +109,7 @@ def test_ranks_that_all_ask_for_something_else_before_they_write_agree(ranks: Ra
 
 def test_another_attempt_s_wishes_are_of_no_account(ranks: Ranks) -> None:
     ranks.prepare(0, 1, staging("a"))
-    ranks.building.forget()
+    ranks.building.begin_attempt()
     assert ranks.building.generation is None
     assert ranks.prepare(1, 1) == (2, None)
 

@@ -60,7 +60,7 @@ def test_memory_comes_in_chunks_and_says_how_far_it_is(kernel: Kernel) -> None:
         wait_for(lambda: made.over, "all of it is there")
         assert made.reserved == 5 * CHUNK + 1
         assert kernel.chunks == [*((number * CHUNK, CHUNK) for number in range(5)), (5 * CHUNK, 1)]
-        with closing(made.take()) as region:
+        with closing(made.take_region()) as region:
             assert region.nbytes == 5 * CHUNK + 1
 
 
@@ -71,7 +71,7 @@ def test_what_the_kernel_does_not_have_is_an_error_when_it_is_taken(kernel: Kern
     made = Reservation("fragments", 5 * CHUNK)
     wait_for(lambda: made.over, "the kernel has said no")
     with pytest.raises(MemoryBudgetError, match="of memory for fragments"):
-        made.take()
+        made.take_region()
     made.close()
     assert set(os.listdir("/proc/self/fd")) == before
 

@@ -88,7 +88,7 @@ def test_a_file_that_names_no_agent_hinders_nobody(address: AgentAddress, conten
     listener = address.listen()
     with address.starting():
         address.withdraw(listener.serving)
-    address.forget(listener.serving)
+    address.remove_address(listener.serving)
     listener.close()
     assert not list(address.run_dir.iterdir())
 
@@ -145,7 +145,7 @@ def test_an_agent_that_leaves_is_known_until_it_has_ended(address: AgentAddress)
     assert address.leaving() == [listener.serving]
     others = [AgentAddress.of(address.run_dir, name) for name in (f"{address.node}-1", address.node[:-1], ".*")]
     assert not any(other.leaving() for other in others)
-    address.forget(listener.serving)
+    address.remove_address(listener.serving)
     assert not list(address.run_dir.iterdir())
     killed = msgspec.structs.replace(listener.serving, start_ticks=1)
     address.leaving_path(killed).write_bytes(msgspec.json.encode(killed))

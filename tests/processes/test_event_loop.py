@@ -51,8 +51,8 @@ def test_a_function_is_called_while_there_is_something_to_read(loop: EventLoop, 
     pair[1].send(b"three")
     loop.turn()
     assert read[2:] == [b"THREE"]
-    loop.forget(pair[0])
-    loop.forget(pair[0])
+    loop.unregister(pair[0])
+    loop.unregister(pair[0])
     pair[1].send(b"four")
     loop.beat_seconds = 0.0
     loop.turn()
@@ -70,7 +70,7 @@ def test_there_is_room_to_write_where_that_is_asked_for(pair: Sockets) -> None:
         loop.beat_seconds = 0.0
         loop.turn()
         assert called == ["room"]
-        loop.forget(pair[0])
+        loop.unregister(pair[0])
 
 
 def test_what_is_forgotten_in_a_turn_is_not_called_in_it_nor_what_takes_its_descriptor(
@@ -81,8 +81,8 @@ def test_what_is_forgotten_in_a_turn_is_not_called_in_it_nor_what_takes_its_desc
 
     def replace(ours: socket.socket, other: socket.socket) -> None:
         called.append("first")
-        loop.forget(ours)
-        loop.forget(other)
+        loop.unregister(ours)
+        loop.unregister(other)
         os.dup2(pair[1].fileno(), other.fileno())  # where nothing is to be read
         loop.attend(other, lambda: called.append("new"))
 
@@ -93,7 +93,7 @@ def test_what_is_forgotten_in_a_turn_is_not_called_in_it_nor_what_takes_its_desc
     loop.turn()
     assert called == ["first"]
     for sock in (pair[0], *others):
-        loop.forget(sock)
+        loop.unregister(sock)
         sock.close()
 
 

@@ -167,7 +167,7 @@ def test_an_agent_that_stands_still_is_noticed_by_its_replicator() -> None:
     """Its page is moved by nobody, and there is no such process."""
     with closing(Node()) as node, closing(LifePage.create()) as page:
         node.replicator._agent = watch = LifeWatch(page, -1, 0.0, "all")
-        watch.look()
+        watch.look_for_life()
         node.replicator._look_at_agent()
         assert "stands still" in node.member.deserted
 

@@ -45,9 +45,9 @@ def test_marks_are_read_once_in_their_order(page: PhasesPage) -> None:
     reader = PhaseReader(theirs)
     first, last = PhaseWriter(page, 0), PhaseWriter(page, 2)
     assert reader.read() == []
-    first.mark(1, F)
-    last.mark(1, F)
-    first.mark(1, B)
+    first.write_mark(1, F)
+    last.write_mark(1, F)
+    first.write_mark(1, B)
     marks = reader.read()
     assert [(m.position, m.step, m.phase) for m in marks] == [(0, 1, F), (0, 1, B), (2, 1, F)]
     assert marks[0].ns <= marks[1].ns
@@ -57,10 +57,10 @@ def test_marks_are_read_once_in_their_order(page: PhasesPage) -> None:
 
 def test_whoever_comes_later_goes_on(page: PhasesPage) -> None:
     """A replicator that starts in the middle reads from the newest mark on; the next attempt's rank writes on."""
-    PhaseWriter(page, 0).mark(7, F)
+    PhaseWriter(page, 0).write_mark(7, F)
     again = PhaseWriter(page, 0)
     reader = PhaseReader(page)
-    again.mark(8, B)
+    again.write_mark(8, B)
     assert [(m.step, m.phase) for m in reader.read()] == [(7, F), (8, B)]
 
 
@@ -72,7 +72,7 @@ def test_a_reader_that_is_overtaken_reads_the_newest(bursts: list[int]) -> None:
     for burst in bursts:
         for _ in range(burst):
             step += 1
-            writer.mark(step, F)
+            writer.write_mark(step, F)
         steps = [mark.step for mark in reader.read()]
         assert steps == list(range(step - len(steps) + 1, step + 1))
         assert len(steps) >= min(burst, 100)
@@ -83,11 +83,11 @@ def test_an_entry_that_is_being_written_is_not_read(page: PhasesPage) -> None:
     """Whichever of its words are there already, and in whatever order."""
     writer, reader = PhaseWriter(page, 0), PhaseReader(page)
     for step in range(1, 300):  # so that there is an older entry in its place
-        writer.mark(step, B)
+        writer.write_mark(step, B)
     reader.read()
     at = 300 % 256 * 4
     old = page.words[at : at + 4].tolist()
-    writer.mark(300, F)
+    writer.write_mark(300, F)
     new = page.words[at : at + 4].tolist()
     for there in range(15):
         for word in range(4):
@@ -103,7 +103,7 @@ from memckpt.memory.phases import PhasesPage, PhaseWriter
 page = PhasesPage.open(os.open(sys.argv[1], os.O_RDWR))
 writer = PhaseWriter(page, 0)
 for step in range(1, int(sys.argv[2]) + 1):
-    writer.mark(step, step % 3 + 1)
+    writer.write_mark(step, step % 3 + 1)
 """
 
 
@@ -141,12 +141,12 @@ def test_closed_and_forked_pages_are_not_written(page: PhasesPage) -> None:
     writer = PhaseWriter(page, 0)
     child = os.fork()
     if child == 0:
-        writer.mark(1, F)  # nothing is mapped here
+        writer.write_mark(1, F)  # nothing is mapped here
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert PhaseReader(page).read() == []
     page.close()
-    writer.mark(2, F)
+    writer.write_mark(2, F)
 
 
 # The trainer's marks

@@ -96,7 +96,7 @@ class FragmentMemory:
                 f"memory for it is being reserved: {one.reserved / 2**30:.1f} of {nbytes / 2**30:.1f} GiB"
             )
         self._reserving.remove(one)
-        return self._give_out(_RegionRoom.populated(one.take()))
+        return self._give_out(_RegionRoom.populated(one.take_region()))
 
     def _give_out(self, room: _RegionRoom) -> _RegionRoom:
         self._rooms.append(room)

@@ -23,7 +23,7 @@ class QuietHost:
     def start_writer(self, *arguments: Any) -> Any:
         return self._start_writer(*arguments) if self._start_writer is not None else None
 
-    def tell(
+    def tell_ranks(
         self, ranks: tuple[int, ...], message: Message, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         self.told.append((ranks, message))
@@ -31,7 +31,7 @@ class QuietHost:
     def notify(self, ranks: tuple[int, ...], message: Message) -> None:
         pass
 
-    def note(self, event: AnyEvent) -> None:
+    def note_event(self, event: AnyEvent) -> None:
         pass
 
     def checkpoint_failed(self) -> None:

@@ -52,7 +52,7 @@ def write(run: Path, told: Told) -> None:
         for entry in told.entries:
             if entry.envelope.node == node:
                 file.attempt = entry.envelope.attempt
-                file.note(entry.event, entry.envelope.time)
+                file.add(entry.event, entry.envelope.time)
         file.close()
 
 

@@ -26,9 +26,9 @@ def snapshot_of(run_dir: Path, status: Status) -> Snapshot:
     for stall_ms in (0.05, 0.1, 3.0, 40_000.0):
         figures.note_stall(Commit(1, 1, 1, b"", stall_ms=stall_ms))
     observer = Observer(AgentAddress(run_dir, "node"), False, figures, lambda: status)
-    observer.note(Recovered(7, 7, "local memory", 0.25, 1))
-    observer.note(Recovered(9, 9, "storage", 0.5, None))
-    observer.note(Stalled(9, 1500.0, 1))
+    observer.note_event(Recovered(7, 7, "local memory", 0.25, 1))
+    observer.note_event(Recovered(9, 9, "storage", 0.5, None))
+    observer.note_event(Stalled(9, 1500.0, 1))
     observer.verdict = "equal"
     try:
         return Snapshot.take(status, figures, observer)
