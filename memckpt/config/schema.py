@@ -54,9 +54,8 @@ class AgentConfig(Checked):
         niceness: added to the agent's CPU niceness, so that training has priority.
         metrics_port: TCP port at which the agent answers Prometheus; 0: any, which `memckpt status` shows; None: none.
         metrics_host: address or host name at which it does; ``"0.0.0.0"``: all of the node's addresses.
-        metrics_file: file that the agent writes its metrics to every 15 seconds, for nodes that are not scraped; in the
-            OpenMetrics format, or in Prometheus' own where its name ends in ``.prom``. ``{node}`` and ``{run}`` are
-            replaced; a relative path begins in the run directory. None: none.
+        metrics_file: file that the agent writes its metrics to every 15 seconds, for nodes that are not scraped.
+            ``{node}`` and ``{run}`` are replaced; a relative path begins in the run directory. None: none.
     """
 
     part: ClassVar[str] = "agent."

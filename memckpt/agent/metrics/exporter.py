@@ -1,8 +1,7 @@
 """How an agent's metrics are shown: an HTTP server for Prometheus, and a file for those who have none.
 
-A thread does all of it, since names are looked up, packages imported, and files written that may be on a network disk.
-Whoever asks for metrics asks the agent's event loop: so a scrape says that the loop lives, and without one nothing is
-done.
+prometheus-client serves and writes them. A thread has it do so, since names are looked up, packages imported, and files
+written that may be on a network disk. Each scrape asks the agent's event loop, and so says that the loop lives.
 """
 
 from __future__ import annotations
@@ -10,11 +9,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import os
-import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +26,11 @@ if TYPE_CHECKING:  # imported in the thread, where metrics are asked for
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-    from memckpt.agent.metrics.http import Server
-
 _log = logging.getLogger("memckpt.agent")
 #: Seconds from one file to the next.
 _FILE_SECONDS = 15.0
-#: Longest wait, in seconds, for the event loop's answer, and for the thread at the end.
-_ANSWER_SECONDS, _END_SECONDS = 5.0, 2.0
+#: Longest wait, in seconds, for the event loop's answer, for a client's request, and for the thread at the end.
+_ANSWER_SECONDS, _CLIENT_SECONDS, _END_SECONDS = 5.0, 10.0, 2.0
 
 #: Hands the event loop a call; safe to call from any thread.
 Post = Callable[[Callable[[], None]], None]
@@ -88,10 +82,16 @@ class Exporter:
         address: of the agent.
         post: hands the agent's event loop a call.
         take: makes a snapshot, in the event loop.
+        predecessor: has been told to stop; it may have the same port and the same files.
     """
 
     def __init__(
-        self, settings: MetricsSettings, address: AgentAddress, post: Post, take: Callable[[], Snapshot]
+        self,
+        settings: MetricsSettings,
+        address: AgentAddress,
+        post: Post,
+        take: Callable[[], Snapshot],
+        predecessor: Exporter | None = None,
     ) -> None:
         self.settings = settings
         self._address = address
@@ -99,77 +99,82 @@ class Exporter:
         self._collector = Collector(self._labels, post, take)
         #: Where metrics are shown, or why not, by the way in which they are.
         self._states: dict[str, str] = {}
-        #: Files that were written, and what is in them.
-        self._written: dict[Path, bytes] = {}
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._closed = False
+        #: Files that were written, and the inode and time of each.
+        self._written: dict[Path, tuple[int, int]] = {}
+        self._stop = threading.Event()
+        self._predecessor = predecessor
         self._thread = threading.Thread(target=self._run, name="memckpt-metrics", daemon=True)
         self._thread.start()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stop.is_set()
 
     @property
     def state(self) -> str:
         """Where metrics are shown, or why they are not, in words."""
         return "; ".join(dict(self._states).values()) or "about to be shown"
 
+    def stop(self) -> None:
+        """Have the thread show no metrics any more, and remove the files; it needs half a second. Idempotent."""
+        self._stop.set()
+
     def close(self) -> None:
-        """Show no metrics any more, and remove the files. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._wake_write.close()
-            self._thread.join(_END_SECONDS)
+        """Stop, and wait for it. Idempotent."""
+        self.stop()
+        self._thread.join(_END_SECONDS)
 
     # The thread
 
     def _run(self) -> None:
+        if self._predecessor is not None:
+            self._predecessor._thread.join()
+            self._predecessor = None
         try:
             from prometheus_client import CollectorRegistry
         except ImportError as error:
             self._say("server", f"not shown ({error}): pip install 'lightning-memckpt[metrics]'", warn=True)
-            self._wake_read.close()
             return
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._collector)
-        with contextlib.closing(self._wake_read), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            if self.settings.port is not None:
+                self._serve(self.settings.host, self.settings.port, registry, stack)
             stack.callback(self._remove_files)
-            server = self._listen(registry)
-            if server is not None:
-                stack.callback(server.server_close)
-            self._work(server, registry)
+            file = self._file()
+            while file is not None and not self._stop.is_set():
+                self._write_metrics(file, registry)
+                self._stop.wait(_FILE_SECONDS)
+            self._stop.wait()
 
-    def _listen(self, registry: CollectorRegistry) -> Server | None:
-        """Listen, and say where, also in a file for Prometheus."""
-        host, port = self.settings.host, self.settings.port
-        if port is None:
-            return None
-        from memckpt.agent.metrics.http import Server
+    def _serve(self, host: str, port: int, registry: CollectorRegistry, stack: contextlib.ExitStack) -> None:
+        """Serve, and say where, also in a file for Prometheus; `stack` ends it."""
+        from prometheus_client import start_http_server
 
         try:
-            server = Server(host, port, registry)
+            server, thread = start_http_server(port, host, registry)
         except OSError as error:
             self._say("server", f"not served at {host}, port {port}: {error.strerror or error}", warn=True)
-            return None
+            return
+        stack.callback(thread.join)
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        handler: Any = server.RequestHandlerClass  # it would wait for ever for what a client asks
+        server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _CLIENT_SECONDS})
         shown = f"[{host}]" if ":" in host else host
         self._say("server", f"http://{shown}:{server.server_port}/metrics")
         reachable = socket.gethostname() if host in ("0.0.0.0", "::") else shown
         found = [{"targets": [f"{reachable}:{server.server_port}"], "labels": self._labels}]
-        self._write(self._address.run_dir / f"metrics-{self._address.node}.json", msgspec.json.encode(found) + b"\n")
-        return server
-
-    def _work(self, server: Server | None, registry: CollectorRegistry) -> None:
-        """Answer requests and write the file, until the end."""
-        sources: list[Any] = [self._wake_read, *([server] if server is not None else [])]
-        file = self._file()
-        due = None if file is None else time.monotonic()
-        while True:
-            wait = None if due is None else max(0.0, due - time.monotonic())
-            ready = select.select(sources, [], [], wait)[0]
-            if self._wake_read in ready:
-                return
-            if server is not None and server in ready:
-                server.handle_request()
-            if file is not None and due is not None and time.monotonic() >= due:
-                self._write_metrics(file, registry)
-                due = time.monotonic() + _FILE_SECONDS
+        path = self._address.run_dir / f"metrics-{self._address.node}.json"
+        part = path.with_name(f".{path.name}.{self._address.node}")
+        try:
+            part.write_bytes(msgspec.json.encode(found) + b"\n")
+            part.replace(path)
+        except OSError as error:
+            self._say("file", f"{path} cannot be written: {error.strerror or error}", warn=True)
+            return
+        self._note_written(path)
 
     def _file(self) -> Path | None:
         if self.settings.file is None:
@@ -178,39 +183,29 @@ class Exporter:
         return self._address.run_dir / Path(name).expanduser()
 
     def _write_metrics(self, path: Path, registry: CollectorRegistry) -> None:
-        import prometheus_client
-        from prometheus_client.openmetrics import exposition as openmetrics
+        from prometheus_client import write_to_textfile
 
-        generate: Callable[[Any], bytes] = openmetrics.generate_latest
-        if path.suffix == ".prom":
-            generate = prometheus_client.generate_latest
         try:
-            text = generate(registry)
+            write_to_textfile(str(path), registry)
         except AgentGoneError as error:
             self._say("file", f"{path} is out of date: {error}", warn=True)
-            return
-        if self._write(path, text):
-            self._say("file", str(path))
-
-    def _write(self, path: Path, content: bytes) -> bool:
-        """Write a file in one step."""
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            part.write_bytes(content)
-            part.replace(path)
         except OSError as error:
             self._say("file", f"{path} cannot be written: {error.strerror or error}", warn=True)
-            with contextlib.suppress(OSError):
-                part.unlink()
-            return False
-        self._written[path] = content
-        return True
+        else:
+            self._note_written(path)
+            self._say("file", str(path))
+
+    def _note_written(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            self._written[path] = found.st_ino, found.st_mtime_ns
 
     def _remove_files(self) -> None:
         """Remove what nobody else has written since: an agent that takes over has the same files."""
-        for path, content in self._written.items():
+        for path, written in self._written.items():
             with contextlib.suppress(OSError):
-                if path.read_bytes() == content:
+                found = path.stat()
+                if (found.st_ino, found.st_mtime_ns) == written:
                     path.unlink()
 
     def _say(self, way: str, state: str, warn: bool = False) -> None:
@@ -240,7 +235,7 @@ class Metrics:
     @property
     def state(self) -> str:
         """Where they are shown, or why they are not; empty if nobody has asked for them."""
-        return self._exporter.state if self._exporter is not None else ""
+        return "" if self._exporter is None or self._exporter.stopped else self._exporter.state
 
     def begin(self) -> None:
         """Show them where it was decided from the start."""
@@ -253,11 +248,13 @@ class Metrics:
             self._show(settings)
 
     def _show(self, settings: MetricsSettings) -> None:
-        if self._exporter is not None and self._exporter.settings == settings:
-            return
-        self.close()
+        former = self._exporter
+        if former is not None:
+            if former.settings == settings and not former.stopped:
+                return
+            former.stop()
         if settings.on:
-            self._exporter = Exporter(settings, self._address, self._post, self._take)
+            self._exporter = Exporter(settings, self._address, self._post, self._take, former)
 
     def close(self) -> None:
         """Show them nowhere. Idempotent."""
