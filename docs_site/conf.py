@@ -49,6 +49,7 @@ SECTIONS = {
         "docs/reference/messages",
         "docs/reference/events",
         "docs/reference/metrics",
+        "docs/reference/promises",
         "docs/reference/interface",
     ],
     "Project": ["docs/design", "CONTRIBUTING", "CHANGELOG"],

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import typer.core
 import typer.main
 
+from docs_site import promises as marks
 from docs_site.messages import ERRORS, FRAMEWORKS_ERRORS, LINE, ROOT, Message, all_messages
 from memckpt.cli.main import app
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
@@ -313,6 +314,14 @@ def _families(function: ast.FunctionDef) -> Iterator[str]:
                 yield f"| `memckpt_{name}{_SUFFIXES.get(kind, '')}{by}` | {kind} | {text} |"
 
 
+def promises() -> str:
+    """Every promise, and the tests that try to break it."""
+    lines: list[str] = []
+    for promise, tests in sorted(marks.promises().items(), key=lambda each: each[0].lower()):
+        lines += [f"- {promise}", *(f"  - `{test}`" for test in tests)]
+    return "\n".join(lines)
+
+
 MADE: dict[str, Callable[[], str]] = {
     "settings": settings,
     "commands": commands,
@@ -320,6 +329,7 @@ MADE: dict[str, Callable[[], str]] = {
     "exit_statuses": exit_statuses,
     "events": events,
     "metrics": metrics,
+    "promises": promises,
     "interface": interface,
 }
 _PLACE = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)

@@ -49,11 +49,16 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
+@pytest.mark.promise("Accelerate: a run killed at 17 points equals the uninterrupted run")
 @pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
 def test_one_run_killed_at_every_point(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), ONE_AFTER_ANOTHER, references)
 
 
+@pytest.mark.promise(
+    "Accelerate: each way of loading data, accumulation, the scaler, evaluations, loops left early, `save_state` "
+    "beside it"
+)
 @pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
 @pytest.mark.promise("the loss of every later step")
 @pytest.mark.promise("LR schedulers, gradient scaler")
@@ -65,12 +70,16 @@ def test_each_feature(case: Case, lab: Lab, references: Path) -> None:
     assert bool(skipped) is case.scaler, "steps are skipped where gradients are scaled, and only there"
 
 
+@pytest.mark.promise("Accelerate: two processes, either dies; torchrun restarts them")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", RANKED, ids=str)
 def test_two_ranks(case: Case, lab: Lab, references: Path) -> None:
     survives(lab, Run(case, lab.directory / "job", ranks=2, victim=1), RANKED_KILLS, references)
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 def test_two_ranks_with_compressed_averages(lab: Lab, references: Path) -> None:
     """As the environment configures it; the undisturbed training averages by the plain hook."""
     variables = {"": "randomk", "_RATIO": "0.25", "_MIN_ELEMENTS": "16"}
@@ -87,6 +96,7 @@ def test_nothing_fails_and_nothing_changes(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), [], references)
 
 
+@pytest.mark.promise("Accelerate: after the death of agent and trainer storage serves")
 @pytest.mark.slow
 def test_agent_and_trainer_die_and_storage_serves(lab: Lab, references: Path) -> None:
     settings = config(storage=StorageConfig(every_steps=4))
@@ -132,12 +142,17 @@ def test_the_comparison_notices_a_part_left_out(sabotage: Callable[[], None], la
         survives(lab, run, [("backward", 5)], references)
 
 
+@pytest.mark.promise("Accelerate: a run killed at 17 points equals the uninterrupted run")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", POINTS, ids=lambda kill: f"{kill[0].replace(' ', '_')}-{kill[1]}")
 def test_each_point(kill: Kill, lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), [kill], references)
 
 
+@pytest.mark.promise(
+    "Accelerate: each way of loading data, accumulation, the scaler, evaluations, loops left early, `save_state` "
+    "beside it"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_each_feature_killed_all_along(case: Case, lab: Lab, references: Path) -> None:
@@ -167,6 +182,7 @@ def test_killed_at_random_instants(ranks: int, redo: str, lab: Lab, references: 
     assert survives_chance(lab, run, random.Random(redo), references) > 2
 
 
+@pytest.mark.promise("Accelerate: two processes, either dies; torchrun restarts them")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("case", [*RANKED, *MORE_RANKED], ids=str)

@@ -174,6 +174,7 @@ def test_accelerate_launch(lab: Lab) -> None:
     assert computed(lines + rest) == expected
 
 
+@pytest.mark.promise("Accelerate: two processes, either dies; torchrun restarts them")
 @pytest.mark.slow
 def test_torchrun_restarts_go_on_at_the_very_step(lab: Lab) -> None:
     def launch(run: str, during: Callable[[Output], None] | None) -> list[str]:

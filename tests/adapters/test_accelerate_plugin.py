@@ -110,6 +110,7 @@ def test_registering(lab: Lab) -> None:
     in_child(lab, body)
 
 
+@pytest.mark.promise("Accelerate: a loop that would not be protected, or cannot be followed, is an error with a remedy")
 def test_loops_that_would_be_unprotected(lab: Lab) -> None:
     def body() -> None:
         ckpt = plugin(lab)
@@ -185,6 +186,7 @@ def test_a_loop_without_loaders(lab: Lab) -> None:
 # Refusals
 
 
+@pytest.mark.promise("Accelerate: a loop that would not be protected, or cannot be followed, is an error with a remedy")
 @pytest.mark.parametrize(
     ("found", "reason"),
     [

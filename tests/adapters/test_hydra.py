@@ -174,6 +174,9 @@ def test_peers_that_cannot_be_are_an_error_when_composed(overrides: list[str], m
     assert message in f"{caught.value}\n{caught.value.__cause__}"
 
 
+@pytest.mark.promise(
+    "Hydra: a wrong key or value is an error when composed; a killed run is found again; jobs of a sweep keep apart"
+)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -263,12 +266,18 @@ def test_every_experiment_composes(experiment: str, trainer: str) -> None:
 COMMON = ("memckpt=local_only", "memckpt.redo=lazy", "memckpt.agent.linger_seconds=60")
 
 
+@pytest.mark.promise(
+    "Hydra: a wrong key or value is an error when composed; a killed run is found again; jobs of a sweep keep apart"
+)
 def test_a_killed_run_is_found_again_and_resumed(scripts: Scripts) -> None:
     arguments = ("experiment=gpt_stdlib", *COMMON, "trainer.max_steps=12")
     scripts.survives("examples/train.py", *arguments, kills=["step 7"])
     assert (scripts.directory / "runs" / "gpt_stdlib" / "memckpt").is_dir()
 
 
+@pytest.mark.promise(
+    "Hydra: a wrong key or value is an error when composed; a killed run is found again; jobs of a sweep keep apart"
+)
 @pytest.mark.slow
 def test_each_job_of_a_multirun_has_a_run_of_its_own_and_is_found_again(scripts: Scripts) -> None:
     arguments = ("experiment=digits_cnn", *COMMON, "trainer.max_epochs=1", "model.width=4,8", "--multirun")

@@ -255,6 +255,7 @@ def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> 
 PLAIN = Case("plain")
 
 
+@pytest.mark.promise("Lightning: a run killed at 32 points equals the uninterrupted run")
 @pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
 @pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
@@ -266,6 +267,7 @@ def test_one_run_killed_at_every_point(
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path, **engine))
 
 
+@pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize(
     "case", [PLAIN, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)], ids=lambda case: case.name
 )
@@ -276,6 +278,7 @@ def test_nothing_fails_and_nothing_changes(
     assert_exact(reference(case), found, Run(case, tmp_path))
 
 
+@pytest.mark.promise("Lightning: each feature, with the engine")
 @pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
 @pytest.mark.promise("the loss of every later step")
 @pytest.mark.promise("LR schedulers, gradient scaler")
@@ -323,6 +326,7 @@ def test_loaders_built_before_the_callback_knows_of_it(server: Server, attach: d
     assert "training loaders were built before MemCheckpoint.setup()" in (directory / "log.txt").read_text()
 
 
+@pytest.mark.promise("after the death of agent and trainer a resume from storage is exact")
 @pytest.mark.slow
 def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, reference: Reference, tmp_path: Path) -> None:
     """What each killed trainer leaves goes to storage; then its agent is ended, too."""
@@ -371,6 +375,7 @@ def test_lightning_takes_an_export_as_its_own_checkpoint(
     assert len(found["losses"]) < len(expected["losses"])
 
 
+@pytest.mark.promise("another number of ranks carries over parameters and optimizer state")
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on_behind_the_same_samples(
@@ -404,6 +409,7 @@ def test_a_finished_run_that_is_started_again_ends_where_it_ended(
     assert "from storage in" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.promise("the tests' comparison notices a missing part")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])
 def test_the_comparison_notices_a_part_left_out(
@@ -414,6 +420,7 @@ def test_the_comparison_notices_a_part_left_out(
     assert differences(reference(case), found) != []
 
 
+@pytest.mark.promise("Lightning: each feature, with the engine")
 @pytest.mark.parametrize("engine", [STAND_IN, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["stand-in", "engine"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path) -> None:
@@ -425,6 +432,9 @@ def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, referen
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 @pytest.mark.parametrize("kind", [TopK, pytest.param(RandomK, marks=pytest.mark.slow)])
 def test_two_ranks_with_compressed_averages(
     kind: type[TopK | RandomK], server: Server, reference: Reference, tmp_path: Path
@@ -445,6 +455,7 @@ def test_two_ranks_with_compressed_averages(
         assert noted_encodings(tmp_path / f"encodings-{rank}") == [*["sparse"] * 5, None]
 
 
+@pytest.mark.promise("Lightning: a run killed at 32 points equals the uninterrupted run")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", POINTS, ids=lambda kill: f"{kill[0]}-{kill[1]}")
 def test_each_point(kill: Kill, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path) -> None:
@@ -452,6 +463,7 @@ def test_each_point(kill: Kill, server: Server, reference: Reference, attach: di
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
 
 
+@pytest.mark.promise("Lightning: each feature, with the engine")
 @pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)

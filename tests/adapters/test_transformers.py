@@ -122,6 +122,10 @@ def test_nothing_fails_and_nothing_changes(trainings: Trainings) -> None:
     trainings.survives(Case("plain"), settings(), [])
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: a training killed at 18 points equals the uninterrupted one, including losses, logs and "
+    "`training_loss`"
+)
 def test_killed_in_a_step_in_an_evaluation_and_between_two_epochs(trainings: Trainings) -> None:
     kills: list[Kill] = [("pre_optimizer", 3), ("micro", 6), ("prediction", 2), ("epoch_begin", 1), ("step_end", 2)]
     trainings.survives(Case("plain"), settings(), kills)
@@ -131,6 +135,9 @@ def test_a_module_beside_the_model_and_a_generator_go_on(trainings: Trainings) -
     trainings.survives(Case("second", second=True), settings(), [("pre_optimizer", 6), ("step_begin", 3)])
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: accumulations that do not fill an epoch, clipping, cosine, bf16, evaluations by step"
+)
 @pytest.mark.slow
 def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
     trainings.survives(ACCUMULATED, settings(), [("micro", 9), ("prediction", 2), ("substep_end", 4)])
@@ -153,6 +160,10 @@ def test_the_comparison_notices_what_is_left_out(trainings: Trainings, left_out:
     assert not trainings.lab.agent_answers()  # the training came to its end all the same
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: a training killed at 18 points equals the uninterrupted one, including losses, logs and "
+    "`training_loss`"
+)
 @pytest.mark.slow
 def test_one_training_killed_all_along(trainings: Trainings) -> None:
     attempts = trainings.survives(Case("plain"), settings(), ALL_ALONG)
@@ -165,11 +176,15 @@ def test_killed_at_random_instants(redo: str, trainings: Trainings) -> None:
     assert trainings.survive_chance(ACCUMULATED, settings(redo=redo), random.Random(redo)) > 2
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: accumulations that do not fill an epoch, clipping, cosine, bf16, evaluations by step"
+)
 @pytest.mark.slow
 def test_accumulations_killed_all_along(trainings: Trainings) -> None:
     trainings.survives(ACCUMULATED, settings(), IN_ACCUMULATION)
 
 
+@pytest.mark.promise("transformers.Trainer: workers, samplers, schedulers, optimizers, early stopping; two ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_feature(trainings: Trainings, case: Case) -> None:
@@ -177,12 +192,18 @@ def test_each_feature(trainings: Trainings, case: Case) -> None:
     trainings.survives(case, settings(), kills)
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: accumulations that do not fill an epoch, clipping, cosine, bf16, evaluations by step"
+)
 @pytest.mark.slow
 def test_with_eager_redo(trainings: Trainings) -> None:
     trainings.lab.start_agent()
     trainings.survives(ACCUMULATED, settings(redo="eager"), IN_ACCUMULATION[:4])
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: without memory storage serves; a finished training is recognized as finished"
+)
 @pytest.mark.slow
 def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainings) -> None:
     """What a killed trainer leaves goes to storage; then its agent is ended, too."""
@@ -208,6 +229,9 @@ def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainin
     assert read_catalog(LocalStore(lab.run_dir / "storage")).complete[0].step == 33
 
 
+@pytest.mark.promise(
+    "transformers.Trainer: without memory storage serves; a finished training is recognized as finished"
+)
 @pytest.mark.promise("Trainer arguments that differ from the killed attempt's")
 @pytest.mark.slow
 def test_a_finished_training_is_at_its_end_and_can_be_made_longer(trainings: Trainings) -> None:
@@ -254,6 +278,7 @@ def test_a_checkpoint_file_and_held_state(trainings: Trainings) -> None:
     assert final.outcome(0)["state"] == expected.outcome(0)["state"]
 
 
+@pytest.mark.promise("transformers.Trainer: unsupported features are refused, and no held state is dropped")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -286,6 +311,7 @@ def test_a_callback_without_its_trainer_says_how_to_attach_it(trainings: Trainin
     assert child.wait() == 0, child.log.read_text()
 
 
+@pytest.mark.promise("transformers.Trainer: unsupported features are refused, and no held state is dropped")
 def test_a_trainer_without_the_names_we_rely_on_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -299,6 +325,9 @@ def test_a_trainer_without_the_names_we_rely_on_is_refused(
         verify(object())
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -323,6 +352,7 @@ def test_two_ranks_with_compressed_averages(
         }
 
 
+@pytest.mark.promise("transformers.Trainer: workers, samplers, schedulers, optimizers, early stopping; two ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

@@ -334,6 +334,7 @@ def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.Monkey
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.promise("a model that does not fit into memory is refused before the first step")
 def test_a_budget_larger_than_the_machine_is_no_promise() -> None:
     """Reserving memory that is not there does not fail: the kernel ends a process to find it."""
     with pytest.raises(MemoryBudgetError):

@@ -58,6 +58,7 @@ class StandingAgent:
             channel.close()
 
 
+@pytest.mark.promise("a hung agent delays training only once")
 def test_an_agent_that_leaves_is_gone_also_for_whoever_was_not_told_at_once() -> None:
     """It answers until what it holds is in storage. Training that went on with it had no agent in the end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,6 +122,7 @@ def test_without_an_agent_one_is_started_at_once(again: Reconnection) -> None:
     assert again.due()
 
 
+@pytest.mark.promise("an agent without a sign of life: a slot, an answer, room in its socket")
 def test_an_agent_that_stands_still_is_asked_once(again: Reconnection, agent: StandingAgent) -> None:
     assert not again.due()
     assert not again.due()
@@ -154,6 +156,7 @@ def test_an_agent_that_stands_still_again_and_again_is_used_ever_more_seldom(
     assert pauses == [0.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
 
 
+@pytest.mark.promise("a new agent after the death of the last one")
 @pytest.mark.promise("no new agent can be started")
 def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(again: Reconnection, clock: Clock) -> None:
     def pause(cost: float) -> float:
@@ -181,6 +184,7 @@ def test_where_the_job_waits_for_this_node_there_are_no_pauses(address: AgentAdd
 # Waiting for an agent that is connected
 
 
+@pytest.mark.promise("an agent that is alive but does not answer: memory for a generation, an order")
 def test_an_agent_that_is_busy_and_answers_is_waited_for(address: AgentAddress, agent: StandingAgent) -> None:
     """A record may take longer than the time limit for answers, as long as the loop answers."""
     sock = address.connect()
@@ -197,6 +201,7 @@ def test_an_agent_that_is_busy_and_answers_is_waited_for(address: AgentAddress, 
     client.abandon()
 
 
+@pytest.mark.promise("eager redo that is slower than training")
 def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
     address: AgentAddress, agent: StandingAgent
 ) -> None:
@@ -218,6 +223,7 @@ def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
     client.abandon()
 
 
+@pytest.mark.promise("an agent without a sign of life: a slot, an answer, room in its socket")
 @pytest.mark.promise("agent that is stopped, not dead")
 def test_training_goes_on_without_a_stopped_agent_and_with_it_when_it_goes_on(lab: Lab) -> None:
     agent = lab.start_agent()

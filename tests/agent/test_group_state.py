@@ -72,6 +72,7 @@ class Unit:
         self.group.commit(rank, message, self.attempt)
 
 
+@pytest.mark.promise("a rank that dies while it writes a generation costs no other rank its state")
 @pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)]], ids=["a-rank-each", "two-share"])
 @given(data=st.data())
 @settings(max_examples=120, deadline=None)

@@ -88,6 +88,7 @@ def test_a_manager_that_does_not_listen_is_a_warning(
 # Restarts
 
 
+@pytest.mark.promise("an agent beside the job replaces one that would die with the trainers, and no other")
 def test_a_second_agent_ends_with_status_7_and_is_not_started_again(lab: Lab, home: Home, agent: Service) -> None:
     """Of an agent that nobody trains with it is not known what it is kept for: it is left alone."""
     first = lab.start_agent()
@@ -102,6 +103,9 @@ def test_a_second_agent_ends_with_status_7_and_is_not_started_again(lab: Lab, ho
     lab.stop()
 
 
+@pytest.mark.promise(
+    "under the shipped systemd units a killed trainer resumes from memory, a stopped machine from storage"
+)
 @pytest.mark.promise("the machine, the container with both, the cgroup with both, without peers")
 def test_a_run_under_the_shipped_unit_goes_on_from_memory_then_from_storage(
     lab: Lab, home: Home, agent: Service
@@ -129,6 +133,7 @@ def test_a_run_under_the_shipped_unit_goes_on_from_memory_then_from_storage(
     lab.check_same(PLAIN, died, again, final)
 
 
+@pytest.mark.promise("an agent beside the job replaces one that would die with the trainers, and no other")
 def test_an_agent_beside_the_job_takes_over_from_one_that_would_die_with_it(
     lab: Lab, home: Home, agent: Service
 ) -> None:
@@ -159,6 +164,9 @@ def test_an_agent_beside_the_job_takes_over_from_one_that_would_die_with_it(
 # Both units
 
 
+@pytest.mark.promise(
+    "under the shipped systemd units a killed trainer resumes from memory, a stopped machine from storage"
+)
 @pytest.mark.slow
 def test_both_shipped_units(lab: Lab, home: Home, agent: Service) -> None:
     """New processes all along, as under a manager."""
@@ -188,6 +196,9 @@ def test_both_shipped_units(lab: Lab, home: Home, agent: Service) -> None:
         train.close()
 
 
+@pytest.mark.promise(
+    "under the shipped systemd units a killed trainer resumes from memory, a stopped machine from storage"
+)
 @pytest.mark.slow
 def test_both_shipped_units_under_systemd_itself(lab: Lab, home: Home) -> None:
     """Its control groups, its restarts, its order of starts."""

@@ -228,6 +228,10 @@ def ring() -> Iterator[SlotRing]:
         del ring
 
 
+@pytest.mark.promise(
+    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
+    " no restorable record, and gets its own values back"
+)
 def test_a_generation_at_whose_start_ranks_disagree_replaces_none() -> None:
     unit = Unit(ring_spec(2, 1, 3, ("average",)))
     with closing(unit.group):
@@ -310,6 +314,10 @@ def test_each_of_them_is_staged_by_one_rank() -> None:
     assert [len({one[position] for one in places}) for position in range(3)] == [2, 1, 1]
 
 
+@pytest.mark.promise(
+    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
+    " no restorable record, and gets its own values back"
+)
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: bool) -> None:
     outcomes: list[Any] = []
@@ -509,6 +517,10 @@ UNITS = pytest.mark.parametrize("units", [(2,), (3,), (2, 1), (2, 2)], ids=str)
 LATE = pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 
 
+@pytest.mark.promise(
+    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
+    " no restorable record, and gets its own values back"
+)
 @pytest.mark.promise(
     "all ranks of a node, just after ranks that share an average or a large buffer began to differ in it"
 )

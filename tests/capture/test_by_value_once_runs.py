@@ -37,6 +37,10 @@ def events(job: Job, event: str) -> list[list[dict[str, Any]]]:
     return [[each for each in journal if each["event"] == event] for journal in journals]
 
 
+@pytest.mark.promise(
+    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
+    " no restorable record, and gets its own values back"
+)
 def test_each_rank_gets_it_back_and_the_repeated_step_is_equal(lab: Lab) -> None:
     job = job_of(lab)
     last = survives(lab, job, [Death("all", 5, "committed"), Death(1, 8, "stepped"), Death(0, 10, "backward")], [10])
@@ -59,6 +63,10 @@ def test_memory_has_it_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.promise(
+    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
+    " no restorable record, and gets its own values back"
+)
+@pytest.mark.promise(
     "all ranks of a node, just after ranks that share an average or a large buffer began to differ in it"
 )
 @pytest.mark.parametrize(
@@ -79,6 +87,10 @@ def test_a_bit_that_flips_on_one_rank_is_that_rank_s_own(lab: Lab, death: Death,
         assert "average.middle.weight" not in rank[-1]["names"]
 
 
+@pytest.mark.promise(
+    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
+    " no restorable record, and gets its own values back"
+)
 @pytest.mark.parametrize(
     ("death", "resumed"),
     [

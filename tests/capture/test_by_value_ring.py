@@ -273,6 +273,10 @@ Rings.TestCase.settings = settings(
 TestRings = Rings.TestCase
 
 
+@pytest.mark.promise(
+    "averages and buffers are held for every record that can be restored, in whatever order ranks stage, commit and"
+    " die; overwritten ones are neither promised, sent, logged nor restored"
+)
 def test_what_is_overwritten_is_not_promised() -> None:
     held = Held(ring_spec(1, 2, 3, 4), base=2)
     with closing(held.generation):
@@ -317,6 +321,10 @@ def records() -> Iterator[Records]:
         yield records
 
 
+@pytest.mark.promise(
+    "averages and buffers are held for every record that can be restored, in whatever order ranks stage, commit and"
+    " die; overwritten ones are neither promised, sent, logged nor restored"
+)
 def test_a_record_without_its_by_value_tensors_is_not_sent(records: Records) -> None:
     """Its bytes would be others than those that another holder has of it."""
     with closing(records.source()) as source:
@@ -362,6 +370,10 @@ def test_bytes_that_lie_in_no_room_are_refused(extent: Extent) -> None:
         reader._target(extent)
 
 
+@pytest.mark.promise(
+    "averages and buffers are held for every record that can be restored, in whatever order ranks stage, commit and"
+    " die; overwritten ones are neither promised, sent, logged nor restored"
+)
 def test_the_log_says_when_it_was_too_late_for_by_value_tensors(records: Records, tmp_path: Any) -> None:
     spec = records.spec
     timeline = Timeline(1, "a")
@@ -376,6 +388,10 @@ def test_the_log_says_when_it_was_too_late_for_by_value_tensors(records: Records
         assert (in_time.hole, in_time.taken) == ("", 11)
 
 
+@pytest.mark.promise(
+    "averages and buffers are held for every record that can be restored, in whatever order ranks stage, commit and"
+    " die; overwritten ones are neither promised, sent, logged nor restored"
+)
 def test_a_restore_looks_at_the_stamps_of_by_value_tensors() -> None:
     spec = ring_spec(1, 2, 2, 3)
     layout = Layout(spec)
@@ -412,6 +428,10 @@ def hold_few(control: Control) -> None:
     SlotWriter.start_generation = noting  # type: ignore[method-assign]
 
 
+@pytest.mark.promise(
+    "averages and buffers are held for every record that can be restored, in whatever order ranks stage, commit and"
+    " die; overwritten ones are neither promised, sent, logged nor restored"
+)
 @pytest.mark.promise(
     "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
     "averaged models outside the model"

@@ -33,6 +33,10 @@ def last_captured(step: int, every: int, base: int) -> int:
     return max(base, step // every * every)
 
 
+@pytest.mark.promise(
+    "optimizers with hidden state, random numbers or norms over all tensors, and LBFGS, are detected, captured and "
+    "resumed exactly"
+)
 @pytest.mark.promise("an optimizer whose step depends on more than gradients, groups and state")
 @pytest.mark.promise(
     "attributes and state of an optimizer that can be neither copied nor encoded; a module removed while training runs"
@@ -67,6 +71,10 @@ def test_an_optimizer_that_can_be_redone_is(lab: Lab, redo: str) -> None:
     assert not any("cannot be redone" in attempt.log for attempt in attempts)
 
 
+@pytest.mark.promise(
+    "optimizers with hidden state, random numbers or norms over all tensors, and LBFGS, are detected, captured and "
+    "resumed exactly"
+)
 @EVERY
 @pytest.mark.parametrize("case", QUASI_CASES, ids=by_name)
 def test_lbfgs(lab: Lab, case: Case, every: int) -> None:
@@ -76,6 +84,7 @@ def test_lbfgs(lab: Lab, case: Case, every: int) -> None:
     assert "LBFGS evaluates the loss several times" in attempts[0].of("attached")[0]["text"]
 
 
+@pytest.mark.promise("an optimizer's step under `torch.compile` is captured by value")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", [COMPILED_STEP, pytest.param(COMPILED_LATER, marks=pytest.mark.slow)], ids=by_name)
 def test_a_compiled_step_is_captured(lab: Lab, case: Case) -> None:
@@ -85,6 +94,10 @@ def test_a_compiled_step_is_captured(lab: Lab, case: Case) -> None:
     assert [attempt.end["mode"] for attempt in attempts[-1:]] == ["snapshot"]
 
 
+@pytest.mark.promise(
+    "optimizers with hidden state, random numbers or norms over all tensors, and LBFGS, are detected, captured and "
+    "resumed exactly"
+)
 @pytest.mark.promise("trainer, if the state is captured every N steps")
 @pytest.mark.promise("any")
 @EVERY
@@ -97,6 +110,7 @@ def test_capture_as_configured(lab: Lab, every: int) -> None:
     assert lost == [step - back for step, back in zip((2, 6, 12, 17), expected, strict=True) if back is not None]
 
 
+@pytest.mark.promise("a kill during a capture falls back to the previous one")
 @pytest.mark.parametrize("name", ["_stage_piece", "stage_by_value"])
 def test_a_kill_while_a_capture_is_written_resumes_from_the_one_before(lab: Lab, name: str) -> None:
     def prepare(control: Control) -> None:

@@ -28,6 +28,10 @@ def check_every(period: int, attempts: Sequence[Ended]) -> None:
     assert all(done == (step % period == 0) for step, done in committed(attempts).items())
 
 
+@pytest.mark.promise(
+    "exact with optimizers that accumulate at different intervals, deferred reductions, zero gradients, discarded "
+    "gradients"
+)
 @pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 def test_gradients_wait_for_the_optimizer_that_owns_them(lab: Lab, redo: str) -> None:
     """Another one's step is none of theirs."""

@@ -162,6 +162,10 @@ HONEST: dict[str, Make] = {
 }
 
 
+@pytest.mark.promise(
+    "optimizers with hidden state, random numbers or norms over all tensors, and LBFGS, are detected, captured and "
+    "resumed exactly"
+)
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_optimizer_passes(name: str) -> None:
     assert verdicts_of(HONEST[name]) == [None] * (STEPS - 1) + [""]

@@ -279,6 +279,9 @@ def test_the_failure_of_an_earlier_checkpoint_is_not_that_of_the_final_step(make
     assert not node.saver.saving
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 def test_what_is_committed_while_the_record_before_is_written_is_written_then(make: Any) -> None:
     """The agent was told to end at the last step but one; then training finished."""
     node = make(min_seconds=3600, mode="replica")

@@ -69,6 +69,10 @@ def looks(node: Node) -> int:
     return count
 
 
+@pytest.mark.promise(
+    "a full storage is retried with growing intervals, and used for the next step once it has room; the log leaves "
+    "room for a checkpoint, and ends with one"
+)
 def test_a_checkpoint_that_fails_is_tried_again_ever_more_seldom(make: Callable[..., Node]) -> None:
     node = make(mode="replica", min_seconds=0.5, overhead=1.0)
     waited = [fail(node) for _ in range(10)]

@@ -27,6 +27,7 @@ def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.promise("the first steps are in storage soon, and the writer process is running before it is needed")
 def test_the_writer_is_ready_before_it_is_needed(lab: Lab) -> None:
     """And it alone imports torch, the agent does not."""
 

@@ -129,6 +129,7 @@ def test_every_field_of_every_dataclass_is_an_option() -> None:
     assert OTHER_VALUES.keys() == fields - {"storage", "peers", "compression"}
 
 
+@pytest.mark.promise("a flag sets its field and no other; `--resume` works as described, also with LightningCLI")
 @pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
 def test_each_option_sets_its_field_and_no_other(setting: Setting) -> None:
     text, value = OTHER_VALUES[setting.path]
@@ -307,6 +308,7 @@ FIT = ("fit", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu")
 CONFIG = ("--memckpt.storage", "null", "--memckpt.redo", "lazy", "--memckpt.agent.linger_seconds", "60")
 
 
+@pytest.mark.promise("a flag sets its field and no other; `--resume` works as described, also with LightningCLI")
 @pytest.mark.slow
 def test_an_application_is_killed_and_resumes_as_its_flag_says(scripts: Scripts) -> None:
     arguments = (*FIT, "--run_dir", "run", *CONFIG)

@@ -79,6 +79,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.promise("a chain of killed runs sees the data of one run")
 @pytest.mark.promise(
     "data position, workers' generators, and those of everything below dataset, samplers and collate function: "
     "transforms, lists, what functions name (made at once, or with the first sample)"
@@ -289,6 +290,7 @@ def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
 # -- errors
 
 
+@pytest.mark.promise("other data, or a sampler that does not repeat itself, is detected")
 @pytest.mark.promise(
     "an own `__iter__`, `in_order=False`, `SystemRandom`, a sampler that keeps too much state or draws too "
     "often, a number that a dataset counts"
@@ -305,6 +307,7 @@ def test_a_sampler_that_draws_too_often_between_the_steps_is_said(tmp_path: Path
         assert ("LazyGlobal draws from a global generator" in (data.unreplayable(loader) or "")) is (drawn > 9)
 
 
+@pytest.mark.promise("other data, or a sampler that does not repeat itself, is detected")
 @pytest.mark.promise("a sampler that does not repeat its indices")
 @each_kind_of_workers
 @pytest.mark.parametrize(("samples", "message"), [(SAMPLES + 1, "does not repeat"), (BATCH, "ended after 1 batches")])

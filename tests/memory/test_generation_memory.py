@@ -159,6 +159,10 @@ PHASES = {
 ORDINARY = {("lazy", "committed"), ("lazy", "asked"), ("eager", "asked")}
 
 
+@pytest.mark.promise(
+    "a kill in any phase of a new base, from its reservation to the slots of its log, falls back to the newest "
+    "usable one"
+)
 @pytest.mark.parametrize(
     ("redo", "phase"),
     [
@@ -199,6 +203,7 @@ def fail_to_reserve(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(Region, "reserve", reserve)
 
 
+@pytest.mark.promise("a new base whose slots cannot be reserved is kept, and the gap is reported")
 @REDO
 def test_where_the_slots_cannot_be_had_that_is_said_and_the_start_is_kept(
     lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +220,7 @@ def test_where_the_slots_cannot_be_had_that_is_said_and_the_start_is_kept(
     lab.check_same(CASE, died, final)
 
 
+@pytest.mark.promise("a new base whose slots cannot be reserved is kept, and the gap is reported")
 @REDO
 def test_a_start_without_slots_is_resumed_and_gets_them_then(
     lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch

@@ -278,6 +278,10 @@ def test_slots_of_a_generation_that_was_dropped_are_asked_for_in_vain(node: Call
     assert one.heard[0, 1] == [SlotsMade(7, dropped=True)]
 
 
+@pytest.mark.promise(
+    "a kill in any phase of a new base, from its reservation to the slots of its log, falls back to the newest "
+    "usable one"
+)
 @pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)], [(0, 1, 2)]], ids=["alone", "two", "all-share"])
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)

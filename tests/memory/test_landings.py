@@ -128,6 +128,7 @@ def test_what_was_changed_before_the_step_is_not_as_backward_made_it(bench: Benc
     assert bench.found(RECORD)[0] == (1, 1.0)
 
 
+@pytest.mark.promise("a partly copied gradient is never taken for complete")
 @pytest.mark.parametrize("seed", range(40))
 def test_no_copy_on_its_way_is_taken_for_whole(seed: int) -> None:
     """Copies that arrive late, in parts and behind others, and gradients that are made again meanwhile."""

@@ -50,6 +50,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     kernel.go_on()
 
 
+@pytest.mark.promise(
+    "a replicator keeps answering its peers while it reserves much memory, or while its agent makes a replica"
+)
 def test_memory_comes_in_chunks_and_says_how_far_it_is(kernel: Kernel) -> None:
     made = Reservation("x", 5 * CHUNK + 1)
     with closing(made):

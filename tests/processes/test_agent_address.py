@@ -35,6 +35,9 @@ def address(tmp_path: Path) -> AgentAddress:
     return AgentAddress.of(tmp_path, "node")
 
 
+@pytest.mark.promise(
+    "an agent is found whatever happens to the environment, and survives a kill of the trainer's process tree"
+)
 def test_runs_and_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
@@ -112,6 +115,7 @@ def test_an_agent_that_lives_and_cannot_be_reached_is_named(
         address.connect()
 
 
+@pytest.mark.promise("a new agent after the death of the last one")
 def test_an_agent_that_accepts_nothing_is_not_waited_for_long(
     address: AgentAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +192,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
         AgentAddress.of(tmp_path / "file", "node").listen()
 
 
+@pytest.mark.promise("a new agent after the death of the last one")
 def test_starters_wait_for_each_other_and_not_for_a_dead_one(lab: Lab) -> None:
     address = AgentAddress.of(lab.directory)
     read_fd, write_fd = os.pipe()
@@ -367,6 +372,7 @@ def test_an_agent_that_cannot_start_says_why(lab: Lab, monkeypatch: pytest.Monke
             launch.spawn_agent(AgentAddress.of(lab.run_dir), AgentConfig())
 
 
+@pytest.mark.promise("a new agent after the death of the last one")
 def test_an_agent_that_does_not_answer_in_time_is_ended(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both the process that starts it and the agent itself, which is named by the first."""
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

@@ -35,6 +35,7 @@ def test_demo_begins_warm_from_its_second_restart_on(capsys: pytest.CaptureFixtu
     assert "Equal, bit for bit" in said, said
 
 
+@pytest.mark.promise("the demo's verdict notices one changed weight")
 @pytest.mark.slow
 def test_demo_sees_one_changed_weight(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--steps", "16", "--kills", "1", "--sabotage"]) == 1

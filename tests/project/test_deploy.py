@@ -44,6 +44,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 # systemd
 
 
+@pytest.mark.promise("the manifests in `deploy/` conform to their schemas")
 @pytest.mark.parametrize("name", UNIT_FILES)
 def test_every_setting_of_a_unit_is_one_that_its_section_has(name: str) -> None:
     unknown = {

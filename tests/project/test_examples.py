@@ -24,6 +24,7 @@ def scripts(_examples_imported: None, lab: Lab) -> Iterator[Scripts]:
     return Scripts(lab)
 
 
+@pytest.mark.promise("each example, killed and restarted, ends with the weights of an uninterrupted run")
 def test_lightning_gpt(scripts: Scripts) -> None:
     arguments = ("--run-dir", "run", "--steps", "12", *LOCAL)
     scripts.survives("examples/lightning_gpt.py", *arguments, kills=["step 7"])

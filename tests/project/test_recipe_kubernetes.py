@@ -95,6 +95,10 @@ def digests() -> set[str]:
     return set()
 
 
+@pytest.mark.promise(
+    "lost nodes are replaced by spare ones under torchrun, Slurm and Kubernetes (simulated), and training goes on "
+    "from peers while the other nodes' agents keep running"
+)
 @pytest.mark.parametrize("what", ["nothing", "container", "pod"])
 def test_training_goes_on_behind_its_last_step(pods: Pods, digests: set[str], what: str) -> None:
     for index in range(2):

@@ -109,6 +109,10 @@ def digests() -> set[str]:
     return set()
 
 
+@pytest.mark.promise(
+    "lost nodes are replaced by spare ones under torchrun, Slurm and Kubernetes (simulated), and training goes on "
+    "from peers while the other nodes' agents keep running"
+)
 @pytest.mark.parametrize("what", ["rank", "node"])
 def test_training_goes_on_behind_its_last_step(slurm: Slurm, digests: set[str], what: str) -> None:
     assert "Submitted batch job 1" in slurm.ask("sbatch", "spare.sbatch")

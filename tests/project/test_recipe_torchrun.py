@@ -66,6 +66,10 @@ class Node:
             self.process.kill()
 
 
+@pytest.mark.promise(
+    "lost nodes are replaced by spare ones under torchrun, Slurm and Kubernetes (simulated), and training goes on "
+    "from peers while the other nodes' agents keep running"
+)
 def test_a_spare_node_starts_when_a_node_is_gone_or_has_failed_and_not_when_one_has_finished(places: str) -> None:
     nodes = [Node(places) for _ in range(2)]
     assert all(node.is_placed() for node in nodes)

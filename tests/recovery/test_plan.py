@@ -94,6 +94,7 @@ class Node:
             del self.contents[record]
 
 
+@pytest.mark.promise("all ranks make the same plan, and abandoned timelines are not part of it")
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_plan_is_the_newest_record_with_the_same_contents_everywhere(data: st.DataObject) -> None:
@@ -150,6 +151,7 @@ def test_the_timeline_of_a_record_follows_the_branches() -> None:
     assert timeline_of(history[:1], 6) is None
 
 
+@pytest.mark.promise("all ranks make the same plan, and abandoned timelines are not part of it")
 def test_going_back_behind_an_earlier_branch_point_hides_what_was_between() -> None:
     """Left 1 at record 10, then 2 at record 4: records 5 to 10 of timeline 1 are off the history."""
     history: tuple[Branch, ...] = ()
@@ -177,6 +179,7 @@ def test_never_drops_whatever_is_held() -> None:
     assert not nothing.discard
 
 
+@pytest.mark.promise("all ranks make the same plan, and abandoned timelines are not part of it")
 def test_another_world_size_is_refused() -> None:
     with pytest.raises(ForeignStateError, match="holds a run of 4 ranks with other shards"):
         planned([held("a", range(3, 8))], "auto", 2, "n")

@@ -147,6 +147,9 @@ def _mend(control: Control) -> None:
     control.training.temperature = 1.0
 
 
+@pytest.mark.promise(
+    "a difference in a repeated step is reported, whatever its cause, and training goes on from the held state"
+)
 @pytest.mark.promise("*different*")
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_each_fault_is_named_and_training_goes_on_from_what_was_held(lab: Lab, redo: str) -> None:
@@ -181,6 +184,7 @@ def _refused(lab: Lab, **arguments: Any) -> str:
     return ended.log
 
 
+@pytest.mark.promise('`resume_check="require"` ends training and keeps the held state')
 def test_require_ends_training_and_leaves_what_is_held(lab: Lab) -> None:
     settings = config(resume_check="require")
     lab.train(FRAGILE, settings, actions={("after commit", 9): kill_self})
@@ -213,6 +217,9 @@ def _resumed(lab: Lab, step: int, settings: Any, again: Any = None, **arguments:
     return ended
 
 
+@pytest.mark.promise(
+    "a difference in a repeated step is reported, whatever its cause, and training goes on from the held state"
+)
 @pytest.mark.promise("*equal*, with `no step was compared`")
 @pytest.mark.parametrize(
     ("step", "arguments", "reason"),
@@ -266,6 +273,7 @@ def test_without_what_comes_behind_it_a_captured_state_is_proved_by_its_sample(l
     assert ended.verdict[1].endswith("; no step was compared: state is copied every 4 steps, and no step is redone")
 
 
+@pytest.mark.promise("a death in the repeated step, of trainer or agent, loses nothing")
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_a_death_in_the_repeated_step_loses_nothing(lab: Lab, redo: str) -> None:
     kills = [("after commit", 9), ("backward", 9), ("in commit", 9), ("before batch", 9)]
@@ -273,6 +281,7 @@ def test_a_death_in_the_repeated_step_loses_nothing(lab: Lab, redo: str) -> None
     assert attempts[-1].verdict[0] == "equal"
 
 
+@pytest.mark.promise("a death in the repeated step, of trainer or agent, loses nothing")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_an_agent_that_dies_in_the_repeated_step(lab: Lab, redo: str) -> None:
     """What lazy redo needs is mapped in this process, too; the replica was to go on by one record."""

@@ -48,6 +48,9 @@ def kill_and_resume(lab: Lab, case: Case, redo: str, kill: tuple[str, int], **re
     return ended
 
 
+@pytest.mark.promise(
+    "the first gradients of a resume equal those that the dead attempt left, or a difference is reported"
+)
 @REDO
 def test_gradients_are_compared_wherever_one_had_landed_and_the_sample_elsewhere(lab: Lab, redo: str) -> None:
     kills = [("backward", 4), ("before step", 6), ("after step", 8), ("in commit", 10), ("forward", 12)]
@@ -138,6 +141,9 @@ def other_parameter(control: Control) -> None:
 
 
 @pytest.mark.promise(
+    "the first gradients of a resume equal those that the dead attempt left, or a difference is reported"
+)
+@pytest.mark.promise(
     "an attribute that a dataset reads and that changes within an epoch, named in `attributes` or not: loaders "
     "read ahead of training, and workers hold copies"
 )
@@ -194,6 +200,7 @@ def test_a_difference_of_a_lost_generator_shows_on_dropout(lab: Lab) -> None:
 # What is compared
 
 
+@pytest.mark.promise("a partly copied gradient is never taken for complete")
 def test_a_gradient_that_was_being_copied_is_not_compared(lab: Lab) -> None:
     """The trainer dies in the middle of a copy: what is half written has no mark."""
 

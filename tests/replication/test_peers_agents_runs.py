@@ -40,6 +40,7 @@ slow = pytest.mark.slow
 # Records on their way
 
 
+@pytest.mark.promise('acknowledgements that keep coming, with `ack="wait"`')
 @pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
@@ -69,6 +70,10 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
 # Agents and replicators die, training goes on
 
 
+@pytest.mark.promise(
+    "agents and replicators may die in mid-run, repeatedly: training goes on according to `ack`, and protection "
+    "becomes complete again by itself"
+)
 @pytest.mark.parametrize(
     ("setup", "ack", "redo", "who", "dies"),
     [
@@ -139,6 +144,11 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
 # Agents and replicators stand still, training goes on
 
 
+@pytest.mark.promise("this node's replicator: stopped, deadlocked, dead")
+@pytest.mark.promise(
+    "a stopped or deadlocked replicator is killed and replaced, a busy one is not; no acknowledged record is lost "
+    "with it"
+)
 @slow
 @pytest.mark.parametrize(
     ("setup", "redo", "who"),
@@ -166,6 +176,11 @@ def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lo
     goes_on(last, *bounds(died))
 
 
+@pytest.mark.promise("a silent node whose trainers are known to be alive")
+@pytest.mark.promise(
+    "if the replicator or the agent of a node hangs, or both, training that waits for peers goes on without the "
+    "node after a deadline, reports it, and is protected again when the node is back"
+)
 @pytest.mark.parametrize(
     ("setup", "redo", "who", "stops"),
     [

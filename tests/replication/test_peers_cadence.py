@@ -19,6 +19,10 @@ def said(record: int = 10, **fields: int | bool) -> list[Acknowledged]:
     return [Acknowledged(name, record, record, True, **fields) for name in NAMES]  # type: ignore[arg-type]
 
 
+@pytest.mark.promise(
+    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
+    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+)
 def test_states_follow_each_other_as_soon_as_the_last_one_is_everywhere() -> None:
     cadence = Cadence()
     assert cadence.look(said(), newest=20, watermark=10) == 10

@@ -45,6 +45,10 @@ def until_one_is_there(rank: PeersRank) -> None:
     rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)
 
 
+@pytest.mark.promise(
+    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
+    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+)
 @pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @slow
 @pytest.mark.parametrize("redo", ["lazy", "eager"])

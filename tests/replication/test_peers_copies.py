@@ -31,6 +31,7 @@ def test_copies_are_on_as_many_other_nodes_as_may_be_lost(tolerate: int) -> None
         assert len(nodes_with(f"node{index}", tolerate)) == tolerate + 1
 
 
+@pytest.mark.promise("the same with copies")
 @pytest.mark.parametrize(
     ("setup", "tolerate", "redo"),
     [
@@ -51,6 +52,7 @@ def test_as_many_nodes_as_there_are_copies_may_be_lost(lab: Lab, setup: Setup, t
     survives(lab, peers_job(lab, setup, peers_config(1, tolerate, redo)), deaths, protected_before=1)
 
 
+@pytest.mark.promise("the same with copies")
 @slow
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_copies_serve_wherever_two_nodes_are_lost(lab: Lab, redo: str) -> None:
@@ -59,6 +61,10 @@ def test_copies_serve_wherever_two_nodes_are_lost(lab: Lab, redo: str) -> None:
     survives(lab, peers_job(lab, FSDP, peers_config(1, 2, redo), last_step=12), deaths, protected_before=1)
 
 
+@pytest.mark.promise(
+    "after more losses than tolerated, or before protection is complete, storage serves, with the same step for all"
+    " ranks"
+)
 @slow
 @pytest.mark.parametrize("tolerate", [1, 2])
 def test_storage_serves_when_all_copies_are_lost(lab: Lab, tolerate: int) -> None:

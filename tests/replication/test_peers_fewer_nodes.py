@@ -24,6 +24,10 @@ def coded(data: int, tolerate: int, redo: str) -> MemckptConfig:
     return peers_config(data, tolerate, redo, storage=StorageConfig(every_steps=1000))
 
 
+@pytest.mark.promise(
+    "after a loss of nodes without replacement fewer nodes go on from the newest step that peers have, element for "
+    "element"
+)
 @pytest.mark.parametrize(
     ("before", "after", "names", "settings"),
     [

@@ -135,6 +135,10 @@ def content(holder: FragmentStore) -> dict[tuple[int, int], tuple[Fragment, byte
     return {key: (one[0], bytes(one[1])) for key, one in found.items() if one is not None}
 
 
+@pytest.mark.promise(
+    "fragments survive the replicator that kept them, whether it dies in training, between attempts or in a "
+    "recovery; dropped or incomplete ones are not used"
+)
 def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
@@ -160,6 +164,9 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     assert memory.rooms == {}
 
 
+@pytest.mark.promise(
+    "fragments of a holder that is back are compared with those sent again, and dropped if they differ"
+)
 def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
@@ -191,6 +198,10 @@ def drop_beyond(holder: FragmentStore) -> None:
     holder.begin_attempt("a2", 3, CODE)
 
 
+@pytest.mark.promise(
+    "fragments survive the replicator that kept them, whether it dies in training, between attempts or in a "
+    "recovery; dropped or incomplete ones are not used"
+)
 @pytest.mark.parametrize(
     "drop",
     [lambda holder: holder.abandon((0, 1), "g", 4), drop_beyond],
@@ -207,6 +218,10 @@ def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[F
     assert adopted(memory).held(lambda window: None)[0].records == (3,)
 
 
+@pytest.mark.promise(
+    "fragments survive the replicator that kept them, whether it dies in training, between attempts or in a "
+    "recovery; dropped or incomplete ones are not used"
+)
 @pytest.mark.parametrize("present", range(3))
 def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, present: int) -> None:
     """Neither where a former record of the slot had more stripes."""
@@ -423,6 +438,10 @@ def test_nothing_is_taken_outside_of_its_attempt(records: Records) -> None:
     assert shelf.records() == [3]
 
 
+@pytest.mark.promise(
+    "a silent node is asked again if a resume would go back further without it, and its fragments are not dropped "
+    "before a new attempt is protected"
+)
 def test_an_attempt_goes_on_with_what_it_builds_on(records: Records) -> None:
     shelf = Shelf()
     shelf.fragment_store.open(records.window("g", CODE))

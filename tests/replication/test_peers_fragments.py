@@ -86,6 +86,9 @@ LIES: dict[str, Callable[[Code, Candidate], Candidate]] = {
 }
 
 
+@pytest.mark.promise(
+    "damaged fragments, and peers that send wrong data, are named and left out, as far as the code tolerates"
+)
 @pytest.mark.parametrize("length", [1, 2, 5, 300, STRIPE_BYTES])
 def test_any_k_fragments_make_the_stripe(code: Code, length: int) -> None:
     data = (STRIPE * (STRIPE_BYTES // len(STRIPE) + 1))[:length]

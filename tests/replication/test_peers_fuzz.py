@@ -94,6 +94,9 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
             context.destroy(linger=0)
 
 
+@pytest.mark.promise(
+    "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
+)
 @pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @given(messages=st.lists(st.lists(st.binary(max_size=200), min_size=1, max_size=6), max_size=5))
 @FUZZ

@@ -127,6 +127,7 @@ OPERATIONS = st.tuples(
 )
 
 
+@pytest.mark.promise("over an interrupted or slow network everything is delivered once, in order, with bounded memory")
 @given(operations=st.lists(OPERATIONS, max_size=120))
 @settings(max_examples=300, deadline=None)
 def test_all_arrives_once_and_in_order(operations: list[tuple[str, int, int]]) -> None:

@@ -67,6 +67,11 @@ def _short_stripes() -> Iterator[None]:
         yield
 
 
+@pytest.mark.promise("a replica that stays one record behind for that always has this record, and the acknowledged one")
+@pytest.mark.promise(
+    "whichever nodes are lost at whatever point of the protocol, the newest watermark that a survivor has seen can "
+    "be produced, and never wrong bytes"
+)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @given(data=st.data())
@@ -165,6 +170,10 @@ def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: 
         job.close()
 
 
+@pytest.mark.promise(
+    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
+    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+)
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.cadence], ids=str)
 def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) -> None:
     """Survivors go back to it as well, however far they have got since."""

@@ -33,6 +33,8 @@ def node_on(network: Network, number: int, keys: Keys | None) -> Node:
         return Node("ab"[number], keys, host=network.addresses[number], window_bytes=WINDOW)
 
 
+@pytest.mark.promise('acknowledgements that keep coming, with `ack="wait"`')
+@pytest.mark.promise("over an interrupted or slow network everything is delivered once, in order, with bounded memory")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", ["cut", "unplug"])
 def test_a_network_that_was_away_loses_nothing(network: Network, keys: Keys | None, way: str) -> None:

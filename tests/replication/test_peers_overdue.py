@@ -18,6 +18,10 @@ from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, 
 from tests.support.cluster.replicator_node import Node
 
 
+@pytest.mark.promise(
+    "if the replicator or the agent of a node hangs, or both, training that waits for peers goes on without the "
+    "node after a deadline, reports it, and is protected again when the node is back"
+)
 def test_time_counts_from_the_last_progress_and_only_while_somebody_looks() -> None:
     overdue, now = Overdue(10.0), 0.0
 
@@ -38,6 +42,7 @@ def test_time_counts_from_the_last_progress_and_only_while_somebody_looks() -> N
     assert after(9, b=1) == {"b"}
 
 
+@pytest.mark.promise("a silent node that may be lost")
 def test_a_silent_node_is_not_waited_for_once_its_trainers_are_known_to_live() -> None:
     absence, now = Absence(10.0), 0.0
 
@@ -87,6 +92,7 @@ def passed(node: Node) -> WatermarkAdvanced:
     return next(one for one in reversed(node.wire.told) if isinstance(one, WatermarkAdvanced))
 
 
+@pytest.mark.promise("acknowledgements of a node that sends none, or only refuses records")
 def test_training_does_not_wait_for_a_holder_that_acknowledges_nothing(node: Node) -> None:
     limit = int(node.job.ack_timeout_seconds)
     one, other = others(node)
@@ -102,6 +108,7 @@ def test_training_does_not_wait_for_a_holder_that_acknowledges_nothing(node: Nod
     assert not works(node, 2 * limit).lost, "it has all that there is"
 
 
+@pytest.mark.promise("acknowledgements of a node that sends none, or only refuses records")
 def test_a_holder_that_only_refuses_acknowledges_nothing(node: Node) -> None:
     one, other = others(node)
     records = sorted(record for record in node.records["abc".index(node.name)].held)
@@ -129,6 +136,7 @@ def test_training_that_does_not_wait_for_peers_waits_for_none(node: Node) -> Non
     assert not works(node, 3 * int(node.job.ack_timeout_seconds)).lost
 
 
+@pytest.mark.promise("a silent node whose trainers are known to be alive")
 def test_a_silent_node_is_given_up_by_the_leader_and_a_silent_leader_by_all(node: Node) -> None:
     limit, silent = int(node.job.ack_timeout_seconds), others(node)[0]
     store(node, others(node)[1], STATIC, *sorted(node.records["abc".index(node.name)].held))
@@ -151,6 +159,7 @@ def test_a_silent_node_is_given_up_by_the_leader_and_a_silent_leader_by_all(node
     assert not node.member.watermark.waits_suspended
 
 
+@pytest.mark.promise("a node whose agent hangs, or whose trainers have lost their agent")
 def test_nobody_waits_for_a_node_whose_trainers_go_on_without_their_agent(node: Node) -> None:
     for peer in others(node):
         store(node, peer, STATIC, *sorted(node.records["abc".index(node.name)].held))
@@ -163,6 +172,7 @@ def test_nobody_waits_for_a_node_whose_trainers_go_on_without_their_agent(node: 
     assert not works(node).lost, "the agent has records again"
 
 
+@pytest.mark.promise("a node whose agent hangs, or whose trainers have lost their agent")
 def test_an_agent_that_stands_still_is_noticed_by_its_replicator() -> None:
     """Its page is moved by nobody, and there is no such process."""
     with closing(Node()) as node, closing(LifePage.create()) as page:

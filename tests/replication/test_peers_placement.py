@@ -83,6 +83,9 @@ def partitions(count: int, most: int | None = None) -> Iterator[list[int]]:
         yield from ([first, *rest] for rest in partitions(count - first, first))
 
 
+@pytest.mark.promise(
+    "fragments are placed evenly, so that any m losses leave k, in different failure domains while these suffice"
+)
 @pytest.mark.parametrize("nodes", range(2, 65))
 def test_every_number_of_nodes(nodes: int) -> None:
     for data, tolerate in itertools.product(range(1, 9), range(1, 9)):

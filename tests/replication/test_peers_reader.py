@@ -39,6 +39,9 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
         yield job
 
 
+@pytest.mark.promise(
+    "damaged fragments, and peers that send wrong data, are named and left out, as far as the code tolerates"
+)
 def test_a_whole_state_is_right(job: Job) -> None:
     network = Network(job.nodes)
     result, regions = network.read(job.wanted(), job.records.spec, job.code)

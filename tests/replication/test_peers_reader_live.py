@@ -51,6 +51,9 @@ def live() -> Iterator[Live]:
         yield live
 
 
+@pytest.mark.promise(
+    "damaged fragments, and peers that send wrong data, are named and left out, as far as the code tolerates"
+)
 def test_a_live_state_is_right(live: Live) -> None:
     result, regions = Network([live.node], order=random.Random(1)).read(live.wanted, live.records.spec, live.code)
     with closing_all(regions):

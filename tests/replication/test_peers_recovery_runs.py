@@ -113,6 +113,10 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
     assert "has not answered for" in told(lab)
 
 
+@pytest.mark.promise(
+    "fragments survive the replicator that kept them, whether it dies in training, between attempts or in a "
+    "recovery; dropped or incomplete ones are not used"
+)
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_fragments_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -> None:
@@ -128,6 +132,10 @@ def test_fragments_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup
     goes_on(attempt, *bounds(died))
 
 
+@pytest.mark.promise(
+    "fragments survive the replicator that kept them, whether it dies in training, between attempts or in a "
+    "recovery; dropped or incomplete ones are not used"
+)
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
@@ -142,6 +150,10 @@ def test_a_node_is_lost_as_the_replicators_of_others_die(lab: Lab, setup: Setup,
     goes_on(attempt, 4, 6)
 
 
+@pytest.mark.promise(
+    "a silent node is asked again if a resume would go back further without it, and its fragments are not dropped "
+    "before a new attempt is protected"
+)
 @slow
 def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
     """With (3, 1) nobody can be done without. It is asked for a check as well, then without, and then once more."""
@@ -156,6 +168,9 @@ def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
     assert "node2 did not answer, and step" in told(lab)
 
 
+@pytest.mark.promise(
+    "a start that can resume nothing without a silent node ends with an error after its patience, and drops nothing"
+)
 @slow
 def test_a_start_that_silence_has_ended_is_made_good_by_the_next(lab: Lab) -> None:
     """Nothing else can be resumed, and what is held stays where it is."""
@@ -246,6 +261,11 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
 # Nothing is left
 
 
+@pytest.mark.promise(
+    "after the loss of nodes the step is repeated from copies, from fragments of private state together with "
+    "another node, or from the ranks' old nodes; also if the same node is lost again in that step, or the step "
+    "differs"
+)
 @slow
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_a_state_from_peers_is_proved_by_repeating_its_last_step(lab: Lab, redo: str) -> None:

@@ -47,6 +47,11 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
     return fail(lab, replace(job, protected_at=(step - 1,)), Death(who, step, "backward"))
 
 
+@pytest.mark.promise(
+    "after the loss of nodes the step is repeated from copies, from fragments of private state together with "
+    "another node, or from the ranks' old nodes; also if the same node is lost again in that step, or the step "
+    "differs"
+)
 @pytest.mark.parametrize(
     ("setup", "config"),
     [

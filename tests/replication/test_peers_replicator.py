@@ -187,6 +187,7 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
     assert node.refused == 0
 
 
+@pytest.mark.promise("a peer that asks and does not read gets answers only as it has room for them")
 def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "MOST_QUESTIONS", 3)
     node.line.rooms["c"] = 0

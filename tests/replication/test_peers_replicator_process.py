@@ -192,6 +192,11 @@ def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_lis
     assert not desk.lost
 
 
+@pytest.mark.promise("this node's replicator: stopped, deadlocked, dead")
+@pytest.mark.promise(
+    "a stopped or deadlocked replicator is killed and replaced, a busy one is not; no acknowledged record is lost "
+    "with it"
+)
 def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
     desk.peers.listen(LISTEN)
     desk.join()
@@ -203,6 +208,10 @@ def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> No
     assert [type(one) for one in desk.started[1].sent] == [Join]
 
 
+@pytest.mark.promise(
+    "a stopped or deadlocked replicator is killed and replaced, a busy one is not; no acknowledged record is lost "
+    "with it"
+)
 def test_a_replicator_that_stands_still_as_it_begins_to_listen_is_replaced(desk: Desk) -> None:
     class Stopped(FakeReplicator):
         def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
@@ -231,6 +240,10 @@ def test_a_replicator_that_stands_still_where_others_know_it_is_replaced_at_its_
     assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
 
 
+@pytest.mark.promise(
+    "agents and replicators may die in mid-run, repeatedly: training goes on according to `ack`, and protection "
+    "becomes complete again by itself"
+)
 def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(desk: Desk) -> None:
     desk.peers.listen(LISTEN)
     desk.join()

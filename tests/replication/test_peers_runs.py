@@ -35,6 +35,10 @@ slow = pytest.mark.slow
 # Nodes die
 
 
+@pytest.mark.promise(
+    "up to m whole nodes of a group may be lost anywhere in a step, early and late, one after the other: FSDP2, "
+    "HSDP and DDP on four and six nodes go on from peers, bit for bit"
+)
 @pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @pytest.mark.parametrize(
     ("setup", "data", "tolerate", "redo", "losses"),
@@ -165,6 +169,10 @@ def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
 # More is lost than can be borne
 
 
+@pytest.mark.promise(
+    "after more losses than tolerated, or before protection is complete, storage serves, with the same step for all"
+    " ranks"
+)
 @pytest.mark.promise("more nodes, or another one before protection is complete again")
 @pytest.mark.parametrize(
     ("setup", "data", "tolerate", "lost"),
@@ -206,6 +214,10 @@ def lost_again_before_protection(lab: Lab, job: PeersJob, second: str) -> tuple[
     return again.again(lab), expected
 
 
+@pytest.mark.promise(
+    "after more losses than tolerated, or before protection is complete, storage serves, with the same step for all"
+    " ranks"
+)
 @pytest.mark.promise("more nodes, or another one before protection is complete again")
 @slow
 @pytest.mark.parametrize("setup", [FSDP])
@@ -241,6 +253,12 @@ def test_the_same_node_is_lost_again_before_protection_is_whole(
 # Ranks come back elsewhere
 
 
+@pytest.mark.promise(
+    "after the loss of nodes the step is repeated from copies, from fragments of private state together with "
+    "another node, or from the ranks' old nodes; also if the same node is lost again in that step, or the step "
+    "differs"
+)
+@pytest.mark.promise("ranks may come back on other nodes")
 @pytest.mark.parametrize(
     ("setup", "who", "names"),
     [

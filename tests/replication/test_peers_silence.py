@@ -118,6 +118,10 @@ def test_the_record_before_costs_no_source_that_is_of_use_without_it() -> None:
 # Silence
 
 
+@pytest.mark.promise(
+    "a silent node is asked again if a resume would go back further without it, and its fragments are not dropped "
+    "before a new attempt is protected"
+)
 def test_a_source_that_does_not_answer_is_asked_again_where_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
     start = Start(fails(silent="c"), fails(silent="c"), FETCHED)
     assert start.plan() == RESTORE
@@ -132,6 +136,9 @@ def test_patience_ends_where_another_state_serves(caplog: pytest.LogCaptureFixtu
     assert "c did not answer for 300 s: training goes on from storage" in caplog.text
 
 
+@pytest.mark.promise(
+    "a start that can resume nothing without a silent node ends with an error after its patience, and drops nothing"
+)
 @pytest.mark.parametrize("without", [OVER, NothingHeldError("resume='require'")], ids=["auto", "require"])
 def test_silence_ends_the_start_and_drops_nothing_where_nothing_else_can_be_resumed(
     caplog: pytest.LogCaptureFixture, without: StartOver | NothingHeldError
@@ -162,6 +169,10 @@ def test_who_is_silent_is_not_waited_for_where_others_have_the_same_state(caplog
     assert "did not answer" not in caplog.text
 
 
+@pytest.mark.promise(
+    "a silent node is asked again if a resume would go back further without it, and its fragments are not dropped "
+    "before a new attempt is protected"
+)
 def test_who_was_silent_is_asked_again_once_those_that_have_the_same_state_prove_damaged() -> None:
     class One(Start):
         """Either of two nodes suffices."""

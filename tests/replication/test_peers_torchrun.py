@@ -40,6 +40,10 @@ def torchrun(lab: Lab, restarts: int, *program: str) -> str:
     return log.read_text()
 
 
+@pytest.mark.promise(
+    "up to m whole nodes of a group may be lost anywhere in a step, early and late, one after the other: FSDP2, "
+    "HSDP and DDP on four and six nodes go on from peers, bit for bit"
+)
 def test_the_example_ends_with_the_weights_of_an_undisturbed_run(lab: Lab) -> None:
     example = [str(ROOT / "examples/lost_node.py"), "--size", "tiny", "--steps", "12"]
     undisturbed = torchrun(lab, 0, *example, str(lab.directory / "undisturbed"))

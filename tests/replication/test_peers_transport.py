@@ -291,6 +291,9 @@ def test_silence_is_shown_and_ends(keys: Keys | Password) -> None:
 # Those who may not
 
 
+@pytest.mark.promise(
+    "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
+)
 def test_an_outsider_can_neither_write_nor_read() -> None:
     keys, others = Keys.make(), Keys.make()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -341,6 +344,9 @@ def test_an_outsider_can_neither_write_nor_read() -> None:
         context.destroy(linger=0)
 
 
+@pytest.mark.promise(
+    "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
+)
 def test_a_stranger_gets_no_message_in_however_many_frames_it_has(keys: Keys | Password) -> None:
     """A message of many frames is buffered until it is whole, so strangers are stopped before their first."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -364,6 +370,9 @@ def test_a_stranger_gets_no_message_in_however_many_frames_it_has(keys: Keys | P
         context.destroy(linger=0)
 
 
+@pytest.mark.promise(
+    "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
+)
 def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: Keys | Password) -> None:
     mechanism = b"CURVE" if isinstance(keys, Keys) else b"PLAIN"
     with nodes_of(Node("a", keys)) as (a,), socket.create_connection(("127.0.0.1", a.port)) as stranger:
@@ -390,6 +399,7 @@ def test_bodies_larger_than_a_frame_arrive_whole(keys: Keys | Password) -> None:
         assert not b.transport.refused
 
 
+@pytest.mark.promise("replicators of different versions do not connect")
 def test_who_speaks_another_version_is_not_met(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,9 @@ NOT_STORED = "the final step is not in storage: the disk is full"
 NOT_KNOWN = "whether the final step is in storage is not known"
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 @pytest.mark.parametrize(
     ("messages", "said"),
     [

@@ -71,6 +71,7 @@ def test_trees_come_back_as_they_were(tree: Any) -> None:
     assert codec.unencodable_paths(tree) == []
 
 
+@pytest.mark.promise("decoding never runs code, and damaged bytes are noticed")
 @given(trees, st.data())
 @settings(max_examples=150, deadline=None)
 def test_damaged_bytes_raise_nothing_but_a_damaged_state_error(tree: Any, data: Any) -> None:
@@ -82,6 +83,7 @@ def test_damaged_bytes_raise_nothing_but_a_damaged_state_error(tree: Any, data: 
         codec.decode(bytes(damaged))
 
 
+@pytest.mark.promise("decoding never runs code, and damaged bytes are noticed")
 @given(st.binary(max_size=64))
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:

@@ -42,6 +42,7 @@ def cases(first: set[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.promise("exact with any optimizer of torch, a custom one, Muon, sparse gradients")
 @pytest.mark.promise("optimizer state, its types, its order; groups with all hyperparameters")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", cases(LAZY_FIRST))
@@ -52,6 +53,7 @@ def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
         assert attempt.of("restored")[0]["lost"] == 0
 
 
+@pytest.mark.promise("exact with any optimizer of torch, a custom one, Muon, sparse gradients")
 @pytest.mark.promise("optimizer state, its types, its order; groups with all hyperparameters")
 @pytest.mark.parametrize("case", cases(EAGER_FIRST))
 def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:

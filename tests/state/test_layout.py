@@ -110,6 +110,7 @@ def assert_disjoint(ranges: list[tuple[int, int, str]], limit: int) -> None:
     assert all(start >= 0 and stop <= limit for start, stop, _ in ranges)
 
 
+@pytest.mark.promise("slots never overlap, and every element is anchored once a period")
 @given(specs())
 @settings(max_examples=80, deadline=None)
 def test_nothing_in_a_slot_overlaps_or_sticks_out(spec: StateSpec) -> None:
@@ -118,6 +119,7 @@ def test_nothing_in_a_slot_overlaps_or_sticks_out(spec: StateSpec) -> None:
         assert_disjoint(ranges_in_slot(layout, record), layout.slot_bytes)
 
 
+@pytest.mark.promise("slots never overlap, and every element is anchored once a period")
 @given(specs())
 @settings(max_examples=80, deadline=None)
 def test_every_element_is_anchored_once_in_a_period(spec: StateSpec) -> None:

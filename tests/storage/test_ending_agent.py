@@ -45,6 +45,9 @@ def agent_of(control: Control) -> int:
     return pid
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 @pytest.mark.promise("SIGTERM to the agent (a preemption)")
 def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab) -> None:
     settings = stored("lazy", every_steps=None)
@@ -64,6 +67,9 @@ def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab)
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 @pytest.mark.promise("SIGTERM to the agent (a preemption)")
 def test_a_start_waits_for_an_agent_that_still_writes_what_it_holds(lab: Lab) -> None:
     """The agent is told to end, and its trainer dies: another one starts at once, and finds all."""
@@ -89,6 +95,9 @@ def test_a_start_waits_for_an_agent_that_still_writes_what_it_holds(lab: Lab) ->
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab: Lab) -> None:
     settings = stored("lazy", every_steps=None)
 
@@ -156,6 +165,9 @@ def test_an_agent_that_is_told_to_end_says_so_before_it_saves(
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(lab: Lab) -> None:
     job = job_of(lab, Setup(world_size=2), stored("lazy", every_steps=None))
     expected = reference(lab, job)
@@ -185,6 +197,9 @@ def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(
     assert logs(lab).count("they go to the next one") == 2
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 def test_an_agent_that_cannot_save_tries_again_until_its_grace_period_ends(lab: Lab, tmp_path: Path) -> None:
     place = tmp_path / "mount"
     place.write_text("not a directory")

@@ -203,6 +203,10 @@ class Disk:
                 file.truncate(self.synced.get(str(path), 0))
 
 
+@pytest.mark.promise(
+    "a checkpoint in storage is complete or does not exist, after a power cut, damage, or a flip of any single bit"
+)
+@pytest.mark.promise("a power cut or a flipped bit never leads to a step that loads wrongly")
 def test_a_power_cut_anywhere_leaves_the_old_checkpoint_and_never_a_wrong_new_one(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         disk = Disk(monkeypatch, None)
@@ -246,6 +250,7 @@ def test_every_file_is_synced_before_it_gets_its_name_and_its_directory_after(tm
 # Damage
 
 
+@pytest.mark.promise("a power cut or a flipped bit never leads to a step that loads wrongly")
 def test_any_flipped_bit_and_any_cut_is_noticed(store: Store) -> None:
     part = write(store, part_of(1))
     (checkpoint,) = read_catalog(store).complete
@@ -266,6 +271,9 @@ def test_any_flipped_bit_and_any_cut_is_noticed(store: Store) -> None:
     assert verify_files(store, checkpoint.part_files) == []
 
 
+@pytest.mark.promise(
+    "a checkpoint in storage is complete or does not exist, after a power cut, damage, or a flip of any single bit"
+)
 def test_any_single_bit_of_any_file_counts(tmp_path: Path) -> None:
     """Tensors, DCP's metadata, the node's state, the commit file: each bit of each."""
     store = LocalStore(tmp_path)
@@ -339,6 +347,7 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.promise("reading storage executes nothing")
 def test_a_planted_pickle_is_refused_and_nothing_of_it_runs(store: Store, tmp_path: Path) -> None:
     planted = tmp_path / "was executed"
     part = write(store, part_of(1))

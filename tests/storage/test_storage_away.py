@@ -63,6 +63,10 @@ def away(tmp_path: Path) -> Path:
 # At the start
 
 
+@pytest.mark.promise(
+    "a missing store is never recreated, neither at the start nor by a writer; a start without it and without "
+    "memory fails; a copy of a run directory does not continue in the original's store"
+)
 @pytest.mark.promise("a run directory with `run.json`, and no store, or an empty one")
 @pytest.mark.parametrize("mounted", [False, True], ids=["no directory", "an empty mount point"])
 @pytest.mark.parametrize(

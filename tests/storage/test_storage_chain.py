@@ -72,6 +72,9 @@ def reached(found: Catalog, also: int | None = None) -> list[tuple[int, int, int
     return [(one.timeline.number, one.record, one.checkpoint.record) for one in stored_points(found, also)]
 
 
+@pytest.mark.promise(
+    "a damaged batch is named, and the step before it is used; a missed record is followed by a checkpoint"
+)
 def test_a_chain_goes_on_as_far_as_no_record_is_missing() -> None:
     found = catalog(checkpoint(T1, 4), batch(T1, 3, 5), batch(T1, 6, 8), batch(T1, 10, 12))
     assert reached(found) == [(1, 8, 4), (1, 5, 4), (1, 4, 4)]

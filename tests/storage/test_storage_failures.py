@@ -85,6 +85,9 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
+@pytest.mark.promise(
+    "a full or read-only disk or a silent server stops no training, and is used again when it recovers"
+)
 @pytest.mark.promise('`"replica"` (default)')
 def test_a_full_disk_raises_an_alarm_and_is_used_again_once_there_is_room(small_disk: Path, lab: Lab) -> None:
     ballast = fill(small_disk)
@@ -154,6 +157,9 @@ def test_a_directory_that_cannot_be_written_any_more_raises_an_alarm(tmp_path: P
     check_unwritable(lab, place, lambda _: place.chmod(0o500), lambda _: place.chmod(0o700))
 
 
+@pytest.mark.promise(
+    "a full or read-only disk or a silent server stops no training, and is used again when it recovers"
+)
 @pytest.mark.slow
 def test_a_disk_that_becomes_read_only_raises_an_alarm(small_disk: Path, lab: Lab) -> None:
     def remount(how: str) -> Action:
@@ -185,6 +191,10 @@ def check_unwritable(lab: Lab, place: Path, close: Action, reopen: Action) -> No
 # The server
 
 
+@pytest.mark.promise("a disk or an object store")
+@pytest.mark.promise(
+    "a full or read-only disk or a silent server stops no training, and is used again when it recovers"
+)
 @pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_and_used_again_when_it_does(bucket: Bucket, lab: Lab) -> None:
     settings = stored("lazy", url=bucket.url, timeout_seconds=15.0)
@@ -295,6 +305,7 @@ def check_only_the_later_one_stands(lab: Lab, died: Ended, step: int) -> dict[st
     return later
 
 
+@pytest.mark.promise("a killed writer costs one checkpoint, and its unfinished files are never used and are deleted")
 @pytest.mark.promise('`"replica"` (default)')
 @pytest.mark.slow
 def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopper: Stopper, lab: Lab) -> None:
@@ -314,6 +325,7 @@ def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopp
     assert point == {"/.metadata", "/node/.metadata", "/node/__0_0.distcp", "/node.json", "/node.msgpack"}
 
 
+@pytest.mark.promise("a killed writer costs one checkpoint, and its unfinished files are never used and are deleted")
 @pytest.mark.slow
 def test_an_agent_that_dies_while_its_writer_writes_leaves_nothing_to_trust(stopper: Stopper, lab: Lab) -> None:
     """The next agent's first checkpoint is whole, and what the dead one's writer left is gone."""
@@ -329,6 +341,7 @@ def test_an_agent_that_dies_while_its_writer_writes_leaves_nothing_to_trust(stop
     check_only_the_later_one_stands(lab, died, 15)
 
 
+@pytest.mark.promise("a killed writer costs one checkpoint, and its unfinished files are never used and are deleted")
 @pytest.mark.slow
 def test_a_half_written_checkpoint_is_never_resumed_from(stopper: Stopper, lab: Lab) -> None:
     """Agent, writer and trainer die: with nothing else in storage training starts over, and cleans up later."""

@@ -61,6 +61,7 @@ class Asker:
         self._channel.close()
 
 
+@pytest.mark.promise("the state of a training run can be exported while it goes on")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "storage",
@@ -126,6 +127,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
     return request.getfixturevalue("bucket").url if request.param == "bucket" else None
 
 
+@pytest.mark.promise("no more is lost than `memckpt status` said, whenever the node dies")
 @pytest.mark.promise('`"log"`')
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "log"])

@@ -107,6 +107,10 @@ def says_equal(ended: Ended, step: int) -> None:
     assert "generators" in line
 
 
+@pytest.mark.promise(
+    "log mode: after the death of a node training goes on after the last batch, across attempts, and also from the "
+    "middle of a batch"
+)
 @pytest.mark.promise('`"log"`')
 @pytest.mark.usefixtures("full_batches")
 @REDO
@@ -128,6 +132,10 @@ def test_a_node_dies_and_training_goes_on_behind_the_last_batch(lab: Lab, redo: 
     assert stored_points(catalog)[0].step == PLAIN.steps
 
 
+@pytest.mark.promise(
+    "log mode: after the death of a node training goes on after the last batch, across attempts, and also from the "
+    "middle of a batch"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab: Lab, redo: str) -> None:
@@ -149,6 +157,9 @@ def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab
     lab.check_same(PLAIN, first, second, final)
 
 
+@pytest.mark.promise(
+    "a damaged batch is named, and the step before it is used; a missed record is followed by a checkpoint"
+)
 @pytest.mark.promise('`"log"`')
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_batches")
@@ -166,6 +177,10 @@ def test_a_damaged_batch_is_named_and_the_step_before_it_is_used(lab: Lab) -> No
     lab.check_same(PLAIN, first, final)
 
 
+@pytest.mark.promise(
+    "log mode: after the death of a node training goes on after the last batch, across attempts, and also from the "
+    "middle of a batch"
+)
 @pytest.mark.usefixtures("full_batches")
 @pytest.mark.slow
 def test_a_step_inside_a_batch_can_be_resumed(lab: Lab) -> None:
@@ -184,6 +199,10 @@ NAMES += " fp32-gradients"
 CASES = [case for case in [*SHAPE_CASES, *OTHER_GRADIENT_CASES] if case.name in NAMES.split()]
 
 
+@pytest.mark.promise(
+    "log mode: after the death of a node training goes on after the last batch, across attempts, and also from the "
+    "middle of a batch"
+)
 @pytest.mark.slow
 @REDO
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -217,6 +236,9 @@ def test_the_same_with_an_object_store(bucket: Bucket, request: pytest.FixtureRe
     assert catalog.complete[0].step == PLAIN.steps
 
 
+@pytest.mark.promise(
+    "a damaged batch is named, and the step before it is used; a missed record is followed by a checkpoint"
+)
 @pytest.mark.slow
 def test_a_hole_is_followed_by_a_checkpoint_and_training_never_waits(lab: Lab) -> None:
     """These steps take a millisecond, and nobody waits: records are missed while the processes start."""

@@ -22,6 +22,7 @@ from memckpt.storage.owner import claim
 from tests.support.storage.stored_parts import part_of, some_state, write
 
 
+@pytest.mark.promise("files are read back from the medium after writing, and no early error of the medium is lost")
 def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +45,7 @@ def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(
     assert LocalStore(tmp_path).read("a") == data
 
 
+@pytest.mark.promise("files are read back from the medium after writing, and no early error of the medium is lost")
 @pytest.mark.promise('`"replica"` (default)')
 def test_an_error_that_the_medium_reports_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says it once: the fsync at the end would succeed."""

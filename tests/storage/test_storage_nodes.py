@@ -56,6 +56,7 @@ def same_as_undisturbed(lab: Lab, job: Job) -> None:
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
 
 
+@pytest.mark.promise("several nodes have the same record in storage, or none")
 @pytest.mark.slow
 @REDO
 def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
@@ -98,6 +99,7 @@ def test_what_dead_trainers_left_on_two_nodes_goes_to_storage(lab: Lab, redo: st
     same_as_undisturbed(lab, last)
 
 
+@pytest.mark.promise("several nodes have the same record in storage, or none")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "log"])
 @pytest.mark.parametrize("redo", ["lazy", "eager"])

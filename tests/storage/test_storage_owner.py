@@ -51,6 +51,10 @@ def owned(tmp_path: Path) -> tuple[Path, str]:
 # At the start of an attempt
 
 
+@pytest.mark.promise(
+    "another run's files in a store are never read, counted or deleted; retention never deletes the checkpoint "
+    "after which it runs"
+)
 def test_a_run_makes_its_id_once_and_claims_its_storage(tmp_path: Path) -> None:
     run = start(tmp_path / "store", tmp_path / "my run").run
     assert run.startswith("my-run-")
@@ -112,7 +116,7 @@ def test_what_lies_in_the_run_directory_is_the_run_s_own(tmp_path: Path, caplog:
     assert kept_run(tmp_path / "moved") == run
 
 
-@pytest.mark.promise("a store of a version before there were ids")
+@pytest.mark.promise("a store that a run without storage was saved to by hand")
 def test_a_store_without_an_owner_becomes_that_of_the_first_who_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,10 @@ def refuse_to_delete(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     monkeypatch.setattr(LocalStore, "_delete", refuse)
 
 
+@pytest.mark.promise(
+    "a refused delete fails no checkpoint, and a listing that fails is an error on every file system, never an "
+    "empty store"
+)
 def test_a_refused_delete_is_no_failed_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
 ) -> None:

@@ -213,6 +213,7 @@ def test_what_is_pinned_stays(disk: LimitedDisk, store: LocalStore, damaged: boo
     assert steps_of(store) == [2, 1]
 
 
+@pytest.mark.promise("a disk that fills, at whatever byte, takes no state from storage and leaves nothing half-written")
 def test_the_one_before_stays_where_the_newest_is_not_good_any_more(disk: LimitedDisk, store: LocalStore) -> None:
     """What has been read back once may have rotted since."""
     save(store, 1)
@@ -324,11 +325,13 @@ def every_byte(write: Callable[[LocalStore], object], make: Callable[[LocalStore
     return count
 
 
+@pytest.mark.promise("a disk that fills, at whatever byte, takes no state from storage and leaves nothing half-written")
 @pytest.mark.parametrize("stride", [997, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_may_fill_at_any_byte_of_a_checkpoint(stride: int) -> None:
     assert every_byte(lambda store: save(store, 2, spec=TINY), lambda store: save(store, 1, spec=TINY), stride) > 2000
 
 
+@pytest.mark.promise("a disk that fills, at whatever byte, takes no state from storage and leaves nothing half-written")
 @pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_may_fill_at_any_byte_of_a_batch(stride: int) -> None:
     assert every_byte(lambda store: log(store, 2, 3, nbytes=1000), lambda store: save(store, 1), stride) > 1000

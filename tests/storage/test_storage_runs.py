@@ -44,6 +44,8 @@ REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pyte
 LIMIT_SECONDS = 60.0
 
 
+@pytest.mark.promise("after the death of agent and trainer a run resumes from a disk, and from an object store")
+@pytest.mark.promise("after the death of agent and trainer a resume from storage is exact")
 @pytest.mark.promise("agent and trainer of one node together, without peers")
 @pytest.mark.promise('`"replica"` (default)')
 @pytest.mark.thinned(2)
@@ -120,6 +122,7 @@ def test_an_order_that_died_with_its_trainer_is_given_again(lab: Lab) -> None:
     lab.check_same(PLAIN, first, second, final)
 
 
+@pytest.mark.promise("after the death of agent and trainer a run resumes from a disk, and from an object store")
 @pytest.mark.slow
 @REDO
 def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
@@ -143,6 +146,9 @@ def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> N
     assert [verify_files(store, one.part_files) for one in checkpoints] == [[], []]
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 @pytest.mark.promise("no trainer comes back within `linger_seconds` (default 30 minutes)")
 @REDO
 def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str) -> None:
@@ -156,6 +162,7 @@ def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str)
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("what goes to storage before a restart leaves memory able to repeat the step")
 @REDO
 def test_what_goes_to_storage_meanwhile_stays_before_the_step_that_is_repeated(lab: Lab, redo: str) -> None:
     settings = stored(redo, every_steps=None)
@@ -167,6 +174,7 @@ def test_what_goes_to_storage_meanwhile_stays_before_the_step_that_is_repeated(l
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("what goes to storage before a restart leaves memory able to repeat the step")
 def test_without_room_for_a_copy_storage_comes_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica itself is taken on to what goes to storage, and nothing is before it."""
 
@@ -186,6 +194,9 @@ def test_without_room_for_a_copy_storage_comes_first(lab: Lab, monkeypatch: pyte
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 @REDO
 def test_a_clean_end_leaves_the_final_step_in_storage(lab: Lab, redo: str) -> None:
     settings = stored(redo, every_steps=None)
@@ -205,6 +216,7 @@ def test_a_newcomer_that_comes_at_once_is_served_from_memory(lab: Lab) -> None:
     lab.survives(PLAIN, settings, [("backward", 6), ("after commit", 9), ("in commit", 11)])
 
 
+@pytest.mark.promise("a power cut or a flipped bit never leads to a step that loads wrongly")
 @pytest.mark.promise("agent and trainer of one node together, without peers")
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> None:
     settings = stored("lazy")
@@ -234,6 +246,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> N
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise(
+    "the state that a dead trainer leaves is written to storage, and so are the final step and the state at a SIGTERM"
+)
 def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training_goes_on(lab: Lab) -> None:
     """Whoever had the signal before still gets it: here a handler that lets training go on."""
     settings = stored("lazy", every_steps=None)
@@ -280,6 +295,7 @@ def test_sigterm_that_ends_the_trainer_leaves_its_last_step_in_storage(lab: Lab)
     lab.check_same(PLAIN, ended, final)
 
 
+@pytest.mark.promise("failing storage never stops training")
 def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_when_it_can(
     lab: Lab, tmp_path: Path
 ) -> None:
@@ -353,6 +369,7 @@ NAMES = (
 SHAPES = [case for case in SHAPE_CASES if case.name in NAMES.split()]
 
 
+@pytest.mark.promise("after the death of agent and trainer a resume from storage is exact")
 @pytest.mark.slow
 @REDO
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)

@@ -51,6 +51,7 @@ def test_a_large_file_is_uploaded_in_parts_and_read_back(bucket: Bucket) -> None
     assert bucket.uploads() == []
 
 
+@pytest.mark.promise("an upload that fails leaves the old object and no new one")
 @pytest.mark.parametrize(
     "nbytes", [pytest.param(4, id="small"), pytest.param(LARGE_BYTES, id="in parts", marks=pytest.mark.slow)]
 )

@@ -183,6 +183,9 @@ def check_resharding(
                     assert live.tensors["count"] == 100 * record + rank % job.world_size
 
 
+@pytest.mark.promise(
+    "another number of ranks, or another mesh, gets parameters and optimizer state of the step, element for element"
+)
 @given(sharded_jobs(), MESHES, st.data())
 @settings(max_examples=15, **ANY)
 def test_any_ranks_go_on_from_what_any_others_had(described: dict[str, Any], shape: Sequence[int], data: Any) -> None:

@@ -71,6 +71,7 @@ def load_with_torch(directory: Path, checkpoint: Path, expected: Mapping[str, to
     dist.destroy_process_group()
 
 
+@pytest.mark.promise("stock `torch.distributed.checkpoint` reads a sharded checkpoint")
 def test_torch_loads_it_on_other_ranks(lab: Lab, tmp_path: Path) -> None:
     job = train(LocalStore(tmp_path / "storage"), rows(2), 2)
     directory = tmp_path / "storage" / read_catalog(job.store).checkpoints[0].directory

@@ -101,6 +101,10 @@ DATA, COMMIT = "000000000003/n0/__0_0.distcp", "000000000003/n0.json"
 # Files
 
 
+@pytest.mark.promise(
+    "unreadable files are waited for, never taken for damaged, never skipped silently, and kept; `--repair` deletes"
+    " nothing"
+)
 def test_what_cannot_be_read_is_not_damaged(tmp_path: Path, hiccup: Hiccup) -> None:
     store = LocalStore(tmp_path)
     file = store.write("a", b"content")

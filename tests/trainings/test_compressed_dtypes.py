@@ -61,6 +61,9 @@ def averaged(reducer: Reducer, params: list[Any], step: int) -> list[torch.Tenso
     return [gradient.clone() for gradient in gradients]
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 def test_what_is_recorded_is_what_is_used(lab: Lab) -> None:
     """Three backwards each, as what one leaves out belongs to the next; both ranks get the same bits."""
     job = sharded_job_of(lab, Setup("plain", 2), config())

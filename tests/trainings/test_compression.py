@@ -31,6 +31,9 @@ OFTEN_POWER_SGD = [
 ]
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> None:
@@ -40,6 +43,9 @@ def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> 
     assert results(job) == expected
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 @pytest.mark.promise("`HalfPrecision`, or `error_feedback=False`")
 @pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
 @pytest.mark.thinned(3)
@@ -78,6 +84,9 @@ def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> Job:
     return replace(job, config=replace(job.config, storage=storage))
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 @pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
 @pytest.mark.parametrize("compression", OFTEN_POWER_SGD, ids=NAMES)
 def test_resumes_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
@@ -104,6 +113,9 @@ def test_a_harmed_record_ends_redo_at_the_step_before_it(lab: Lab, harm: str) ->
     assert f"passed over: step {newest}: {path}: " in logs
 
 
+@pytest.mark.promise(
+    "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
+)
 @pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
 @pytest.mark.thinned(len(COMPRESSORS))
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)

@@ -154,6 +154,7 @@ def nothing(job: Job) -> Said:
     return {}
 
 
+@pytest.mark.promise("what compression cannot be applied to is refused by name")
 def test_a_compressor_that_compresses_nothing_says_so(lab: Lab) -> None:
     ask(lab, nothing)
     said = "compression=TopK compresses nothing of this model"

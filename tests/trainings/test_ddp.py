@@ -19,6 +19,7 @@ from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 
 
+@pytest.mark.promise("training survives its agent and is protected again")
 def test_another_ranks_batch_is_found_by_all_ranks(lab: Lab) -> None:
     job = replace(job_of(lab), config=config(resume_check="require"))
     assert run(lab, replace(job, deaths=[Death("all", 8, "committed")])) == [-9, -9]
@@ -35,6 +36,7 @@ def test_another_ranks_batch_is_found_by_all_ranks(lab: Lab) -> None:
         assert (ours["resumed"], ours["state"]) == (9, theirs["state"])
 
 
+@pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
     job = job_of(lab, world_size=world_size)
@@ -43,6 +45,7 @@ def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
     assert results(job) == expected
 
 
+@pytest.mark.promise("with two or three ranks and one or two agents any rank may die anywhere")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
 @pytest.mark.parametrize("who", [0, 1, "all"])
@@ -50,11 +53,13 @@ def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, who: int | str, node
     survives(lab, job_of(lab, nodes=nodes), [Death(who, 3), Death(who, 9, "backward")], [3, 9])
 
 
+@pytest.mark.promise("with two or three ranks and one or two agents any rank may die anywhere")
 @pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
 def test_resumes_exactly_from_replicas(lab: Lab, nodes: bool) -> None:
     survives(lab, job_of(lab, "eager", nodes=nodes), [Death(1, 4, "backward"), Death("all", 8, "committed")], [4, 9])
 
 
+@pytest.mark.promise("with two or three ranks and one or two agents any rank may die anywhere")
 @pytest.mark.parametrize("place", ["forward", "backward", "stepped", "committed"])
 def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, place: str) -> None:
     """The other rank may have committed the record that the dead one did not: both meet at the older one."""
@@ -63,6 +68,7 @@ def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, place: str) -> None:
     survives(lab, job_of(lab), [Death(0, 6, place)], [expected])
 
 
+@pytest.mark.promise("the order of DDP's sums is that of the uninterrupted run")
 def test_three_ranks_resume_in_the_bucket_layout_they_had(lab: Lab) -> None:
     """With three ranks a sum's order depends on where in its bucket an element lies."""
     survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")], [4, 8])
@@ -95,6 +101,7 @@ def test_a_users_communication_hook_is_kept(lab: Lab, hook: str) -> None:
     survives(lab, job_of(lab, hook=hook), [Death(1, 5, "backward")], [5])
 
 
+@pytest.mark.promise("a stuck rank of an earlier attempt can no longer write")
 def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
     """Launchers leave orphans; the next attempt of the same launch makes sure that they can write no more."""
     job = job_of(lab)
@@ -109,6 +116,7 @@ def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
     assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
 
 
+@pytest.mark.promise("a new attempt begins when the last one's ranks have ended, and not before")
 def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's SIGKILL has no effect for a while, as in a driver that takes its contexts apart."""
     job = job_of(lab)
@@ -153,6 +161,7 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: boo
     assert [one["state"] for one in found] == [one["state"] for one in expected]
 
 
+@pytest.mark.promise("after the death of agent and trainer a resume from storage is exact")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
 def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nodes: bool, redo: str) -> None:
@@ -173,6 +182,7 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
 
 
+@pytest.mark.promise("another number of ranks carries over parameters and optimizer state")
 @pytest.mark.parametrize("after", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on_from_storage(lab: Lab, after: int, redo: str) -> None:

@@ -31,6 +31,7 @@ POINTS = ["before batch", "forward", "backward", "before step", "after step", "i
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 
 
+@pytest.mark.promise("a kill anywhere in a step loses only what was not committed")
 @pytest.mark.promise("trainer: exception, any signal, out of memory, segmentation fault")
 @REDO
 def test_a_kill_anywhere_in_a_step_loses_only_what_was_not_committed(lab: Lab, redo: str) -> None:
@@ -44,6 +45,7 @@ def test_a_kill_of_the_trainer_as_soon_as_it_has_resumed(lab: Lab, redo: str) ->
     lab.survives(PLAIN, config(redo), kills)
 
 
+@pytest.mark.promise("a kill before anything is committed starts over, cleanly")
 @pytest.mark.promise("trainer, before its first commit")
 @REDO
 @pytest.mark.parametrize("point", ["backward", "in commit"])
@@ -76,6 +78,7 @@ def die_after(owner: type, name: str, count: int) -> Callable[[Control], None]:
     return prepare
 
 
+@pytest.mark.promise("a kill before anything is committed starts over, cleanly")
 @REDO
 @pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_kill_while_the_first_generation_is_written_starts_over(lab: Lab, redo: str, pieces: int) -> None:
@@ -96,6 +99,7 @@ def test_a_kill_before_the_first_generation_is_committed_starts_over(lab: Lab, r
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("a kill during restore or redo is harmless")
 @pytest.mark.promise("trainer, while it restores")
 @REDO
 @pytest.mark.parametrize(
@@ -120,6 +124,7 @@ def test_a_kill_during_a_restore_is_harmless(lab: Lab, redo: str, owner: type, n
     lab.check_same(PLAIN, first, final)
 
 
+@pytest.mark.promise("a kill during restore or redo is harmless")
 @pytest.mark.promise("trainer, while it restores")
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_kill_in_the_middle_of_lazy_redo_is_harmless(lab: Lab, count: int) -> None:
@@ -131,6 +136,7 @@ def test_a_kill_in_the_middle_of_lazy_redo_is_harmless(lab: Lab, count: int) -> 
     lab.check_same(PLAIN, first, final)
 
 
+@pytest.mark.promise("a kill while a new base is written falls back to the old one")
 @pytest.mark.parametrize("name", ["_stage_piece", "seal_generation"])
 @REDO
 def test_a_kill_while_a_later_generation_is_written_falls_back_on_the_old_one(lab: Lab, redo: str, name: str) -> None:
@@ -158,6 +164,7 @@ def test_a_kill_while_a_later_generation_is_written_falls_back_on_the_old_one(la
 # The agent
 
 
+@pytest.mark.promise("training survives its agent and is protected again")
 @pytest.mark.promise("agent")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", [pytest.param("before batch", marks=pytest.mark.slow), "backward", "in commit"])
@@ -172,6 +179,7 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, redo: str,
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("training survives its agent and is protected again")
 def test_several_agents_die_in_one_run(lab: Lab) -> None:
     deaths = {("forward", step): kill_agent for step in (1, 2, 5, 6, 12)}
     died = lab.train(PLAIN, config("lazy"), actions={**deaths, ("after commit", 14): kill_self})
@@ -181,6 +189,7 @@ def test_several_agents_die_in_one_run(lab: Lab) -> None:
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("after the death of agent and trainer no stale state is used")
 @pytest.mark.promise("agent")
 @REDO
 def test_nothing_is_held_when_agent_and_trainer_die(lab: Lab, redo: str) -> None:
@@ -192,6 +201,7 @@ def test_nothing_is_held_when_agent_and_trainer_die(lab: Lab, redo: str) -> None
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("after the death of agent and trainer no stale state is used")
 def test_an_agent_that_dies_while_it_applies_a_record_leaves_nothing_to_trust(lab: Lab) -> None:
     """The node dies in the middle of a record: the agent is a fork of a process in which redo ends both."""
     original = replica.Replica._keep_in_replica
@@ -246,6 +256,7 @@ def test_an_agent_that_dies_while_a_generation_is_written(lab: Lab, redo: str) -
     lab.check_same(PLAIN, died, final)
 
 
+@pytest.mark.promise("steps without protection are counted and reported")
 @pytest.mark.promise("no new agent can be started")
 @pytest.mark.promise("a step without protection")
 def test_steps_without_protection_are_counted(lab: Lab) -> None:

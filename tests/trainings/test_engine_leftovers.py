@@ -27,6 +27,7 @@ REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 DIE_AFTER_9 = {("after commit", 9): kill_self}
 
 
+@pytest.mark.promise("a run leaves no process, memory or file behind except its run directory")
 @REDO
 def test_a_finished_run_leaves_only_its_run_directory(lab: Lab, redo: str) -> None:
     lab.train(PLAIN, config(redo))
@@ -35,6 +36,7 @@ def test_a_finished_run_leaves_only_its_run_directory(lab: Lab, redo: str) -> No
     assert not lab.agent_answers()
 
 
+@pytest.mark.promise("a run leaves no process, memory or file behind except its run directory")
 @pytest.mark.promise("`memckpt stop`")
 @pytest.mark.parametrize("how", ["request", "SIGTERM", "SIGINT", "SIGKILL"])
 def test_an_agent_that_is_told_to_leave_leaves_nothing(lab: Lab, how: str) -> None:
@@ -152,6 +154,7 @@ def test_an_exception_in_training_keeps_the_state(lab: Lab) -> None:
     lab.stop()
 
 
+@pytest.mark.promise("a run leaves no process, memory or file behind except its run directory")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_children_that_outlive_a_killed_trainer_hold_nothing(lab: Lab, redo: str) -> None:
     """Loader workers of a killed trainer live on for a while: they neither keep the run busy nor its memory."""

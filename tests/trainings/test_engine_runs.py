@@ -77,6 +77,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(lab: Lab) -> None:
                 lab.check_same(case, each)
 
 
+@pytest.mark.promise("a second trainer is refused with the pid of the first")
 def test_a_second_trainer_is_refused_with_the_pid_of_the_first(lab: Lab) -> None:
     read_fd, write_fd = os.pipe()
 
@@ -115,6 +116,7 @@ class Renamed(Training):
         return model
 
 
+@pytest.mark.promise("another model is refused, and refusing changes nothing")
 @pytest.mark.promise("another model or optimizer class")
 @pytest.mark.parametrize(
     ("case", "difference"),
@@ -142,6 +144,7 @@ def test_another_model_may_start_over(lab: Lab) -> None:
     lab.check_same(case, lab.train(case, config("lazy"), resume="never"))
 
 
+@pytest.mark.promise("a model that does not fit into memory is refused before the first step")
 @REDO
 def test_too_little_memory_is_refused_before_the_first_step_with_figures(lab: Lab, redo: str) -> None:
     settings = config(redo, agent=AgentConfig(memory_budget_bytes=300_000, linger_seconds=60))
@@ -254,6 +257,7 @@ def test_training_on_without_commits_does_not_touch_what_is_held(lab: Lab, redo:
     lab.check_same(PLAIN, final)
 
 
+@pytest.mark.promise("a resume with other settings than the last attempt's is exact")
 def test_other_settings_than_the_last_attempts_resume_exact(lab: Lab) -> None:
     settings = [
         config("lazy"),
@@ -276,6 +280,7 @@ def test_other_settings_than_the_last_attempts_resume_exact(lab: Lab) -> None:
 # Changes by hand
 
 
+@pytest.mark.promise("changes of parameters by hand are noticed")
 @pytest.mark.promise(
     "parameters, or tensors of an optimizer's state, changed by anything but a step of their optimizer: also "
     "between backward and step, in hooks, between two optimizers' steps"
@@ -296,6 +301,7 @@ def test_a_change_by_hand_after_every_step_is_exact(lab: Lab, redo: str) -> None
     lab.survives(by_hand("every step"), config(redo), [("after commit", 3), ("backward", 9), ("after commit", 14)])
 
 
+@pytest.mark.promise("changes of parameters by hand are noticed")
 @pytest.mark.promise(
     "the same in too few elements for the sample, or optimizer state changed through `.data`; or whatever else "
     "redo does not know of"

@@ -46,6 +46,9 @@ def names(case: Case) -> str:
     return case.name
 
 
+@pytest.mark.promise(
+    "exact with clipping, scaling, accumulation, groups, freezing, tied weights, buffers, averages, several optimizers"
+)
 @pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
 @pytest.mark.promise(
     "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
@@ -62,6 +65,9 @@ def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
     lab.survives(case, config("lazy"), kills_of(case, KILLS))
 
 
+@pytest.mark.promise(
+    "exact with clipping, scaling, accumulation, groups, freezing, tied weights, buffers, averages, several optimizers"
+)
 @pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
 @pytest.mark.promise(
     "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
@@ -86,6 +92,9 @@ def test_more_kills(lab: Lab, case: Case, redo: str) -> None:
     lab.survives(case, config(redo), kills_of(case, MORE_KILLS))
 
 
+@pytest.mark.promise(
+    "exact with clipping, scaling, accumulation, groups, freezing, tied weights, buffers, averages, several optimizers"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPE_CASES, ids=names)
 def test_step_tap_is_exact(lab: Lab, case: Case) -> None:
@@ -106,6 +115,7 @@ def test_what_changes_at_every_step_is_captured(lab: Lab) -> None:
     lab.survives(case, config("lazy", snapshot_every_steps=4), [("after commit", 11)], expected=[8])
 
 
+@pytest.mark.promise("unannounced changes of gradients are noticed")
 @pytest.mark.promise("gradients changed between backward and step in an unknown way (own clipping, noise)")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", UNKNOWN_CHANGE_CASES, ids=names)
@@ -117,6 +127,7 @@ def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab,
     assert "gradients are now taken at the optimizer's step" in attempts[-1].log
 
 
+@pytest.mark.promise("exact with gradients of another dtype than their parameters'")
 @pytest.mark.promise("CPU, bf16 or fp16 parameters")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
@@ -152,6 +163,9 @@ def test_own_clipping_is_noticed_on_the_first_logged_record(lab: Lab) -> None:
     lab.stop()
 
 
+@pytest.mark.promise(
+    "exact with clipping, scaling, accumulation, groups, freezing, tied weights, buffers, averages, several optimizers"
+)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_accumulation_resumes_at_the_last_optimizer_step(lab: Lab, redo: str) -> None:
     kills = [("after commit", 4), ("after commit", 9), ("forward", 11), ("before step", 15), ("backward", 16)]
@@ -182,12 +196,14 @@ def test_gradients_that_are_only_added_to_are_not_copied(lab: Lab, case: Case) -
     assert attempts[-1].end["tap"] == "streaming"
 
 
+@pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("case", [PLAIN, ACCUMULATION], ids=names)
 def test_without_a_kill_training_is_what_it_is_without_memckpt(lab: Lab, case: Case, redo: str) -> None:
     lab.check_same(case, lab.train(case, config(redo)))
 
 
+@pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*SHAPE_CASES, *UNKNOWN_CHANGE_CASES], ids=names)
 def test_neutral_for_every_training(lab: Lab, case: Case) -> None:

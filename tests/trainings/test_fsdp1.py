@@ -49,6 +49,7 @@ def logs(lab: Lab) -> str:
     return "".join(path.read_text() for path in sorted(lab.directory.glob("*.log")))
 
 
+@pytest.mark.promise("exact with FSDP1")
 def test_protection_changes_no_bit(lab: Lab) -> None:
     job = job_of(lab)
     assert run(lab, job) == [0, 0]
@@ -57,6 +58,7 @@ def test_protection_changes_no_bit(lab: Lab) -> None:
     assert "outside the optimizer" not in logs(lab)
 
 
+@pytest.mark.promise("exact with FSDP1")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])

@@ -67,6 +67,7 @@ def every_setup(*ordinary: Setup) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("setup", params, ids=named)
 
 
+@pytest.mark.promise("attaching to a sharded model changes no bit")
 @every_setup(FSDP2, TP)
 def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
     job = job_of(lab, setup, config())
@@ -78,6 +79,9 @@ def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
 # Ranks die
 
 
+@pytest.mark.promise(
+    "with sharded models (FSDP2, HSDP, tensor parallel) any rank may die anywhere, on one to four nodes"
+)
 @pytest.mark.promise("one rank, several, or all, on one node or more")
 @pytest.mark.parametrize(
     ("redo", "places"),
@@ -94,6 +98,9 @@ def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, redo: str, places: list[
     survives(lab, job_of(lab, FSDP2, config(redo)), deaths)
 
 
+@pytest.mark.promise(
+    "with sharded models (FSDP2, HSDP, tensor parallel) any rank may die anywhere, on one to four nodes"
+)
 @slow
 @pytest.mark.parametrize("setup", [FSDP4, HSDP, TP, FSDP_TP], ids=named)
 @pytest.mark.parametrize(("redo", "nodes"), [("lazy", 1), ("eager", 2)])
@@ -116,6 +123,9 @@ def test_the_state_of_optimizers_that_need_whole_tensors_is_captured(lab: Lab, s
     survives(lab, job, [Death("all", 2, "backward"), Death("all", 8, "stepped")])
 
 
+@pytest.mark.promise(
+    "with sharded models (FSDP2, HSDP, tensor parallel) any rank may die anywhere, on one to four nodes"
+)
 @pytest.mark.promise("one rank, several, or all, on one node or more")
 @pytest.mark.parametrize(
     ("setup", "nodes", "redo"),
@@ -142,6 +152,9 @@ def test_what_is_not_declared_replicated_is_each_rank_s_own(lab: Lab, setup: Set
     survives(lab, job_of(lab, setup, config(), declare=False), [Death(1, 3, "backward"), Death("all", 8)])
 
 
+@pytest.mark.promise(
+    "with sharded models (FSDP2, HSDP, tensor parallel) any rank may die anywhere, on one to four nodes"
+)
 @pytest.mark.parametrize(
     ("setup", "place", "steps"),
     [

@@ -138,6 +138,7 @@ def dying(rank: int, world_size: int, told: int, tell: int) -> Callable[[int], N
     return prepare
 
 
+@pytest.mark.promise("a rank that dies while it writes a generation costs no other rank its state")
 @pytest.mark.parametrize(
     ("setup", "nodes", "redo", "who"),
     [

@@ -33,6 +33,7 @@ def held(lab: Lab, job: Job) -> tuple[dict[str, int], dict[str, dict[tuple[int, 
     return by_agent, by_unit
 
 
+@pytest.mark.promise("a node holds each of its shards exactly once")
 @pytest.mark.parametrize(
     ("setup", "nodes", "units"),
     [
@@ -53,6 +54,7 @@ def test_a_node_holds_what_its_units_ask_for(
     assert by_agent == {name: sum(each.values()) for name, each in by_unit.items()}
 
 
+@pytest.mark.promise("a node holds each of its shards exactly once")
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_each_of_two_nodes_holds_about_half_of_what_one_would(lab: Lab, redo: str) -> None:
     """Not exactly: beside the shards there are headers of slots, and smaller pieces are better balanced.

@@ -118,6 +118,7 @@ def uneven_inputs(job: Job) -> str:
     return "not refused"
 
 
+@pytest.mark.promise("models that would desynchronize ranks are refused by name")
 @pytest.mark.promise("pipeline stages (`torch.distributed.pipelining`), meshes that do not cover all ranks")
 @pytest.mark.promise("local SGD (`PostLocalSGDOptimizer`, the communication hook)")
 @pytest.mark.promise("DDP's `join` with uneven inputs")

@@ -93,6 +93,9 @@ def from_and_to(*ordinary: tuple[Setup, Setup]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("before", "after"), params, ids=named)
 
 
+@pytest.mark.promise(
+    "another number of ranks, or another mesh, gets parameters and optimizer state of the step, element for element"
+)
 @pytest.mark.parametrize(
     ("before", "after", "redo"),
     [
@@ -126,6 +129,9 @@ def stored(lab: Lab, setup: Setup, nodes: int) -> Job:
     return died
 
 
+@pytest.mark.promise(
+    "another number of ranks, or another mesh, gets parameters and optimizer state of the step, element for element"
+)
 @from_and_to((PLAIN, FSDP2))
 def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup) -> None:
     died = stored(lab, before, 1)
@@ -147,6 +153,9 @@ def test_ranks_that_share_the_work_of_a_layer_draw_alike(lab: Lab, before: Setup
     assert len({one["state"]["rng"] for one in found}) == (2 if after is FSDP_TP else 1)
 
 
+@pytest.mark.promise(
+    "another number of ranks, or another mesh, gets parameters and optimizer state of the step, element for element"
+)
 @slow
 @pytest.mark.parametrize(
     ("before", "after", "nodes"),

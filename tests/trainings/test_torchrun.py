@@ -74,6 +74,7 @@ def torchrun(lab: Lab, directory: Path, kind: str, launch: Launch, deaths: list[
     return [pickle.loads((directory / f"{kind}-{rank}").read_bytes()) for rank in range(2)], log.read_text()
 
 
+@pytest.mark.promise("restarts by torchrun continue at the exact step, on one node and on two")
 @pytest.mark.parametrize(
     "launch",
     [Launch(1, "one"), Launch(1, "two"), Launch(2, "two"), Launch(1, "one", warm=True)],
