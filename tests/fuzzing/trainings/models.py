@@ -238,6 +238,7 @@ MODELS: dict[str, Model] = {
                     self.observer(self.body.weight.detach())
                     return super().forward(x) * (1 + self.observer.max_val.mean())
         """),
+        clash=frozenset({"copy"}),
     ),
     "lists of parameters": Model(
         "Listed()",

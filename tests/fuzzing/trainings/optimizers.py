@@ -357,7 +357,7 @@ OPTIMIZERS: dict[str, Opt] = {
     "shared state": _own("shared state", "SharedStep({p})"),
     "calls its base": _own("calls its base", "Mine({p}, lr=0.005, momentum=0.9)"),
     "late phase": _own("late phase", "LatePhase({p})"),
-    "late estimate": _own("late estimate", "LateEstimate({p})"),
+    "late estimate": _own("late estimate", "LateEstimate({p})", said="DIFFERENT"),  # 7 steps are redone as they were
     "hidden attribute": _own("hidden attribute", "Hidden({p})"),
     "changes gradients": _own("changes gradients", "Normalizing({p})"),
     "norm of all": _own("norm of all", "NormOfAll({p})"),

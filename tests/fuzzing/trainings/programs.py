@@ -23,9 +23,7 @@ _OVER = "for x, y in loader:"
 _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transforms")
 
 #: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
-KNOWN: dict[str, str] = {
-    "late estimate": "one estimate over all parameters, which begins to move late: found at the resume only",
-}
+KNOWN: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
