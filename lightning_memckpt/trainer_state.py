@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 
@@ -118,8 +118,13 @@ def restore(trainer: pl.Trainer, internals: TrainerInternals, state: Mapping[str
         trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
 
 
-def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any]]) -> None:
+def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any] | None]) -> None:
     configs = trainer.lr_scheduler_configs
+    if any(isinstance(each, StochasticWeightAveraging) for each in list_callbacks(trainer)):
+        # It puts a scheduler of its own in their place once more, at the next start of an epoch.
+        alike = zip(configs, states, strict=False)
+        states = [one if one and one.keys() == config.scheduler.state_dict().keys() else None for config, one in alike]
+        states += [None] * (len(configs) - len(states))
     if len(configs) != len(states):
         raise ValueError(
             f"the held state has {len(states)} LR schedulers, configure_optimizers() returned {len(configs)}; "

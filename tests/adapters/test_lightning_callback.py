@@ -9,6 +9,7 @@ import random
 import re
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memckpt
-from lightning_memckpt import MemCheckpoint
+from lightning_memckpt import MemCheckpoint, trainer_state
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loops import behind_batch
 from lightning_memckpt.shadowing import Shadows
@@ -175,6 +177,24 @@ def test_a_missing_private_name_is_named(tmp_path: Path) -> None:
     del changed.fit_loop.epoch_loop._results
     with pytest.raises(MisconfigurationException, match=r"relies on trainer\.fit_loop\.epoch_loop\._results"):
         TrainerInternals(changed).verify()
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_schedulers_that_a_callback_puts_in_place_later_keep_no_start_back(averages: bool) -> None:
+    """Stochastic weight averaging makes one in mid-training: a new process has none, or the former one."""
+    callbacks: list[pl.Callback] = [StochasticWeightAveraging(0.05)] if averages else []
+    trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu", enable_checkpointing=False)
+    of_callback = {"anneal_epochs": 10, "last_epoch": 3}
+    with nullcontext() if averages else pytest.raises(ValueError, match="has 1 LR schedulers"):
+        trainer_state._restore_schedulers(trainer, [of_callback])
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1), 3)
+    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler)]
+    before = copy.deepcopy(scheduler.state_dict())
+    if averages:
+        trainer_state._restore_schedulers(trainer, [of_callback])
+        assert scheduler.state_dict() == before
+    trainer_state._restore_schedulers(trainer, [{**before, "last_epoch": 7}])
+    assert scheduler.last_epoch == 7
 
 
 def test_a_clean_end_and_a_failure_are_told_apart(tmp_path: Path, sessions: Sessions) -> None:

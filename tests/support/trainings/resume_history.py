@@ -36,6 +36,8 @@ def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> in
     if report is None:
         notes.note("fresh")
         return 0
+    # From every tier and in every mode: exact is known, or is not said.
+    assert report.evidence or not report.exact, f"step {report.step} from {report.tier}: compared with nothing"
     again = report.repeated is not None  # one more record is held after the restored one
     step = report.step if report.repeated is None else report.repeated
     notes.note(
