@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from memckpt.memory.budget import available_bytes
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import copied_bytes
-from memckpt.session.chosen_state import ChosenInMemory, ChosenInStorage
+from memckpt.session.chosen import ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume_check import ResumeCheck
@@ -70,7 +68,7 @@ class RepeatChoice:
         reason = next(filter(None, self._ranks.gather(own)), "")
         if reason:
             # A node that has fetched its state has no replica to advance.
-            self._ranks.together(lambda: self._advance(chosen) if before is not None else None)
+            self._ranks.together(lambda: chosen.advance_replica(self._link) if before is not None else None)
         if reason and not chosen.following:
             self.do_without(reason)
         elif not reason:
@@ -93,17 +91,6 @@ class RepeatChoice:
         own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
         common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
         return {record: own[record] for record in sorted(common)[:1]}
-
-    def _advance(self, chosen: ChosenInMemory) -> None:
-        """Advance the replica to the record: the state before it is not needed."""
-        regions = chosen.regions
-        advanced = self._link.advance(chosen.plan.record)
-        if regions.replica is not None:
-            regions.message = msgspec.structs.replace(
-                regions.message, before=None, missing=advanced.missing, plain=advanced.plain
-            )
-        else:
-            regions.message = msgspec.structs.replace(regions.message, before=None)
 
     def decide_in_storage(self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str) -> None:
         """Decide on a state in a store, which also has to have the state before the step; collective.

@@ -7,7 +7,8 @@ on from the held state, whatever the verdict is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch.optim import Optimizer
 
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import restore_groups, restore_state_order
-from memckpt.errors import DamagedStateError
+from memckpt.errors import AgentGoneError, DamagedStateError
 from memckpt.recovery.comparison import Comparison, Findings
-from memckpt.session.held_record import HeldRecord
+from memckpt.session.chosen import Chosen
+from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import Ranks
 from memckpt.state import codec, rng
@@ -27,6 +28,8 @@ from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import GradientSource, apply_ops
 from memckpt.state.tensors import local
+
+_log = logging.getLogger("memckpt")
 
 
 class RepeatedSteps:
@@ -111,33 +114,39 @@ class RepeatedSteps:
 
 
 class Repetition:
-    """One repeated step, from the restore of the state before it to its commit. Owns the held record.
+    """One repeated step, from the restore of the state before it to its commit. Owns the state after it.
 
     Args:
-        record: number of the repeated record.
-        step: the framework's number of its step.
-        held: access to the held record.
-        state: this rank's decoded rank state after the record.
+        held: the state that the step has led to.
+        write: writes a state to the live tensors, and returns what samples it.
+        link: connection to the agent, whose replica stands before the step.
         live: the live state.
         ranks: ranks of the job.
 
     Attributes:
+        record: number of the repeated record.
+        step: the framework's number of its step.
         steps: compares optimizer steps; None where the record has none, as its state was captured or is a checkpoint.
     """
 
     def __init__(
-        self, record: int, step: int, held: HeldRecord, state: Mapping[str, Any], live: LiveState, ranks: Ranks
+        self,
+        held: Chosen,
+        write: Callable[[Chosen, Comparison], Evidence],
+        link: AgentLink,
+        live: LiveState,
+        ranks: Ranks,
     ) -> None:
-        self.record = record
-        self.step = step
+        self.record, self.step = held.held.record, held.held.step
         self.held = held
-        self.state = state
+        self._write = write
+        self._link = link
         self._live = live
         self._ranks = ranks
         self.steps: RepeatedSteps | None = None
-        known = held.steps()
+        known = held.recorded_steps(live)
         if known is not None:
-            self.steps = RepeatedSteps(live, held.params, *known)
+            self.steps = RepeatedSteps(live, *known)
 
     def close(self) -> None:
         """Release the held record; training ends before the step does."""
@@ -157,14 +166,23 @@ class Repetition:
         Raises:
             DamagedStateError: the held state cannot be put back; on every rank.
         """
-        if not all(self._ranks.gather(self.held.advance())):
+        if not all(self._ranks.gather(self._advance_replica())):
             return None
         found = self._ranks.together(lambda: self._try_to_put_back(rank_state, states))
         return [one for one, _ in found], [sampled for _, sampled in found]
 
+    def _advance_replica(self) -> bool:
+        """Have the replica redo the step. Returns False if its agent is gone."""
+        try:
+            self.held.advance_replica(self._link)
+        except AgentGoneError as error:
+            _log.warning("memckpt: the agent has gone while record %d was repeated: %s", self.record, error)
+            return False
+        return True
+
     def _try_to_put_back(self, rank_state: bytes, states: RankState) -> tuple[Findings, Findings]:
         try:
-            repeated = self._put_back(rank_state, states)
+            repeated, evidence = self._put_back(rank_state, states)
         except Exception as error:  # redo runs the user's classes with what was recorded
             raise DamagedStateError(
                 f"resume: expected to put the state after step {self.step} back, which was repeated, found "
@@ -173,29 +191,25 @@ class Repetition:
                 "older one"
             ) from error
         sampled = Comparison()
-        if "evidence" in self.state:
-            compare_sample(self.held.evidence(), self.state["evidence"], sampled)
+        if "evidence" in self.held.state:
+            compare_sample(evidence, self.held.state["evidence"], sampled)
         return repeated, sampled.findings(self._live.tensors())
 
-    def _put_back(self, rank_state: bytes, states: RankState) -> Findings:
+    def _put_back(self, rank_state: bytes, states: RankState) -> tuple[Findings, Evidence]:
         comparison = Comparison()
         if self.steps is not None:
             self.steps.end()
             comparison = self.steps.comparison
             comparison.problem = self.steps.problem
-        differing = states.compare(codec.decode(rank_state), self.state, comparison)
-        if "optimizers" in self.state:
+        held = self.held.state
+        differing = states.compare(codec.decode(rank_state), held, comparison)
+        if "optimizers" in held:
             found = self._live.capture_optimizers(self.held.spec)
-            comparison.value("state", "optimizers", found, self.state["optimizers"])
-        restore_groups(self._live, self.state)
-        with rng.preserved():
-            self.held.put_back(comparison)
-        if "optimizers" in self.state:
-            self._live.restore_optimizers(self.state["optimizers"])
-        restore_state_order(self._live, self.state)
-        states.put_back({name: self.state["provided"][name] for name in differing})
-        rng.restore(self.state["rng"])
-        return comparison.findings(self._live.tensors())
+            comparison.value("state", "optimizers", found, held["optimizers"])
+        evidence = self._write(self.held, comparison)
+        states.put_back({name: held["provided"][name] for name in differing})
+        rng.restore(held["rng"])
+        return comparison.findings(self._live.tensors()), evidence
 
 
 def compare_following(

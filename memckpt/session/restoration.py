@@ -18,8 +18,7 @@ from memckpt.capture.taps.tap import Tap
 from memckpt.journal.events import Recovered
 from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.restore import replica_digest
-from memckpt.session.chosen_state import Chosen, ChosenInMemory
-from memckpt.session.held_record import InMemory, InStorage, restorer_of
+from memckpt.session.chosen import Chosen, ChosenInMemory
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.repetition import Repetition, any_accelerator, compare_sample
@@ -27,7 +26,7 @@ from memckpt.session.report import RestoreReport
 from memckpt.session.resume_check import Proof, prove
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.staging import Staging
-from memckpt.state import codec, rng
+from memckpt.state import rng
 from memckpt.state.tensors import local
 
 _log = logging.getLogger("memckpt")
@@ -72,7 +71,7 @@ class Restoration:
         self._live.put_shards_in_place()
         evidence, problem = None, ""
         try:
-            evidence = self._fill(chosen)
+            evidence = self.write(chosen)
         except Exception as error:  # becomes a finding: redo runs the user's classes with what was recorded
             problem = f"{type(error).__name__}: {error}"
             _log.info("memckpt: step %d cannot be restored from %s", chosen.held.step, chosen.held.tier, exc_info=error)
@@ -86,22 +85,23 @@ class Restoration:
         self._seconds += time.perf_counter() - started
         return None if any(self._ranks.gather(chosen.resharded)) else self._prove(evidence, chosen)
 
-    def _fill(self, chosen: Chosen) -> Evidence:
-        """Restore this rank's part; what samples it is returned."""
-        restore_groups(self._live, chosen.state)
-        if isinstance(chosen, ChosenInMemory):
-            if chosen.writer is None:
-                chosen.writer = self._staging.open(chosen.regions)
-            self._restore_held(chosen, chosen.writer)
-            self._restore_optimizers(chosen.state)
-            return chosen.writer.evidence
-        stored = chosen.stored
+    def write(self, chosen: Chosen, comparison: Comparison | None = None) -> Evidence:
+        """Write a state that is held to the live tensors, at any time; what samples it is returned. Not collective.
+
+        Args:
+            chosen: the state.
+            comparison: gets every tensor and optimizer state before it is overwritten; None: they are dropped.
+        """
+        state = chosen.state
+        restore_groups(self._live, state)
+        if isinstance(chosen, ChosenInMemory) and chosen.writer is None:
+            chosen.writer = self._staging.open(chosen.regions)
         with rng.preserved():
-            stored.restore(self._live.tensors(), self._live.optimizers)
-        pieces = sorted(self._live.pieces())
-        held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
-        self._restore_optimizers(chosen.state, resharded=pieces != held)
-        return Evidence(stored.own.spec, self._live)
+            self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, comparison)
+        if "optimizers" in state:  # what is in no slot
+            self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
+        restore_state_order(self._live, state)
+        return chosen.evidence(self._live)
 
     def go_on(
         self, chosen: Chosen, proof: Proof | None, tap: Tap, resume: Callable[[SlotWriter, int], None]
@@ -120,12 +120,11 @@ class Restoration:
             self._proof.check.prove(proof)
         if not chosen.resharded:
             self._restore_reduction(chosen.state, tap)
-        if isinstance(chosen, ChosenInMemory):
+        repeated = chosen.take_repeated(self._ranks.rank)
+        if repeated is not None:
+            self._proof.repetition = Repetition(repeated, self.write, self._link, self._live, self._ranks)
+        elif isinstance(chosen, ChosenInMemory):
             self._take_writer(chosen, tap, resume)
-        elif chosen.repeated is not None:
-            last, state = chosen.repeated.point, codec.decode(chosen.repeated.rank_state)
-            in_storage = InStorage(chosen.repeated, self._live)
-            self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
         held, check = chosen.held, self._proof.check
         # Logged before: by the choice of the state, and as the verdict of the check.
         unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
@@ -160,27 +159,15 @@ class Restoration:
     # From memory
 
     def _take_writer(self, chosen: ChosenInMemory, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> None:
-        """Adopt the writer on the resumed generation; where the step is repeated first, the repetition owns it."""
-        plan, regions, writer = chosen.plan, chosen.regions, chosen.take_writer()
-        if chosen.message.before is not None:
-            held = InMemory(plan.record, self._ranks.rank, regions, writer, self._live, self._link)
-            state = codec.decode(chosen.message.rank_states[self._ranks.rank])
-            self._proof.repetition = Repetition(plan.record, plan.step, held, state, self._live, self._ranks)
-            return
+        """Adopt the writer on the resumed generation."""
+        writer = chosen.take_writer()
         try:
             self._proof.set_gradients_aside(chosen, writer, tap)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
         self._staging.adopt(writer)
-        resume(writer, plan.record)
-
-    def _restore_held(self, chosen: ChosenInMemory, writer: SlotWriter) -> None:
-        message = chosen.message
-        restorer = restorer_of(chosen.regions, writer, self._live)
-        with rng.preserved():
-            restorer.restore(chosen.held.record, self._ranks.rank, chosen.metas, message.missing, message.plain)
-        self.record_redo_seconds = restorer.record_redo_seconds
+        resume(writer, chosen.plan.record)
 
     def adopt(self, writer: SlotWriter) -> None:
         """Adopt the writer of a held generation, after a repeated step."""
@@ -222,12 +209,6 @@ class Restoration:
             comparison.value("hyperparameters", name, value, held.get(name, value))
         everybody = self._ranks.gather(comparison.findings(self._live.tensors()))
         return prove(everybody, any_accelerator(self._live, self._ranks), chosen.held.step, chosen.held.tier)
-
-    def _restore_optimizers(self, state: Mapping[str, Any], resharded: bool = False) -> None:
-        """Restore optimizer state that is in no slot."""
-        if "optimizers" in state:
-            self._live.restore_optimizers(state["optimizers"], resharded)
-        restore_state_order(self._live, state)
 
     def _restore_reduction(self, state: Mapping[str, Any], tap: Tap) -> None:
         if isinstance(tap, BucketTap):

@@ -32,7 +32,7 @@ from memckpt.recovery.plan import (
     make_plan,
     must_reshard,
 )
-from memckpt.session.chosen_state import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining, Ranks

@@ -12,7 +12,7 @@ from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
 from memckpt.protocol.trainer import Checked
-from memckpt.session.chosen_state import Chosen, ChosenInMemory
+from memckpt.session.chosen import Chosen, ChosenInMemory
 from memckpt.session.link import AgentLink
 from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import RankState

@@ -212,7 +212,7 @@ def test_a_state_that_cannot_be_put_back_is_left_at_the_next_start(lab: Lab) -> 
     lab.train(PLAIN, settings, actions={("after commit", CHANGED): kill_self})
 
     def fail_to_put_back(original: Any, restorer: Restorer, *arguments: Any) -> None:
-        if len(arguments) > 5:
+        if arguments[5] is not None:  # a comparison
             raise KeyError("exp_avg")
         original(restorer, *arguments)
 

@@ -1,4 +1,4 @@
-"""A state that is chosen to be resumed, from its opening to its restore."""
+"""A state that is held, in this node's memory or in storage, and can be written to the live tensors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import torch
 
+from memckpt.capture.evidence import Evidence
+from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
+from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.live_copies import LiveCopies
 from memckpt.recovery.plan import RestoreRecord
+from memckpt.recovery.restore import Restorer
 from memckpt.session.connection import PreparedRegions
+from memckpt.session.link import AgentLink
 from memckpt.session.report import HeldState
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec
+from memckpt.state.layout import Layout
+from memckpt.state.records import RecordMeta, decode_meta
+from memckpt.state.redo import GradientSource, StagedGradients
+from memckpt.state.spec import StateSpec
+
+#: The live parameters in the order of a layout, that layout, and a record's optimizer steps and gradients.
+RecordedSteps = tuple[list[torch.Tensor], Layout, RecordMeta, GradientSource]
 
 
 @dataclass
@@ -32,7 +46,8 @@ class ChosenInMemory:
         writer: writer on the regions, which owns them; None before the first restore, and once training has taken it.
         following: encoded rank states of the records behind it that are still to be compared, by record.
         restored: whether the restore has begun.
-        diverges, resharded: always None and False: each rank gets its own state back.
+        diverges: always None: each rank gets its own state back.
+        resharded: always False, for the same reason.
     """
 
     plan: RestoreRecord
@@ -68,6 +83,41 @@ class ChosenInMemory:
         """The agent's answer: how the record is produced."""
         return self.regions.message
 
+    @property
+    def spec(self) -> StateSpec:
+        """Layout of the state."""
+        return self.message.spec
+
+    # Writing to the live tensors
+
+    def restore(self, live: LiveState, rank: int, comparison: Comparison | None) -> float | None:
+        """Write the state to the live tensors; what they had before goes to `comparison`.
+
+        Args:
+            live: the live tensors.
+            rank: rank whose by-value tensors are written.
+            comparison: gets the former values; None: they are dropped.
+
+        Returns:
+            The duration of the redo of one record, in seconds; None where nothing was redone.
+        """
+        assert self.writer is not None
+        restorer = Restorer(self.writer.layout, self.regions, self.writer.ring, live.tensors(), live.optimizers)
+        missing, plain = self.message.missing, self.message.plain
+        restorer.restore(self.held.record, rank, self.metas, missing, plain, comparison)
+        return restorer.record_redo_seconds
+
+    def is_recut(self, live: LiveState) -> bool:
+        """Whether the live tensors are cut into other shards: a node's memory has this rank's own."""
+        return False
+
+    def evidence(self, live: LiveState) -> Evidence:
+        """What samples the live tensors as the record's sample does."""
+        assert self.writer is not None
+        return self.writer.evidence
+
+    # The step that is repeated
+
     def repeat_from(self, before: Before, rank: int) -> None:
         """Restore the state before the record, from which its step is repeated."""
         self.state, self.metas = codec.decode(before.rank_states[rank]), before.metas
@@ -78,6 +128,31 @@ class ChosenInMemory:
         if self.message.before is None or not self.message.earlier:
             return None
         return self._at(self.plan.record, self.plan.step, self.message.rank_states[rank], self.message.metas)
+
+    def take_repeated(self, rank: int) -> ChosenInMemory | None:
+        """The record whose step is repeated from this state, which owns the writer then; None if no step is."""
+        if self.message.before is None:
+            return None
+        repeated = self._at(self.plan.record, self.plan.step, self.message.rank_states[rank], self.message.metas)
+        self.writer = None
+        return repeated
+
+    def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
+        """The optimizer steps of a record that is repeated; None where it has none."""
+        assert self.writer is not None
+        before = self.message.before
+        if before is None or not before.meta or self.writer.snapshots:
+            return None
+        layout = self.writer.layout
+        return self.writer.params, layout, decode_meta(before.meta), StagedGradients(self.regions.slots.map, layout)
+
+    def advance_replica(self, link: AgentLink) -> None:
+        """Have the agent's replica, if there is one, redo the step of the record: the state before is not needed."""
+        message = msgspec.structs.replace(self.message, before=None)
+        if self.regions.replica is not None:
+            advanced = link.advance(self.plan.record)
+            message = msgspec.structs.replace(message, missing=advanced.missing, plain=advanced.plain)
+        self.regions.message = message
 
     def forgo_repetition(self) -> None:
         """Do not repeat the record's step."""
@@ -138,6 +213,11 @@ class ChosenInStorage:
     not_exact: str = ""
 
     @property
+    def spec(self) -> StateSpec:
+        """Layout of this rank's own state."""
+        return self.stored.own.spec
+
+    @property
     def resharded(self) -> bool:
         """Whether the ranks, or their shards, are not those of the run that wrote it."""
         return not self.stored.exact
@@ -156,6 +236,47 @@ class ChosenInStorage:
         self.held = HeldState(
             point.step, point.record, self.held.tier, self.state["provided"], point.world_size, newest
         )
+
+    def restore(self, live: LiveState, rank: int, comparison: Comparison | None) -> None:
+        """Write the state to the live tensors, as :meth:`ChosenInMemory.restore` does."""
+        tensors, optimizers = live.tensors(), live.optimizers
+        copies = None
+        if comparison is not None:
+            copies = LiveCopies(self.stored.state.spec, self.spec, tensors, optimizers)
+        self.stored.restore(tensors, optimizers)
+        if copies is not None and comparison is not None:
+            copies.compare(comparison)
+
+    def is_recut(self, live: LiveState) -> bool:
+        """Whether the live tensors are cut into other shards than the state was."""
+        held = sorted((one.name, one.shape, one.shard) for one in self.spec.tensors() if one.shard is not None)
+        return sorted(live.pieces()) != held
+
+    def evidence(self, live: LiveState) -> Evidence:
+        """What samples the live tensors as the record's sample does."""
+        return Evidence(self.spec, live)
+
+    def take_repeated(self, rank: int) -> ChosenInStorage | None:
+        """The state after the step that is repeated from this one; None if no step is."""
+        if self.repeated is None:
+            return None
+        point, state = self.repeated.point, codec.decode(self.repeated.rank_state)
+        held = replace(self.held, step=point.step, record=point.record, rank_state=state["provided"])
+        return ChosenInStorage(held, state, self.repeated, self.newest_known, restored=True)
+
+    def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
+        """The optimizer steps of the state's last record; None where it has none."""
+        last, tensors = self.stored.last_record(), live.tensors()
+        if last is None:
+            return None
+        spec = self.stored.state.spec
+        return ([tensors[param.tensor.name] for param in spec.params], Layout(spec), *last)
+
+    def advance_replica(self, link: AgentLink) -> None:
+        """No-op: nothing of it is in an agent."""
+
+    def take_writer(self) -> None:
+        """None: a new generation begins with the next record."""
 
     def close(self) -> None:
         """No-op: no file stays open between two reads."""
