@@ -34,3 +34,13 @@ class StallClock:
             yield
         finally:
             self.hooks += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def in_commit(self) -> Iterator[None]:
+        """Measure a commit, without what it spends on other causes."""
+        started, others = time.perf_counter(), self.total - self.commit
+        try:
+            yield
+        finally:
+            others = self.total - self.commit - others
+            self.commit += time.perf_counter() - started - others

@@ -371,10 +371,8 @@ class Session:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
         self._refuse_unrestored("commit()")
-        started = time.perf_counter()
-        inner = self._clock.total - self._clock.commit
-        self._loop.count_commit()
-        try:
+        with self._clock.in_commit():
+            self._loop.count_commit()
             refuse_uneven(self._data_parallel)
             self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else step
@@ -386,15 +384,14 @@ class Session:
             point = RestorePoint(self._recorder.record, self._number, rank_state)
             self._end_step(point)
             if self._proof.repetition is not None:
-                self._end_repetition(point)  # compared, and the held state is put back: the record is held already
+                # The step has been taken before: it is compared, and the state that it led to then is put back.
+                self._end_repetition(point)
             else:
                 self._proof.end_record(point)
-                self._protection.end_record(point)  # by _bring_record; its errors make a gap, and end no training
+                # Calls _bring_record. Errors make a gap in protection, and end no training.
+                self._protection.end_record(point)
             self._recorder.end_step_marks(point.record)
             return True
-        finally:
-            inner = self._clock.total - self._clock.commit - inner
-            self._clock.commit += time.perf_counter() - started - inner
 
     def _bring_record(self, point: RestorePoint) -> None:
         """Stage what the record lacks, seal it and tell the agent; or write the whole state, where a generation is due.
