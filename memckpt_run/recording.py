@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.processes.supervised import tell_imports
-
 #: Set in a process that was forked from a warm one: its modules are not a cold start's.
 forked = False
 
@@ -35,13 +33,8 @@ class Recorded(msgspec.Struct, frozen=True):
     changed: dict[str, str | None]
 
 
-def note_imports() -> None:
-    """Tell a supervisor, if there is one, what this process has imported so far."""
-    if not forked:
-        tell_imports(lambda: msgspec.json.encode(_record()))
-
-
-def _record() -> Recorded:
+def record_imports() -> bytes:
+    """What this process has imported so far: a :class:`Recorded` as JSON."""
     main = getattr(sys.modules["__main__"], "__spec__", None)
     modules = []
     for name, module in list(sys.modules.items()):
@@ -56,7 +49,8 @@ def _record() -> Recorded:
         ):
             continue
         modules.append(Module(name, origin))
-    return Recorded(modules, [each for each in sys.path if isinstance(each, str)], _changed())
+    path = [each for each in sys.path if isinstance(each, str)]
+    return msgspec.json.encode(Recorded(modules, path, _changed()))
 
 
 def _changed() -> dict[str, str | None]:

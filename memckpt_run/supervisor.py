@@ -10,8 +10,8 @@ import time
 from memckpt.config.arguments import RESTART_COUNT
 from memckpt.errors import AgentError
 from memckpt.processes.control import ask_status
-from memckpt.processes.supervised import Notes
 from memckpt_run.attempts import Attempt, Given, Starter
+from memckpt_run.notes import Notes
 from memckpt_run.policy import End, Finished, GiveUp, Policy
 from memckpt_run.signals import ENDING, Inbox, has_it_already
 

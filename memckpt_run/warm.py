@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from memckpt.processes.supervised import Notes
 from memckpt_run.attempts import Attempt, Given, Starter
 from memckpt_run.command import PythonCommand
 from memckpt_run.kin import adopting_orphans
+from memckpt_run.notes import Notes
 from memckpt_run.warm_messages import (
     Fork,
     Forked,

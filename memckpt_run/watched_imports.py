@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -169,12 +170,11 @@ def generators(known: Collection[str]) -> dict[str, Any]:
         known: names of those that were there before.
     """
     found: dict[str, Any] = {}
-    if (module := _whole("random")) is not None:
-        name = "Python's random generator"
-        if name not in known:
-            module.random()  # computes the next 624 words, which are then there to be drawn
-        _, (*words, _), spare = module.getstate()
-        found[name] = words, spare
+    name = "Python's random generator"
+    if name not in known:
+        random.random()  # computes the next 624 words, which are then there to be drawn
+    _, (*words, _), spare = random.getstate()
+    found[name] = words, spare
     if (module := _whole("numpy.random")) is not None:
         name, key, *rest = module.get_state()
         found["numpy's random generator"] = (name, key.tobytes(), *rest)

@@ -12,9 +12,8 @@
     MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
 
 An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE
-is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers. MEMCKPT_SUPERVISOR and
-MEMCKPT_RESTART_COUNT are set by ``memckpt run``,
-MEMCKPT_DRILL by ``memckpt drill``: it replaces the run directory; and MEMCKPT_DRILL_NODES.
+is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers. MEMCKPT_RESTART_COUNT
+and MEMCKPT_LAUNCHER are set by ``memckpt run`` and ``memckpt worker``, MEMCKPT_OBSERVERS by them and ``memckpt drill``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
 from memckpt.config.checks import parse_text
-from memckpt.config.drill import DRILL, DRILL_NODES, drill_orders
+from memckpt.config.observers import OBSERVERS, observers_from_environment
 from memckpt.config.settings import KIND, PREFIX, Setting, describe_settings, from_mapping
 from memckpt.errors import ConfigurationError
 
@@ -41,9 +40,8 @@ AUTO = "MEMCKPT_AUTO"
 DISABLE = "MEMCKPT_DISABLE"
 #: Variables for the location of a node and its agent, read elsewhere.
 _ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
-#: Set by `memckpt run` and `memckpt worker` for attempts: the files in which they leave notes; by the one the number of
-#: restarts, by the other the process id of the launcher, which is not always their parent.
-SUPERVISOR = "MEMCKPT_SUPERVISOR"
+#: Set for attempts: by `memckpt run` the number of restarts, by `memckpt worker` the process id of the launcher, which
+#: is not always their parent.
 RESTART_COUNT = "MEMCKPT_RESTART_COUNT"
 LAUNCHER = "MEMCKPT_LAUNCHER"
 _log = logging.getLogger("memckpt")
@@ -267,7 +265,7 @@ def config_from_environment(environment: Mapping[str, str] = os.environ) -> Memc
 def _from_variables(environment: Mapping[str, str], options: Collection[Setting] = ()) -> dict[Setting, Any]:
     """The values of all variables but those of `options`, which are given on the command line."""
     given: dict[Setting, Any] = {}
-    known = {RUN_DIR, RESUME, AUTO, DISABLE, DRILL, DRILL_NODES, SUPERVISOR, RESTART_COUNT, LAUNCHER, *_ADDRESS}
+    known = {RUN_DIR, RESUME, AUTO, DISABLE, OBSERVERS, RESTART_COUNT, LAUNCHER, *_ADDRESS}
     for setting in describe_settings():
         known.add(setting.variable)
         if setting.variable in environment and setting not in options:
@@ -287,15 +285,16 @@ def with_environment(
 ) -> ProtectionArguments:
     """The arguments passed in Python, with each None replaced by the environment's value.
 
-    Under ``memckpt drill`` its run directory replaces the script's, and nothing is asked of a resume but to continue.
+    An observer may change the settings. Where one has a run directory, that replaces the script's and is continued.
 
     Raises:
         ConfigurationError: there is no run directory, or a setting is invalid.
     """
-    orders = drill_orders()
-    if orders is not None:
-        settings = config_from_environment() if config is None else config
-        return ProtectionArguments(str(orders.run_dir), "auto", orders.configure(settings))
+    settings = config_from_environment() if config is None else config
+    for observer in observers_from_environment():
+        settings = observer.change_config(settings)
+        if observer.run_dir is not None:
+            run_dir, resume = observer.run_dir, "auto"
     directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
     if directory is None:
         raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
@@ -306,5 +305,5 @@ def with_environment(
     return ProtectionArguments(
         directory,
         check_resume("auto" if resume is None else resume),
-        config_from_environment() if config is None else config,
+        settings,
     )

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.stall_clock import StallClock
 from memckpt.config import RedoMode
 from memckpt.config.arguments import DISABLE
-from memckpt.config.drill import DrillOrders
+from memckpt.config.observers import Committed, Observer, Watched
 from memckpt.errors import UsageError
 from memckpt.processes.address import node_name
 from memckpt.session.loop import LoaderT
@@ -24,8 +23,6 @@ from memckpt.session.rank_state import Parts
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.session import Session
-from memckpt_tools.drill.fingerprint import Fingerprints
-from memckpt_tools.drill.probe import Probe
 
 _log = logging.getLogger("memckpt")
 _WORDS = f"disabled by {DISABLE}"
@@ -38,7 +35,7 @@ class DisabledSession(Session):
         model: the model.
         optimizers: its optimizers.
         extra_modules: modules outside of the model.
-        orders: where lines are written under ``memckpt drill``; None: nowhere.
+        observers: called behind each step.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class DisabledSession(Session):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         extra_modules: Mapping[str, nn.Module],
-        orders: DrillOrders | None,
+        observers: Sequence[Observer],
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
@@ -54,12 +51,10 @@ class DisabledSession(Session):
         self._step = self._record = self._epoch = self._batch = 0
         self._nothing = StallClock()
         self._hooks = [each.register_step_post_hook(self._note_step) for each in optimizers]
-        self._probe: Probe | None = None
-        if orders is not None:
+        self._observers = observers
+        for each in observers:
             live = LiveState(model, optimizers, extra_modules)
-            fingerprints = Fingerprints(live, copier_for(device_of(live.tensors())))
-            self._probe = Probe(orders, fingerprints, model, rank, world_size, node_name())
-            self._probe.begin(None)
+            each.begin(Watched(model, live.optimizers, live.tensors, None, node_name(), rank, world_size, None))
         if rank == 0:
             _log.warning("memckpt: %s: this training is not protected; it starts over, and nothing is held", _WORDS)
 
@@ -139,16 +134,9 @@ class DisabledSession(Session):
         self._stepped = False
         self._record += 1
         self._batch += 1
-        if self._probe is not None:
-            self._probe.taken(
-                self._step,
-                self._record,
-                (),
-                caller=sys._getframe(1),
-                stalled=0.0,
-                repeated=False,
-                agent=None,
-                check=("", ""),
+        for each in self._observers:
+            each.see_committed(
+                Committed(self._step, self._record, lambda: (), sys._getframe(1), 0.0, False, None, ("", ""))
             )
         return True
 
@@ -158,8 +146,8 @@ class DisabledSession(Session):
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        if self._probe is not None:
-            self._probe.close()
+        for each in self._observers:
+            each.close()
 
     # Information
 

@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 
 from memckpt.config import AgentConfig, MemckptConfig, ResumeChoice
 from memckpt.config.arguments import disabled_by_environment, with_environment
-from memckpt.config.drill import drill_orders
+from memckpt.config.observers import observers_from_environment
 from memckpt.errors import ConfigurationError
-from memckpt.processes.address import AgentAddress
-from memckpt.processes.supervised import tell_supervisor
 from memckpt.session.disabled import DisabledSession
-from memckpt.session.drilled import DrilledSession
 from memckpt.session.fabric import bare_model, bare_optimizer
+from memckpt.session.observed import ObservedSession
 from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")
@@ -66,10 +64,10 @@ def attach(
     _check_metrics(arguments.config.agent)
     model, wrapper = bare_model(model)
     bare = [bare_optimizer(each) for each in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
-    orders = drill_orders()
+    observers = observers_from_environment()
     if disabled_by_environment():
-        return DisabledSession(model, bare, extra_modules or {}, orders)
-    session = (Session if orders is None else partial(DrilledSession, orders))(
+        return DisabledSession(model, bare, extra_modules or {}, observers)
+    session = (partial(ObservedSession, observers) if observers else Session)(
         model,
         bare,
         arguments,
@@ -78,7 +76,6 @@ def attach(
         replicated=replicated,
     )
     _raise_oom_score()
-    tell_supervisor(AgentAddress.of(arguments.run_dir))
     return session
 
 

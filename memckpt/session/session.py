@@ -56,7 +56,6 @@ from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
 from memckpt.session.resume_proof import ResumeProof
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
-from memckpt_run.recording import note_imports
 
 _log = logging.getLogger("memckpt")
 _LATER = OWN + "later"
@@ -440,8 +439,6 @@ class Session:
         """End the step for those that count steps; ranks decide here together what holds from this record on."""
         self._reductions_at_commit = self._tap.reductions
         self._switch.end_self_test(point.record)
-        if self._last is None:
-            note_imports()
         self._tuning.end_record(point.record)
         self._last = point
         self._rank_state.unrepeatable = ""

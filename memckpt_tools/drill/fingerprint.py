@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.digests import Digests
-from memckpt.capture.live_state import LiveState, state_of
+from memckpt.capture.live_state import state_of
+from memckpt.config.observers import Watched
 from memckpt.state.tensors import local
 from memckpt_tools.drill.lines import SKETCHES, Key
 
@@ -28,11 +29,11 @@ class Fingerprints:
     """Fingerprints of a training's tensors.
 
     Args:
-        live: the live tensors.
+        live: the session with the live tensors.
         copier: fetches digests from a device.
     """
 
-    def __init__(self, live: LiveState, copier: Copier) -> None:
+    def __init__(self, live: Watched, copier: Copier) -> None:
         self._live = live
         self._copier = copier
         generator = torch.Generator("cpu").manual_seed(_SEED)

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Protocol
 
-from memckpt.config.drill import DRILL_NODES
 from memckpt.errors import DrillError
 from memckpt.processes.address import NODE_VARIABLE
 from memckpt.processes.handles import ProcessHandle, children_of, parent_of, start_ticks
@@ -124,7 +123,7 @@ def _node_variables(index: int, nodes: int, port: int) -> dict[str, str]:
     rank = {"RANK": index, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     place = {"NODE_RANK": index, "GROUP_RANK": index, "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
     torchrun = {"PET_NNODES": nodes, "PET_NODE_RANK": index, "PET_MASTER_ADDR": _LOOPBACK, "PET_MASTER_PORT": port}
-    ours = {NODE_VARIABLE: node_name(index), DRILL_NODES: nodes}
+    ours: dict[str, str | int] = {NODE_VARIABLE: node_name(index)}
     # Without it torchrun's restarts share one store, where gloo finds the addresses of the dead: docs/operations.md.
     ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = 1
     return {name: str(value) for name, value in {**rank, **place, **torchrun, **ours}.items()}

@@ -1,24 +1,26 @@
-"""What a session does while it is drilled: it writes a line with digests of the whole state behind each commit."""
+"""What watches a session while it is drilled: it writes a line with digests of the whole state behind each commit."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from types import FrameType
+from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 
-from memckpt.config.drill import DrillOrders
+from memckpt.capture.copier import copier_for, device_of
+from memckpt.config import MemckptConfig
+from memckpt.config.observers import OBSERVERS, Committed, Observer, Watched
+from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
 from memckpt.state import codec
 from memckpt_tools.drill.attributes import Attributes
 from memckpt_tools.drill.fingerprint import Fingerprints
 from memckpt_tools.drill.inputs import InputTap, loaders
 from memckpt_tools.drill.lines import Begun, Key, Loaders, Restored, Taken, Tensors, Writer
+from memckpt_tools.drill.orders import DrillOrders
 
 
 class LossTap:
@@ -44,86 +46,75 @@ class LossTap:
         torch.autograd.backward = self._original
 
 
-class Probe:
+class Probe(Observer):
     """Writes the lines of one session. Draws no random numbers, and changes no tensor.
 
     Args:
-        orders: where.
-        fingerprints: of the tensors.
-        model: the model.
-        rank, world_size, node: place of the session in the job.
+        directory: directory of this run of the drill.
+        nodes: number of nodes that it simulates.
     """
 
-    def __init__(
-        self,
-        orders: DrillOrders,
-        fingerprints: Fingerprints,
-        model: nn.Module,
-        rank: int,
-        world_size: int,
-        node: str,
-    ) -> None:
-        self._fingerprints = fingerprints
-        self._attributes = Attributes(dict(model.named_modules()))
-        self._inputs = InputTap(model)
+    def __init__(self, directory: str, nodes: int) -> None:
+        self._orders = DrillOrders(Path(directory), nodes)
+        self.run_dir = str(self._orders.run_dir)
+        if not self._orders.directory.is_dir():
+            raise ConfigurationError(
+                f"{OBSERVERS}: expected the directory of a running `memckpt drill`, which alone sets it, found "
+                f"{directory!r}; unset it"
+            )
+
+    def change_config(self, config: MemckptConfig) -> MemckptConfig:
+        return self._orders.configure(config)
+
+    def begin(self, session: Watched) -> None:
+        self._fingerprints = Fingerprints(session, copier_for(device_of(session.tensors())))
+        self._attributes = Attributes(dict(session.model.named_modules()))
+        self._inputs = InputTap(session.model)
         self._loaders: tuple[str, ...] | None = None
-        self._place = (rank, world_size, node)
-        self._writer = Writer(orders.lines_of(rank))
+        self._writer = Writer(self._orders.lines_of(session.rank))
         self._losses = LossTap()
         self._keys: tuple[Key, ...] | None = None
         self._check = ("", "")
-
-    def begin(self, agent: int | None) -> None:
-        """The session has begun."""
-        rank, world_size, node = self._place
         pid = os.getpid()
-        self._writer.write(Begun(pid, start_ticks(pid), rank, world_size, time.monotonic(), agent, node))
+        place = (session.rank, session.world_size, time.monotonic(), session.agent, session.node)
+        self._writer.write(Begun(pid, start_ticks(pid), *place))
 
-    def restored(self, step: int, record: int, tier: str, seconds: float, repeated: int | None) -> None:
-        """The tensors of a state are restored."""
+    def see_restored(self, step: int, record: int, tier: str, seconds: float, repeated: int | None) -> None:
         digests, sketches = self._take()
         self._writer.write(Restored(step, record, tier, seconds, repeated, digests, sketches))
 
-    def taken(
-        self,
-        step: int,
-        record: int,
-        values: Iterable[tuple[str, str, Any]],
-        *,
-        caller: FrameType | None,
-        stalled: float,
-        repeated: bool,
-        agent: int | None,
-        check: tuple[str, str],
-    ) -> None:
-        """A step is committed.
-
-        Args:
-            step, record: its numbers.
-            values: kind, name and value of each part of the state that is no tensor by name.
-            caller: innermost frame whose variables may be the user's.
-            stalled: seconds that protection has kept the process from training so far.
-            repeated: whether it was repeated as a proof.
-            agent: process id of the agent.
-            check: verdict of the resume check, and its line.
-        """
+    def see_committed(self, committed: Committed) -> None:
         now = time.monotonic()
         losses = self._losses.take()
         digests, sketches = self._take()
         named: dict[str, dict[str, str]] = {}
-        for kind, name, value in values:
+        for kind, name, value in committed.parts():
             named.setdefault(kind, {})[name] = xxhash.xxh3_128_hexdigest(codec.encode(value))
         named["input"] = self._inputs.take()
-        for kind, name, text in self._attributes.values(caller):
+        for kind, name, text in self._attributes.values(committed.caller):
             named.setdefault(kind, {})[name] = text
         if self._loaders is None:
             self._loaders = loaders()
             self._writer.write(Loaders(self._loaders))
+        check = committed.check
         news = check if check != self._check and check[0] not in ("", "pending", "off") else None
         self._check = check
         seconds = time.monotonic() - now
         self._writer.write(
-            Taken(step, record, now, seconds, losses, digests, sketches, named, stalled, repeated, agent, news)
+            Taken(
+                committed.step,
+                committed.record,
+                now,
+                seconds,
+                losses,
+                digests,
+                sketches,
+                named,
+                committed.stalled,
+                committed.repeated,
+                committed.agent,
+                news,
+            )
         )
 
     def _take(self) -> tuple[bytes, bytes]:

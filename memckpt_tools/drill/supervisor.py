@@ -12,7 +12,6 @@ from pathlib import Path
 
 from memckpt.config import ErasureConfig
 from memckpt.config.arguments import DISABLE, RESUME, RUN_DIR
-from memckpt.config.drill import DRILL, DrillOrders
 from memckpt.errors import DrillError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
@@ -22,6 +21,7 @@ from memckpt_tools.drill.draw import Instant, Kind
 from memckpt_tools.drill.history import RunHistory
 from memckpt_tools.drill.job import END_SECONDS, Job, Start, kill_processes, pause
 from memckpt_tools.drill.lines import Taken
+from memckpt_tools.drill.orders import DrillOrders
 
 #: Seconds between two questions whether peers protect a node.
 _ASK_SECONDS = 0.05
@@ -323,7 +323,7 @@ class Run:
     # Processes
 
     def _start(self) -> None:
-        variables = {DRILL: str(self._orders.directory), RUN_DIR: str(self._orders.run_dir), RESUME: None}
+        variables = {**self._orders.variables(), RUN_DIR: str(self._orders.run_dir), RESUME: None}
         self._job.start({**variables, DISABLE: None if self._limits.protected else "1"})
 
     def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:

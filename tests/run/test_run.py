@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import select
@@ -15,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from memckpt.config.arguments import SUPERVISOR
+from memckpt.config.observers import OBSERVERS, Committed, Watched, observers_from_environment
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.handles import children_of
-from memckpt.processes.supervised import Notes, tell_imports, tell_supervisor
 from memckpt_run.attempts import Attempt, ColdStarter, Given
+from memckpt_run.notes import Notes, Recorder
 from memckpt_run.supervisor import Supervisor
 from tests.support.trainings import supervised_job
 from tests.support.trainings.engine_harness import Child, Lab
@@ -138,28 +140,40 @@ def test_a_killed_supervisor_s_training_ends_and_nothing_stays(lab: Lab, monkeyp
     assert list(temporary.iterdir()) == []
 
 
+A_STEP = Committed(1, 1, lambda: (), sys._getframe(), 0.0, False, None, ("", ""))
+
+
+def a_session(run_dir: str) -> Watched:
+    return Watched(torch.nn.Linear(1, 1), [], dict, run_dir, "here", 0, 1, None)
+
+
 def test_notes_reach_all_supervisors_and_survive_a_writer_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Notes()) as above, contextlib.closing(Notes()) as notes:
-        monkeypatch.delenv(SUPERVISOR, raising=False)
-        monkeypatch.setenv(SUPERVISOR, above.environment()[SUPERVISOR])
-        monkeypatch.setenv(SUPERVISOR, notes.environment()[SUPERVISOR])
-        path = notes.environment()[SUPERVISOR].split(os.pathsep)[0]
+        monkeypatch.delenv(OBSERVERS, raising=False)
+        monkeypatch.setenv(OBSERVERS, above.environment()[OBSERVERS])
+        monkeypatch.setenv(OBSERVERS, notes.environment()[OBSERVERS])
         assert notes.run() is None
-        tell_supervisor(AgentAddress(Path("/first"), "here"))
+        for each in observers_from_environment():
+            each.begin(a_session("/first"))
+        ((_, path), _) = json.loads(os.environ[OBSERVERS])
         with open(path, "ab") as file:
             file.write(b'\n{"name":"run","pid":3,"con')  # a kill in the middle
-        tell_supervisor(AgentAddress(Path("/second"), "here"))
+        recorders = observers_from_environment()
+        for recorder in recorders:
+            recorder.begin(a_session("/second"))
+            recorder.see_committed(A_STEP)
         for each in (notes, above):
-            assert each.run() == AgentAddress(Path("/second"), "here")
-            tell_imports(lambda: b"[1]")
-            assert (each.imports_of(os.getpid()), each.imports_of(1)) == (b"[1]", None)
+            assert each.run() == AgentAddress.of("/second")
+            imports = each.imports_of(os.getpid())
+            assert imports is not None
+            assert "memckpt_run.notes" in imports.decode()
+            assert each.imports_of(1) is None
 
 
-def test_a_note_is_written_to_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_written_to_no_other_file(tmp_path: Path) -> None:
     """As after the end of a supervisor whose process id is another process's."""
     with (tmp_path / "file").open("wb") as file:
-        monkeypatch.setenv(SUPERVISOR, f"/proc/{os.getpid()}/fd/{file.fileno()}")
-        tell_supervisor(AgentAddress(tmp_path, "here"))
+        Recorder(f"/proc/{os.getpid()}/fd/{file.fileno()}").begin(a_session(str(tmp_path)))
     assert (tmp_path / "file").read_bytes() == b""
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from memckpt.processes.handles import children_of
-from memckpt.processes.supervised import Notes
 from memckpt_run.attempts import Attempt, ColdStarter, Given
 from memckpt_run.command import PythonCommand, python_command
+from memckpt_run.notes import Notes
 from memckpt_run.warm import Warm, WarmProcess, WarmStarter
 from tests.support.trainings import start_probe, supervised_job
 from tests.support.trainings.engine_harness import Lab
@@ -28,6 +28,10 @@ from tests.support.trainings.supervised_runs import forked_job, resumed, supervi
 
 LIMIT_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
+#: The end of a script's first commit, as the supervisor sees it.
+NOTE_IMPORTS = (
+    "from memckpt.config.observers import observers_from_environment\nobservers_from_environment()[0].note_imports()\n"
+)
 
 
 class Warmed:
@@ -136,8 +140,7 @@ def test_imports_that_a_fork_would_not_repeat_are_named(
     (tmp_path / "inner.py").write_text(code)
     (tmp_path / "outer.py").write_text("import inner")
     (tmp_path / "script.py").write_text(
-        f"import os, sys\nos.environ['WHERE'] = 'here'\nimport outer\nsys.path.append({str(ROOT)!r})\n"
-        "from memckpt_run.recording import note_imports\nnote_imports()\n"
+        f"import os, sys\nos.environ['WHERE'] = 'here'\nimport outer\nsys.path.append({str(ROOT)!r})\n" + NOTE_IMPORTS
     )
     monkeypatch.delenv("WHERE", raising=False)
     training = warmed(str(tmp_path / "script.py"), also=["outer", "inner"])
@@ -156,8 +159,9 @@ def test_only_what_is_installed_is_imported_ahead_and_what_has_changed_since_is_
     (tmp_path / "own.py").write_text("PID = __import__('os').getpid()")
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, own\nfrom memckpt_run.recording import note_imports\nnote_imports()\n"
-        f"print(own.PID == os.getpid(), file=open({str(tmp_path / 'out')!r}, 'a'))\n"
+        "import os, own\n"
+        + NOTE_IMPORTS
+        + f"print(own.PID == os.getpid(), file=open({str(tmp_path / 'out')!r}, 'a'))\n"
     )
     for also, said in (([], ["True"] * 3), (["own"], ["True", "False", "True"])):
         training = warmed(str(script), also=also)
@@ -176,7 +180,7 @@ def test_a_module_that_cannot_be_imported_ahead_is_named_and_the_others_are(
 ) -> None:
     (tmp_path / "own.py").write_text("")
     script = tmp_path / "script.py"
-    script.write_text("import own\nfrom memckpt_run.recording import note_imports\nnote_imports()")
+    script.write_text("import own\n" + NOTE_IMPORTS)
     training = warmed(str(script), also=["own", "onw"])
     training.warm_up(training.attempt())
     assert isinstance(training.attempt(), Warm)
@@ -187,7 +191,7 @@ def test_a_module_that_cannot_be_imported_ahead_is_named_and_the_others_are(
 def test_a_start_with_another_variable_is_cold_where_an_import_has_read_it(warmed: Any, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\nall = dict(os.environ)\nos.environ.get('PLACE')")
     script = tmp_path / "script.py"
-    script.write_text("import own\nfrom memckpt_run.recording import note_imports\nnote_imports()\n")
+    script.write_text("import own\n" + NOTE_IMPORTS)
     training = warmed(str(script), also=["own"])
     training.warm_up(training.attempt(PLACE="1", OTHER="1"))
     assert isinstance(training.attempt(PLACE="1", OTHER="2"), Warm)
@@ -197,7 +201,7 @@ def test_a_start_with_another_variable_is_cold_where_an_import_has_read_it(warme
 
 def test_a_warm_process_that_has_died_is_replaced(warmed: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from memckpt_run.recording import note_imports\nnote_imports()\n")
+    script.write_text(NOTE_IMPORTS)
     training = warmed(str(script))
     for _ in range(2):
         cold = training.attempt()
@@ -210,8 +214,9 @@ def test_a_warm_process_that_has_died_is_replaced(warmed: Any, tmp_path: Path) -
 def test_a_killed_supervisor_s_warm_process_and_attempt_end(lab: Lab) -> None:
     script = lab.directory / "script.py"
     script.write_text(
-        "import os, signal\nfrom memckpt_run.recording import note_imports\nnote_imports()\n"
-        "print('attempt', os.environ['MEMCKPT_RESTART_COUNT'], flush=True)\nsignal.pause()\n"
+        "import os, signal\n"
+        + NOTE_IMPORTS
+        + "print('attempt', os.environ['MEMCKPT_RESTART_COUNT'], flush=True)\nsignal.pause()\n"
     )
     child = supervise(lab, sys.executable, str(script))
     wait_for(child.log, "modules are imported ahead")

@@ -54,7 +54,7 @@ def _describe() -> None:
         "sitecustomize": getattr(sys.modules.get("sitecustomize"), "__file__", None),
         "finders": [repr(each).split(" at ")[0] for each in sys.meta_path],
         "hooks": len(sys.path_hooks),
-        "cached": sorted(each for each in sys.path_importer_cache if "memckpt_run" in each),
+        "cached": sorted(each for each in sys.path_importer_cache if "memckpt_run/warm_site" in each),
         "threads": threading.active_count(),
         "main thread": threading.main_thread().native_id == os.getpid() == threading.get_native_id(),
         "comm": Path("/proc/self/comm").read_text(),
@@ -95,11 +95,12 @@ def main() -> None:
     import decimal
     import sqlite3
 
-    from memckpt_run.recording import note_imports
+    from memckpt.config.observers import observers_from_environment
 
     assert decimal is not sqlite3
     _describe()
-    note_imports()
+    for each in observers_from_environment():
+        each.note_imports()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import typer
 
-from memckpt.processes.supervised import Notes
 from memckpt_run.attempts import Attempt, Given
 from memckpt_run.commands import run
+from memckpt_run.notes import Notes
 from memckpt_run.supervisor import Supervisor
 from memckpt_run.warm import Warm
 from tests.support.trainings import supervised_job

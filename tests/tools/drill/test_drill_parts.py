@@ -19,7 +19,7 @@ from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.config.arguments import with_environment
-from memckpt.config.drill import DRILL, DRILL_NODES, DrillOrders
+from memckpt.config.observers import OBSERVERS
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
 from memckpt_tools.drill.attributes import Attributes, text_of
@@ -30,6 +30,7 @@ from memckpt_tools.drill.fingerprint import Fingerprints
 from memckpt_tools.drill.history import Attempt, Point, RankHistory, RunHistory
 from memckpt_tools.drill.job import Job, kill_processes
 from memckpt_tools.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
+from memckpt_tools.drill.orders import DrillOrders
 from memckpt_tools.drill.overhead import Overhead, first_change
 from memckpt_tools.drill.supervisor import Blow
 from memckpt_tools.drill.text import holes_text, overhead_text, storage_line, undisturbed_line, verdict_text
@@ -322,7 +323,7 @@ def test_that_storage_was_not_tried_is_said() -> None:
 
 
 def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DRILL, str(tmp_path))
+    monkeypatch.setenv(OBSERVERS, DrillOrders(tmp_path).variables()[OBSERVERS])
     config = MemckptConfig(slots=5, storage=StorageConfig(url="s3://bucket/run", owner="me", every_steps=7))
     found = with_environment("runs/mine", "never", config)
     assert (found.run_dir, found.resume) == (str(tmp_path / "run"), "auto")
@@ -331,7 +332,8 @@ def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monk
     assert found.config.resume_check == "replay"
     assert with_environment(None, None, MemckptConfig(storage=None)).config.storage is None
     assert found.config.peers is None
-    monkeypatch.setenv(DRILL_NODES, "4")
+    monkeypatch.delenv(OBSERVERS)
+    monkeypatch.setenv(OBSERVERS, DrillOrders(tmp_path, 4).variables()[OBSERVERS])
     copies = ErasureConfig(data=1, tolerate=2)
     assert with_environment(None, None, MemckptConfig(peers=copies)).config.peers == copies
     assert not DrillOrders(tmp_path, 4).lent_peers
@@ -339,6 +341,6 @@ def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monk
     assert lent.peers == ErasureConfig(data=3, tolerate=1)
     assert with_environment(None, None, lent).config.peers == lent.peers  # an adapter, then the engine
     assert DrillOrders(tmp_path, 4).lent_peers
-    monkeypatch.setenv(DRILL, str(tmp_path / "gone"))
-    with pytest.raises(ConfigurationError, match="MEMCKPT_DRILL: expected the directory of a running"):
+    monkeypatch.setenv(OBSERVERS, DrillOrders(tmp_path / "gone").variables()[OBSERVERS])
+    with pytest.raises(ConfigurationError, match="MEMCKPT_OBSERVERS: expected the directory of a running"):
         with_environment("runs/mine", None, None)

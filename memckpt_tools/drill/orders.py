@@ -1,19 +1,12 @@
-"""Orders of ``memckpt drill`` to the sessions of the training that it runs. Torch-free."""
+"""What ``memckpt drill`` orders the sessions of the training to do that it runs. Torch-free."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memckpt.config.observers import with_observer
 from memckpt.config.schema import ErasureConfig, MemckptConfig
-from memckpt.errors import ConfigurationError
-
-#: Directory of one run of a drill. Set by ``memckpt drill``, and by nobody else.
-DRILL = "MEMCKPT_DRILL"
-#: Number of the nodes that ``memckpt drill`` simulates. Set by it.
-DRILL_NODES = "MEMCKPT_DRILL_NODES"
 
 
 @dataclass(frozen=True)
@@ -27,6 +20,10 @@ class DrillOrders:
 
     directory: Path
     nodes: int = 1
+
+    def variables(self) -> dict[str, str]:
+        """What has the sessions of a training observed."""
+        return with_observer("memckpt_tools.drill.probe:Probe", str(self.directory), self.nodes)
 
     @property
     def run_dir(self) -> Path:
@@ -64,21 +61,3 @@ class DrillOrders:
     @property
     def _lent(self) -> Path:
         return self.directory / "lent-peers"
-
-
-def drill_orders(environment: Mapping[str, str] = os.environ) -> DrillOrders | None:
-    """The orders in MEMCKPT_DRILL; None where training is not drilled.
-
-    Raises:
-        ConfigurationError: the directory does not exist.
-    """
-    found = environment.get(DRILL)
-    if found is None:
-        return None
-    directory = Path(found)
-    if not found or not directory.is_dir():
-        raise ConfigurationError(
-            f"{DRILL}: expected the directory of a running `memckpt drill`, which alone sets it, found {found!r}; "
-            "unset it"
-        )
-    return DrillOrders(directory, int(environment.get(DRILL_NODES, "1")))

@@ -1,20 +1,20 @@
 """Notes of a trainer to the process that supervises it (``memckpt run``, the keeper of a ``memckpt worker``).
 
-They are lines of an anonymous memory file of the supervisor's, which the environment names by its path in ``/proc``. So
-nothing stays behind it, however it ends. Notes are written at the start of protection: a training step pays nothing.
+They are lines of an anonymous memory file of the supervisor's, which :class:`Recorder`'s argument names by its path in
+``/proc``. So nothing stays behind it, however it ends. Notes are written at the start of protection. Torch-free.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 
 import msgspec
 
-from memckpt.config.arguments import SUPERVISOR
+from memckpt.config.observers import Committed, Observer, Watched, with_observer
 from memckpt.errors import MALFORMED
 from memckpt.processes.address import AgentAddress
+from memckpt_run import recording
 
 _log = logging.getLogger("memckpt")
 _NAME = "memckpt:notes"
@@ -50,8 +50,7 @@ class Notes:
 
     def environment(self) -> dict[str, str]:
         """Variables of an attempt. Another supervisor above this one gets the notes, too."""
-        above = os.environ.get(SUPERVISOR)
-        return {SUPERVISOR: self._path if above is None else f"{self._path}{os.pathsep}{above}"}
+        return with_observer("memckpt_run.notes:Recorder", self._path)
 
     def run(self) -> AgentAddress | None:
         """The address of the agent that protects the training; None as long as no session has begun."""
@@ -85,27 +84,40 @@ class Notes:
         os.close(self._fd)
 
 
-def tell_supervisor(address: AgentAddress) -> None:
-    """Tell a supervisor, if there is one, which agent protects this training."""
-    _leave(_RUN, lambda: msgspec.json.encode(_Run(str(address.run_dir), address.node)))
+class Recorder(Observer):
+    """The trainer's end: tells the supervisor which agent protects the training, and what has been imported.
 
+    Args:
+        path: of the memory file.
+    """
 
-def tell_imports(content: Callable[[], bytes]) -> None:
-    """Tell a supervisor, if there is one, what this process has imported, as JSON without a line break."""
-    _leave(_IMPORTS, content)
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._run: str | None = None
 
+    def begin(self, session: Watched) -> None:
+        self._run = session.run_dir
+        if self._run is not None:
+            address = AgentAddress.of(self._run)
+            self.leave_note(_RUN, msgspec.json.encode(_Run(str(address.run_dir), address.node)))
 
-def _leave(name: str, content: Callable[[], bytes]) -> None:
-    """Add a line to the notes of each supervisor."""
-    places = os.environ.get(SUPERVISOR)
-    if not places:
-        return
-    note = msgspec.json.encode(_Note(name, os.getpid(), msgspec.Raw(content())))
-    for place in places.split(os.pathsep):
+    def see_committed(self, committed: Committed) -> None:
+        if self._run is not None:  # the first one: what a start imports has been imported
+            self._run = None
+            self.note_imports()
+
+    def note_imports(self) -> None:
+        """Tell what this process has imported; a fork of a warm process has other modules than a start."""
+        if not recording.forked:
+            self.leave_note(_IMPORTS, recording.record_imports())
+
+    def leave_note(self, name: str, content: bytes) -> None:
+        """Add a line with this JSON, which has no line break."""
+        note = msgspec.json.encode(_Note(name, os.getpid(), msgspec.Raw(content)))
         try:
-            if os.readlink(place) != _TARGET:
-                raise FileNotFoundError(f"{place} is no supervisor's")
-            fd = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            if os.readlink(self._path) != _TARGET:
+                raise FileNotFoundError(f"{self._path} is no supervisor's")
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             try:
                 # A line that was cut off by a kill ends with it.
                 os.write(fd, b"\n" + note + b"\n")

@@ -1,4 +1,4 @@
-"""A session under ``memckpt drill``: it writes a line for each step, and is a session like any other beside that."""
+"""A session that tells observers what happens to it, and is a session like any other beside that."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memckpt.config.arguments import ProtectionArguments
-from memckpt.config.drill import DrillOrders
+from memckpt.config.observers import Committed, Observer, Watched
 from memckpt.session.report import RestoreReport
 from memckpt.session.session import Session
 from memckpt.state import codec
-from memckpt_tools.drill.fingerprint import Fingerprints
-from memckpt_tools.drill.probe import Probe
 
 
-class DrilledSession(Session):
-    """Writes digests of the state behind each commit, and what is restored. Made where MEMCKPT_DRILL is set."""
+class ObservedSession(Session):
+    """Calls observers behind each restore and each commit. Made where MEMCKPT_OBSERVERS is set."""
 
     def __init__(
         self,
-        orders: DrillOrders,
+        observers: Sequence[Observer],
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         arguments: ProtectionArguments,
@@ -40,15 +38,17 @@ class DrilledSession(Session):
             extra_modules=extra_modules,
             replicated=replicated,
         )
-        ranks = self._ranks
-        fingerprints = Fingerprints(self._live, self._copier)
-        self._probe = Probe(orders, fingerprints, self._live.model, ranks.rank, ranks.world_size, ranks.node)
-        self._probe.begin(self.agent_pid)
+        self._observers = observers
+        live, ranks = self._live, self._ranks
+        place = (arguments.run_dir, ranks.node, ranks.rank, ranks.world_size, self.agent_pid)
+        for each in observers:
+            each.begin(Watched(live.model, live.optimizers, live.tensors, *place))
 
     def restore_tensors(self) -> RestoreReport | None:
         report = super().restore_tensors()
         if report is not None:
-            self._probe.restored(report.step, report.record, report.tier, report.seconds, report.repeated)
+            for each in self._observers:
+                each.see_restored(report.step, report.record, report.tier, report.seconds, report.repeated)
         return report
 
     def commit(
@@ -59,19 +59,22 @@ class DrilledSession(Session):
         if committed:
             point = self._last
             assert point is not None
-            self._probe.taken(
+            told = Committed(
                 point.step,
                 point.record,
-                self._rank_state.parts(codec.decode(point.rank_state)),
+                lambda: self._rank_state.parts(codec.decode(point.rank_state)),
                 caller=sys._getframe(1),
                 stalled=self.stall.total,
                 repeated=repeated,
                 agent=self.agent_pid,
                 check=(self.check.verdict, self.check.line),
             )
+            for each in self._observers:
+                each.see_committed(told)
         return committed
 
     def close(self, finished: bool = True) -> None:
         if not self._closed:
-            self._probe.close()
+            for each in self._observers:
+                each.close()
         super().close(finished)
