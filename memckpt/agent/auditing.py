@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.event_loop import EventLoop
@@ -126,7 +126,7 @@ class Auditing:
         if watched is not None and watched.known:
             self._send(ForgetAudits(watched.key))
 
-    def committed(self, group: GroupState, accelerated: bool) -> None:
+    def committed(self, group: Group, accelerated: bool) -> None:
         """Something of a group is committed: audits may begin, and may go on."""
         generation = group.held
         watched = self._watched.get(group.ranks)

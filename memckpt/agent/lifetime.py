@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from memckpt.agent.group_host import Host
-from memckpt.agent.group_states import GroupStates
+from memckpt.agent.groups import Groups
 
 #: How long an agent that holds nothing waits for a trainer, at most.
 _ORPHAN_SECONDS = 120.0
@@ -32,7 +32,7 @@ class Lifetime:
 
     def __init__(
         self,
-        groups: GroupStates,
+        groups: Groups,
         host: Host,
         linger_seconds: float,
         by_operator: bool,

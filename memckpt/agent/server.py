@@ -16,7 +16,7 @@ from typing import Literal
 from memckpt.agent.auditing import Auditing
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Gate
-from memckpt.agent.group_states import GroupStates
+from memckpt.agent.groups import Groups
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.metrics.exporter import Metrics
 from memckpt.agent.metrics.figures import Snapshot
@@ -87,7 +87,7 @@ class Agent:
             address, metrics, self._loop.post, lambda: Snapshot.take(self._status(), self._figures, self._observer)
         )
         self._liveness_seconds = 15.0
-        self._groups = GroupStates(address.node, self)
+        self._groups = Groups(address.node, self)
         self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
         self._peers = Peers(
             self._loop,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.agent.lifetime import Lifetime
 from memckpt.journal.events import Advised
 from memckpt.processes.address import AgentAddress
@@ -80,7 +80,7 @@ class Figures:
 def describe(
     address: AgentAddress,
     trainers: Sequence[TrainerHandle],
-    groups: Sequence[GroupState],
+    groups: Sequence[Group],
     lifetime: Lifetime,
     figures: Figures,
     peers: PeersStatus | None,
@@ -143,7 +143,7 @@ def describe(
     )
 
 
-def _storage(groups: Sequence[GroupState]) -> StorageStatus | None:
+def _storage(groups: Sequence[Group]) -> StorageStatus | None:
     parts = []
     for one in groups:
         part = one.saver.status(one.held.newest_step if one.held is not None else None)

@@ -8,9 +8,9 @@ import msgspec
 
 from memckpt.agent.auditing import Auditing
 from memckpt.agent.connections import Connection, Connections
+from memckpt.agent.group import Group
 from memckpt.agent.group_host import Host
-from memckpt.agent.group_state import GroupState
-from memckpt.agent.group_states import GroupStates
+from memckpt.agent.groups import Groups
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.status import Figures
@@ -52,7 +52,7 @@ class TrainerMessages:
         self,
         host: Host,
         connections: Connections,
-        groups: GroupStates,
+        groups: Groups,
         peers: Peers,
         lifetime: Lifetime,
         figures: Figures,
@@ -165,18 +165,18 @@ class TrainerMessages:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
-    def _hand_to_peers(self, group: GroupState) -> None:
+    def _hand_to_peers(self, group: Group) -> None:
         """Something of a group is whole: peers get it, and say up to where it may be redone."""
         self._peers.sync(group)
         group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
-    def _advance(self, group: GroupState, trainer: TrainerHandle, message: Advance) -> None:
+    def _advance(self, group: Group, trainer: TrainerHandle, message: Advance) -> None:
         """All of its ranks get the answer at once: until then one of them may still read the state before."""
         answer = group.advance(trainer.rank, message)
         if answer is not None:
             self._host.tell_ranks(trainer.unit, answer)
 
-    def _order_generation(self, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
+    def _order_generation(self, group: Group, message: NeedGeneration, asker: Connection) -> None:
         assert asker.trainer is not None
         order = group.order_generation(message, asker.trainer.rank)
         # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can

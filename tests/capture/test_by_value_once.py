@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.capture import digests
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.digests import Digests
@@ -351,12 +351,12 @@ class Unit:
     """Ranks that share slots, as their agent sees them."""
 
     spec: StateSpec
-    group: GroupState = field(init=False)
+    group: Group = field(init=False)
     attempt: Attempt = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempt = Attempt("n", self.spec.world_size, tuple(range(self.spec.world_size)))
-        self.group = GroupState("n", self.spec.local_ranks, "n", QuietHost(), QuietHost())
+        self.group = Group("n", self.spec.local_ranks, "n", QuietHost(), QuietHost())
 
 
 class Trainer:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.group_states import GroupStates
+from memckpt.agent.groups import Groups
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.generation import Generation
 from memckpt.memory.region import Region
@@ -43,7 +43,7 @@ class Node(QuietHost):
         self.budget = budget
         self.waiting: set[int] = set()
         self.heard: dict[tuple[int, ...], list[Message]] = {unit: [] for unit in units}
-        self.groups = GroupStates("n", self)
+        self.groups = Groups("n", self)
         self.attempt = Attempt("a", self.world_size, ranks)
         for rank, unit in self.units.items():
             hello = Hello(1, "a", rank, self.world_size, ranks, unit, Launcher(0, 0, 0), ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
@@ -13,7 +13,7 @@ from memckpt.protocol.replication import SendGeneration, StateTaken
 from memckpt.state.records import Branch, RankGroup
 
 
-def announce(group: GroupState, held: Generation, name: str, watermark: int) -> SendGeneration:
+def announce(group: Group, held: Generation, name: str, watermark: int) -> SendGeneration:
     """Description of a generation that is complete, all of which goes to peers.
 
     A replica whose base is acknowledged may go on at any time: its base is not read from it any more.
@@ -37,7 +37,7 @@ def announce(group: GroupState, held: Generation, name: str, watermark: int) -> 
     )
 
 
-def by_value(group: GroupState, snapshot: Snapshot, name: str) -> StateTaken:
+def by_value(group: Group, snapshot: Snapshot, name: str) -> StateTaken:
     """Description of a state that was copied for peers."""
     held, record = snapshot.generation, snapshot.record
     return StateTaken(
@@ -60,7 +60,7 @@ class Standing(NamedTuple):
     history: tuple[Branch, ...]
 
 
-def stand_still(ranks: RankGroup, message: Recover, group: GroupState | None) -> Standing | str:
+def stand_still(ranks: RankGroup, message: Recover, group: Group | None) -> Standing | str:
     """Have the state of some ranks of this node stand still.
 
     Args:

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterator
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.agent.replication.handing_out import announce
 from memckpt.protocol.peers import PeerJob
 from memckpt.protocol.replication import SendGeneration, SendRecord
@@ -37,7 +37,7 @@ class OwnRecords:
         return self._sent.get(ranks, ("", 0))[0]
 
     def due(
-        self, group: GroupState, job: PeerJob, watermark: int
+        self, group: Group, job: PeerJob, watermark: int
     ) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
         """Messages with what is whole of a group and was not given to the replicator, each with descriptors.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.agent.replication.handing_out import by_value, hand_out, stand_still
 from memckpt.agent.replication.own_records import OwnRecords
 from memckpt.agent.replication.own_replicator import OwnReplicator
@@ -46,8 +46,8 @@ class Peers:
     def __init__(
         self,
         loop: EventLoop,
-        group: Callable[[RankGroup], GroupState | None],
-        adopt: Callable[[RankGroup], GroupState],
+        group: Callable[[RankGroup], Group | None],
+        adopt: Callable[[RankGroup], Group],
         watermark_advanced: Callable[[WatermarkAdvanced], None],
         lost: Callable[[str], None],
     ) -> None:
@@ -177,7 +177,7 @@ class Peers:
 
     # Records on their way to peers
 
-    def sync(self, group: GroupState) -> None:
+    def sync(self, group: Group) -> None:
         """Have the replicator send what is whole of a group and has not been given to it."""
         process = self._replicator.process
         if self._job is None or process is None:
@@ -201,7 +201,7 @@ class Peers:
             elif self._job.nodes[unit.node].name == node:
                 self._replicator.send(StateMissed(record))
 
-    def _state_taken(self, group: GroupState, record: int, snapshot: Snapshot | None) -> None:
+    def _state_taken(self, group: Group, record: int, snapshot: Snapshot | None) -> None:
         if snapshot is None:
             self._replicator.send(StateMissed(record))
             return
@@ -214,7 +214,7 @@ class Peers:
         finally:
             snapshot.region.close()
 
-    def redo_limit(self, group: GroupState) -> int | None:
+    def redo_limit(self, group: Group) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
         if self.watermark is None or self._job is None:
             return None

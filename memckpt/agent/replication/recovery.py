@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from memckpt.agent.group_state import GroupState
+from memckpt.agent.group import Group
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.protocol.messages import AgentToReplicator
@@ -44,7 +44,7 @@ class Recovery:
         self,
         number: int,
         message: Recover,
-        group: Callable[[RankGroup], GroupState | None],
+        group: Callable[[RankGroup], Group | None],
         send: Callable[[AgentToReplicator, list[int]], None],
         done: Callable[[Recovered | RecoveryProgress], None],
     ) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
+from memckpt.agent.generations import HeldGenerations
 from memckpt.agent.group_host import Host, Siblings
-from memckpt.agent.held_generations import HeldGenerations
 from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation, branch_off, describe, make_generation
@@ -41,7 +41,7 @@ from memckpt.state.spec import StateSpec
 _log = logging.getLogger("memckpt.agent")
 
 
-class GroupState:
+class Group:
     """Belongs to the agent's event loop. Owns its generations and its saver; :meth:`close` it.
 
     Args:

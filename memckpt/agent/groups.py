@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from memckpt.agent.group import Group
 from memckpt.agent.group_host import Host
-from memckpt.agent.group_state import GroupState
 from memckpt.checkpointing.askers import Done
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
@@ -49,7 +49,7 @@ class _Answers:
             self._done(whole)
 
 
-class GroupStates:
+class Groups:
     """Belongs to the agent's event loop.
 
     Args:
@@ -60,17 +60,17 @@ class GroupStates:
     def __init__(self, node: str, host: Host) -> None:
         self._node = node
         self._host = host
-        self._all: dict[RankGroup, GroupState] = {}
+        self._all: dict[RankGroup, Group] = {}
         #: Names in storage of the parts that this attempt's units write.
         self._names: dict[RankGroup, str] = {}
 
-    def __iter__(self) -> Iterator[GroupState]:
+    def __iter__(self) -> Iterator[Group]:
         return iter(list(self._all.values()))
 
-    def __getitem__(self, ranks: RankGroup) -> GroupState:
+    def __getitem__(self, ranks: RankGroup) -> Group:
         return self._all[ranks]
 
-    def get(self, ranks: RankGroup) -> GroupState | None:
+    def get(self, ranks: RankGroup) -> Group | None:
         return self._all.get(ranks)
 
     def introduce(self, hello: Hello) -> None:
@@ -80,7 +80,7 @@ class GroupStates:
         if hello.unit not in self._all:
             self._add(hello.unit, self._names[hello.unit])
 
-    def adopt(self, ranks: RankGroup) -> GroupState:
+    def adopt(self, ranks: RankGroup) -> Group:
         """A group of ranks of the run's last attempt that were on another node.
 
         What is fetched of them is written from here, for other ranks to go on from, as parts of that attempt. The
@@ -105,7 +105,7 @@ class GroupStates:
         return f"{self._node}.rank{ranks[0]}"
 
     def _add(self, ranks: RankGroup, name: str) -> None:
-        self._all[ranks] = GroupState(self._node, ranks, name, self._host, self)
+        self._all[ranks] = Group(self._node, ranks, name, self._host, self)
 
     def make_slots(self, attempt: Attempt, now: RankGroup = ()) -> None:
         """Something has been committed, or somebody has gone: let ranks go on that wait for slots.
@@ -121,7 +121,7 @@ class GroupStates:
                 now=group.ranks == now,
             )
 
-    def _others_reach(self, group: GroupState, attempt: Attempt, record: int) -> bool | None:
+    def _others_reach(self, group: Group, attempt: Attempt, record: int) -> bool | None:
         """Whether all ranks that do not share a group can go back to a record; None while some are not through it."""
         others = [one for one in self if one is not group and one.ranks in attempt.units]
         ranks = [rank for one in others for rank in one.ranks]

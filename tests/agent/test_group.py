@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.group_state import GroupState
-from memckpt.agent.group_states import GroupStates
+from memckpt.agent.group import Group
+from memckpt.agent.groups import Groups
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.processes.attempt import Attempt
@@ -34,7 +34,7 @@ class Unit:
 
     ranks: tuple[int, ...]
     world_size: int
-    group: GroupState = field(init=False)
+    group: Group = field(init=False)
     spec: StateSpec = field(init=False)
     attempt: Attempt = field(init=False)
     host: QuietHost = field(default_factory=QuietHost)
@@ -42,7 +42,7 @@ class Unit:
     def __post_init__(self) -> None:
         self.spec = msgspec.structs.replace(spec_of(self.ranks, self.world_size), replicas=self.ranks)
         self.attempt = Attempt("n", self.world_size, tuple(range(self.world_size)))
-        self.group = GroupState(
+        self.group = Group(
             "n",
             self.ranks,
             f"n.rank{self.ranks[0]}",
@@ -181,15 +181,15 @@ def test_going_back_behind_the_newer_generation_drops_it() -> None:
         one.group.close()
 
 
-def introduced(*units: tuple[int, ...]) -> GroupStates:
+def introduced(*units: tuple[int, ...]) -> Groups:
     """A node's groups after ranks of these units have come."""
-    groups = GroupStates("n", QuietHost())
+    groups = Groups("n", QuietHost())
     for unit in units:
         groups.introduce(Hello(1, "a", unit[0], 2, (0, 1), unit, Launcher(0, 0, 0), ()))
     return groups
 
 
-def hold(groups: GroupStates, unit: tuple[int, ...], records: int) -> None:
+def hold(groups: Groups, unit: tuple[int, ...], records: int) -> None:
     one = Unit(unit, 2)
     one.group.close()
     one.group = groups[unit]
@@ -242,7 +242,7 @@ class Node:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._processes: list[Process] = []
-        self.groups = GroupStates("n", QuietHost(self._start))
+        self.groups = Groups("n", QuietHost(self._start))
 
     def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
         self._processes.append(Process(received, ended))
