@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from memckpt.agent.generations import HeldGenerations
 from memckpt.agent.group_host import Host, Siblings
-from memckpt.checkpointing.saver import Saver
+from memckpt.agent.saving.saver import Saver
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation, branch_off, describe, make_generation
 from memckpt.memory.generation_regions import Allowance

@@ -11,7 +11,7 @@ import msgspec
 
 from memckpt.agent.group import Group
 from memckpt.agent.group_host import Host
-from memckpt.checkpointing.askers import Done
+from memckpt.agent.saving.snapshots import Done
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt

@@ -114,7 +114,7 @@ class Agent:
         ended: Callable[[str], None],
     ) -> WriterProcess:
         """Start a process that writes."""
-        return WriterProcess("memckpt.checkpointing.writer", ["--what", what], self._loop, received, ended)
+        return WriterProcess("memckpt.agent.saving.writer", ["--what", what], self._loop, received, ended)
 
     # Life
 

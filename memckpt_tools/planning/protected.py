@@ -53,7 +53,7 @@ _PIECE_SECONDS, _ON_ACCELERATORS, _TENSORS = (1e-4, 3e-4), 1e9, 200
 _TYPICAL_SHAPE = (4096, 4096)
 #: What compression leaves out of gradients, for each parameter and rank, where the model is.
 _RESIDUAL_BYTES = 4.0
-#: Records of a batch of the log, as ``memckpt.checkpointing.record_log`` has them.
+#: Records of a batch of the log, as ``memckpt.agent.saving.record_log`` has them.
 _MOST_BATCH_STEPS, _MOST_BATCH_BYTES = 64, 64 << 20
 
 

@@ -194,7 +194,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
     ended: list[str] = []
     with closing(EventLoop()) as loop:
         writer = HelperProcess(
-            "memckpt.checkpointing.writer", ["--what", "records"], loop, lambda message: None, ended.append
+            "memckpt.agent.saving.writer", ["--what", "records"], loop, lambda message: None, ended.append
         )
         process = writer._process
         try:

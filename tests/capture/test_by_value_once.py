@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memckpt.agent.group import Group
+from memckpt.agent.saving.snapshots import Run, Snapshot, Snapshots, carry_on
 from memckpt.capture import digests
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.checkpointing.askers import Run
-from memckpt.checkpointing.flow import carry_on
-from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation
 from memckpt.memory.generation_regions import Allowance

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
+from memckpt.agent.saving.writer.record_writer import RecordWriter
 from memckpt.capture import spec_request
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from memckpt.checkpointing.writer.writer import save
+from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.cli import tidying as commands
 from memckpt.errors import AgentGoneError, DamagedStateError, ForeignStateError, NothingHeldError, UsageError
 from memckpt.memory.region import Region

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import memckpt.agent
-import memckpt.checkpointing
+import memckpt.agent.saving
 import memckpt.recovery
 import memckpt.session
 import memckpt.storage
@@ -92,7 +92,7 @@ class Job:
 def import_everything() -> None:
     """Import what trainers and agents import in their course, so that those forked from this process need not."""
     import_ahead()
-    for package in (memckpt.session, memckpt.recovery, memckpt.storage, memckpt.agent, memckpt.checkpointing):
+    for package in (memckpt.session, memckpt.recovery, memckpt.storage, memckpt.agent, memckpt.agent.saving):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.checkpointing.saver import Saver
+from memckpt.agent.saving.saver import Saver
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.trainer import Inventory

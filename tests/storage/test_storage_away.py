@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.checkpointing.writer import writer
+from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.config import StorageConfig
 from memckpt.errors import ForeignStateError, NothingHeldError, StorageAwayError
 from memckpt.memory.region import Region

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.checkpointing.writer.writer import save
+from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
 from memckpt.protocol.writer import (
@@ -225,7 +225,7 @@ _STOPPER = """
 import contextlib, os, signal, sys
 from pathlib import Path
 
-if "memckpt.checkpointing.writer" in sys.orig_argv:
+if "memckpt.agent.saving.writer" in sys.orig_argv:
     from memckpt.storage.local_store import LocalStore
 
     order = Path(__file__).with_name("order")

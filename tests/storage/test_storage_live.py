@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memckpt.checkpointing import saver
+from memckpt.agent.saving import saver
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status

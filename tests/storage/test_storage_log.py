@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.checkpointing import record_log
+from memckpt.agent.saving import record_log
 from memckpt.config import MemckptConfig, StorageConfig
 from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import read_catalog

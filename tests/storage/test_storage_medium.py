@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.checkpointing.writer import writer
+from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.errors import ForeignStateError
 from memckpt.memory.region import Region
 from memckpt.protocol.writer import Save

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from memckpt.checkpointing import schedule
+from memckpt.agent.saving import schedule
 from memckpt.config import StorageConfig
 from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.processes import kill_and_wait

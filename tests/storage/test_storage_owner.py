@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.checkpointing.writer.writer import save
+from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import ConfigurationError, DamagedStateError, ForeignStateError, UsageError
 from memckpt.memory.region import Region

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from memckpt.checkpointing.writer.writer import save
+from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Saved

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from memckpt.checkpointing.writer import writer
+from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.errors import MemoryBudgetError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Saved, SaveFailed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from memckpt.checkpointing import job_maker
+from memckpt.agent.saving import jobs
 from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.journal.events import AttemptBegan
 from memckpt.journal.reading import latest_attempt, read_journal
@@ -183,7 +183,7 @@ def test_without_room_for_a_copy_storage_comes_first(lab: Lab, monkeypatch: pyte
             raise MemoryBudgetError("there is no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_maker, "check_budget", refuse)
+        patch.setattr(jobs, "check_budget", refuse)
         lab.start_agent()
     settings = stored("eager", every_steps=None)
     died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})

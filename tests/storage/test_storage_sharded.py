@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as stock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.checkpointing.writer import writer
+from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.errors import DamagedStateError, StorageError, UnsupportedError
 from memckpt.recovery.from_storage import StoredState, refuse_what_cannot_be_cut
 from memckpt.state.records import Timeline

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pytest
 
-from memckpt.checkpointing.writer.writer import save
+from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.memory.region import Region

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memckpt.agent.group import Group
-from memckpt.checkpointing.snapshots import Snapshot
+from memckpt.agent.saving.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.protocol.recovery import Recover

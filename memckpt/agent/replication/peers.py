@@ -13,7 +13,7 @@ from memckpt.agent.replication.handing_out import by_value, hand_out, stand_stil
 from memckpt.agent.replication.own_records import OwnRecords
 from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.replication.recovery import Recovery
-from memckpt.checkpointing.snapshots import Snapshot
+from memckpt.agent.saving.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.phases import PhasesPage
 from memckpt.processes.event_loop import EventLoop

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.checkpointing.writer.writer import save
+from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.memory.region import Region
 from memckpt.protocol.writer import (
     Save,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from memckpt.checkpointing.writer.records import RecordWriter
+from memckpt.agent.saving.writer.record_writer import RecordWriter
 from memckpt.errors import AgentGoneError
 from memckpt.memory.generation import make_generation
 from memckpt.memory.generation_regions import Allowance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from memckpt.checkpointing.saver import Saver
+from memckpt.agent.saving.saver import Saver
 from memckpt.config import StorageConfig
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.messages import Message

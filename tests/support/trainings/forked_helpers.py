@@ -25,7 +25,7 @@ from memckpt.processes import helper_process
 from tests.support.cluster.processes import remove_log_handlers
 
 #: Those that import torch.
-_WRITER, _AUDITOR = "memckpt.checkpointing.writer", "memckpt.recovery.auditor"
+_WRITER, _AUDITOR = "memckpt.agent.saving.writer", "memckpt.recovery.auditor"
 
 
 class ForkedProcess:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.checkpointing import schedule as schedule_module
-from memckpt.checkpointing.schedule import Pace, Schedule
+from memckpt.agent.saving import schedule as schedule_module
+from memckpt.agent.saving.schedule import Pace, Schedule
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
 from memckpt.memory.generation import Generation

@@ -1,4 +1,10 @@
-"""The writer of checkpoints: from an agent's regions into a store."""
+"""The writer of checkpoints: from an agent's regions into a store, one job after the other until the agent is gone.
+
+Urgent jobs (the end of a training, a machine that may be gone soon) are written by the main thread, with the agent's
+own priority. The main thread also imports torch's parts beside the first steps of a training. All else is written by a
+thread of the lowest priority: a process can give priority up and, without privileges, not get it back, but threads have
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
 
-from memckpt.checkpointing.writer.complaints import Complaints
+from memckpt.agent.saving.writer.complaints import Complaints
 from memckpt.errors import (
     MALFORMED,
+    AgentError,
     DamagedStateError,
     ForeignStateError,
     MemckptError,
@@ -23,8 +31,11 @@ from memckpt.errors import (
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
+from memckpt.processes.helper import step_back
+from memckpt.protocol.channel import WriterChannel
+from memckpt.protocol.descriptors import readable
 from memckpt.protocol.storing import Saved, SaveFailed
-from memckpt.protocol.writer import Announce, LookForAnnounced, LookForRoom, Save
+from memckpt.protocol.writer import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout
@@ -49,6 +60,37 @@ _TENSOR_BYTES, _FILES_BYTES = 512, 16 << 10
 _complaints = Complaints(_log)
 #: Commit files that have been read, by the store's URL.
 _known: dict[str, dict[str, Part | Batch]] = {}
+
+
+def serve(channel: WriterChannel) -> None:
+    """Do the agent's jobs; before the first one, import torch's parts."""
+    if not readable(channel, 0):
+        warm_up()
+    with ThreadPoolExecutor(1, "memckpt-writer", step_back) as background:
+        while True:
+            job, fds = channel.receive(None)
+            match job:
+                case Announce():
+                    announce(job)
+                case LookForAnnounced():
+                    channel.send(Announced(job.timeline, announced(job)))
+                case LookForRoom():
+                    channel.send(Room(job.url, free(job)))
+                case Save():
+                    channel.send(_save(job, fds, background))
+                case _:
+                    raise AgentError(f"expected a job for the writer from the agent, found {type(job).__name__}")
+
+
+def _save(job: Save, fds: list[int], background: ThreadPoolExecutor) -> Saved | SaveFailed:
+    regions = [Region.open(fd) for fd in fds]
+    try:
+        if job.urgent:
+            return try_to_save(job, regions)
+        return background.submit(try_to_save, job, regions).result()
+    finally:
+        for region in regions:
+            region.close()
 
 
 def warm_up() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
-from memckpt.checkpointing import saver as saver_module
+from memckpt.agent.saving import jobs, record_log, run_storage, schedule
+from memckpt.agent.saving import saver as saver_module
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken
 from memckpt.protocol.writer import (
@@ -29,7 +29,7 @@ SEVERAL_NODES = spec_of((0,), world_size=2)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (record_log, run_storage, saver_module, schedule, writer_jobs):
+    for module in (record_log, run_storage, saver_module, schedule, jobs):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

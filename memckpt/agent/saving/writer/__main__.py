@@ -1,4 +1,4 @@
-"""``python -m memckpt.checkpointing.writer``: the process that writes what an agent holds. Not for people.
+"""``python -m memckpt.agent.saving.writer``: the process that writes what an agent holds. Not for people.
 
 Storage may hang, and an agent that redoes lazily lives without torch: hence a process of its own. It dies with its
 agent; what it has not committed by then does not count.
@@ -18,7 +18,7 @@ from memckpt.protocol.channel import WriterChannel
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m memckpt.checkpointing.writer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m memckpt.agent.saving.writer", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
     parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
     parser.add_argument("--what", choices=["checkpoints", "records"], default="checkpoints", help="what it writes")
@@ -29,9 +29,9 @@ def main() -> int:
     prefer_to_be_ended()
     if arguments.what == "records":
         os.nice(5)  # it has to keep up with training
-        from memckpt.checkpointing.writer.records import serve
+        from memckpt.agent.saving.writer.record_writer import serve
     else:  # only this one imports torch
-        from memckpt.checkpointing.writer.checkpoints import serve
+        from memckpt.agent.saving.writer.checkpoint_writer import serve
     channel = WriterChannel(socket.socket(fileno=arguments.fd))
     try:
         serve(channel)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
-from memckpt.checkpointing import saver as saver_module
-from memckpt.checkpointing.writer import records
+from memckpt.agent.saving import jobs, record_log, run_storage, schedule
+from memckpt.agent.saving import saver as saver_module
+from memckpt.agent.saving.writer import record_writer as records
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.messages import Message
 from memckpt.protocol.storing import SaveFailed
@@ -27,7 +27,7 @@ from tests.support.storage.saver_node import Node
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (record_log, run_storage, saver_module, schedule, writer_jobs, records):
+    for module in (record_log, run_storage, saver_module, schedule, jobs, records):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

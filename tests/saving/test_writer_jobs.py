@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from memckpt.checkpointing.askers import Export, Run
-from memckpt.checkpointing.flow import carry_on
-from memckpt.checkpointing.writer_jobs import Job, WriterJobs
+from memckpt.agent.saving.jobs import Job, WriterJobs
+from memckpt.agent.saving.snapshots import Export, Run, carry_on
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess

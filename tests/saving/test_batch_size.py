@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memckpt.checkpointing.writer.batch_size import BatchSize
+from memckpt.agent.saving.writer.record_writer import BatchSize
 
 
 def history(size: BatchSize, fixed: float, each: float, step: float, batches: int, now: float = 0.0) -> list[int]:

@@ -1,4 +1,4 @@
-"""Snapshots: copies of the whole state in memory, taken while training runs.
+"""Snapshots: copies of the whole state in memory, taken while training runs; who asks for them, and awaits them.
 
 The redo thread copies the replica between two records (eager), or the trainers copy their own state at a commit (lazy).
 """
@@ -7,22 +7,87 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from memckpt.checkpointing.askers import Asker
-from memckpt.checkpointing.flow import Answer
 from memckpt.memory.budget import check_budget
 from memckpt.memory.generation import Generation
 from memckpt.memory.redo_news import ReplicaCopied
 from memckpt.memory.region import Region
 from memckpt.protocol.messages import AgentToTrainer
-from memckpt.protocol.storing import SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken, TakeSnapshot
 
 _log = logging.getLogger("memckpt.agent")
 _FIRST_LEAD, _LONGEST_LEAD = 2, 512
 #: Numbers of orders. Two may name the same record, the first one for a generation that has been let go of.
 _numbers = itertools.count(1)
+
+
+# Who asks, and how the answer is awaited
+
+Done = Callable[["Saved | SaveFailed"], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run, for its own storage. Its trainers are told."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class Export:
+    """Somebody who waits for an answer: `done` is called once.
+
+    `record`: the one to save, where other groups of ranks save the same; None: the newest.
+    """
+
+    url: str
+    done: Done
+    record: int | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Other nodes, which get a copy of the state into their memory in place of records."""
+
+
+Asker = Run | Export | Peers
+
+
+T = TypeVar("T")
+
+
+class Answer(Generic[T]):
+    """A value that one flow awaits. A flow whose answer is never given goes no further."""
+
+    def __init__(self) -> None:
+        self._given: tuple[T, ...] = ()
+        self.go_on: Callable[[], None] = lambda: None
+
+    def give(self, value: T) -> None:
+        """Carry on the flow that awaits this."""
+        self._given = (value,)
+        self.go_on()
+
+    def __await__(self) -> Generator[Answer[T], None, T]:
+        if not self._given:
+            yield self
+        return self._given[0]
+
+
+def carry_on(flow: Coroutine[Answer[Any], None, None]) -> None:
+    """Run a flow until it awaits an answer that is not there yet; that answer carries it on."""
+    try:
+        awaited = flow.send(None)
+    except StopIteration:
+        return
+    awaited.go_on = partial(carry_on, flow)
+
+
+# Snapshots
 
 
 @dataclass(frozen=True)

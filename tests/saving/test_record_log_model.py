@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from memckpt.checkpointing import record_log
-from memckpt.checkpointing.record_log import RecordLog
-from memckpt.checkpointing.writer import records
+from memckpt.agent.saving import record_log
+from memckpt.agent.saving.record_log import RecordLog
+from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import StorageError
 from memckpt.memory.generation import branch_off
 from memckpt.processes.helper_process import HelperProcess

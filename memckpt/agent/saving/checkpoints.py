@@ -1,6 +1,6 @@
 """Checkpoints on their way from memory to storage: copied, described, written, told.
 
-While training runs, a checkpoint begins with a snapshot (:mod:`memckpt.checkpointing.snapshots`), which costs trainers
+While training runs, a checkpoint begins with a snapshot (:mod:`memckpt.agent.saving.snapshots`), which costs trainers
 one copy of the state at most. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
 """
 
@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from memckpt.checkpointing.askers import Export, Peers, Run
-from memckpt.checkpointing.job_maker import JobMaker
-from memckpt.checkpointing.run_storage import RunStorage
-from memckpt.checkpointing.snapshots import Snapshot, Snapshots
-from memckpt.checkpointing.writer_jobs import Job, WriterJobs
+from memckpt.agent.saving.jobs import Job, JobMaker, WriterJobs
+from memckpt.agent.saving.run_storage import RunStorage
+from memckpt.agent.saving.snapshots import Export, Peers, Run, Snapshot, Snapshots
 from memckpt.errors import MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.processes.helper_process import WriterProcess

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from memckpt.checkpointing import record_log
-from memckpt.checkpointing.record_log import RecordLog
-from memckpt.checkpointing.writer import records
+from memckpt.agent.saving import record_log
+from memckpt.agent.saving.record_log import RecordLog
+from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import AgentError
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.state.records import Timeline, decode_meta

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.checkpointing.record_log import RecordLog, room_to_log
-from memckpt.checkpointing.schedule import Schedule, alone
-from memckpt.checkpointing.writer_jobs import Job
+from memckpt.agent.saving.jobs import Job
+from memckpt.agent.saving.record_log import RecordLog, room_to_log
+from memckpt.agent.saving.schedule import Schedule, alone
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt

@@ -1,7 +1,7 @@
 """The agent's decisions about storage: what goes there, and when. Other processes write.
 
-A checkpoint's way to storage is in :mod:`memckpt.checkpointing.checkpoints`. In log mode the records between
-checkpoints are written, too (:mod:`memckpt.checkpointing.record_log`).
+A checkpoint's way to storage is in :mod:`memckpt.agent.saving.checkpoints`. In log mode the records between
+checkpoints are written, too (:mod:`memckpt.agent.saving.record_log`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from memckpt.checkpointing.askers import Done, Export, Peers, Run
-from memckpt.checkpointing.checkpoints import Checkpoints
-from memckpt.checkpointing.flow import Answer, carry_on
-from memckpt.checkpointing.job_maker import JobMaker
-from memckpt.checkpointing.run_storage import RunStorage
-from memckpt.checkpointing.schedule import Schedule, alone
-from memckpt.checkpointing.snapshots import Snapshot
+from memckpt.agent.saving.checkpoints import Checkpoints
+from memckpt.agent.saving.jobs import JobMaker
+from memckpt.agent.saving.run_storage import RunStorage
+from memckpt.agent.saving.schedule import Schedule, alone
+from memckpt.agent.saving.snapshots import Answer, Done, Export, Peers, Run, Snapshot, carry_on
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.journal.events import Decision

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from memckpt.checkpointing.record_log import RecordLog
-from memckpt.checkpointing.writer import records
+from memckpt.agent.saving.record_log import RecordLog
+from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
