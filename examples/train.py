@@ -5,7 +5,7 @@
     python examples/train.py experiment=digits_cnn resume=never memckpt.redo=lazy
     python examples/train.py experiment=digits_cnn model.width=8,16 --multirun     # each job is a run of its own
 
-The run is in Hydra's output directory. Each experiment of `examples/conf` names that directory after itself (Hydra's
+The run is in Hydra's output directory. Each experiment of `conf/` names that directory after itself (Hydra's
 default contains the time), so the same command finds its run again. Only the lines marked with (*) are memckpt's.
 """
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a sc
 from examples.common import PrintSteps
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     run_dir, resume, config = memckpt_hydra.protection(cfg)  # (*)
     pl.seed_everything(cfg.seed, workers=True)

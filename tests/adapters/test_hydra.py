@@ -253,10 +253,10 @@ def test_the_tree_has_every_field_of_the_dataclasses() -> None:
     assert list(peers) == ["kind", *(each.name for each in dataclasses.fields(ErasureConfig))]
 
 
-@pytest.mark.parametrize("experiment", sorted(each.stem for each in ROOT.glob("examples/conf/experiment/*.yaml")))
+@pytest.mark.parametrize("experiment", sorted(each.stem for each in ROOT.glob("conf/experiment/*.yaml")))
 @pytest.mark.parametrize("trainer", ["cpu", "gpu", "ddp"])
 def test_every_experiment_composes(experiment: str, trainer: str) -> None:
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples" / "conf")):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
         found = hydra.compose("config", [f"experiment={experiment}", f"trainer={trainer}"], return_hydra_config=True)
     assert found.memckpt.slots is None
     assert "${now" not in str(found.hydra.run.dir)
