@@ -24,7 +24,6 @@ from memckpt.compression.hook import reducer_for
 from memckpt.compression.reduction import Reducer
 from memckpt.config import CompressionConfig, LossyConfig, MemckptConfig
 from memckpt.errors import UnsupportedError
-from memckpt.planning.restoring import record_redo_seconds
 from memckpt.session.rank_state import RankState
 from memckpt.session.report import RestoreReport
 from memckpt.state.encoding_spec import encoded_bytes
@@ -43,6 +42,10 @@ DROPPED = "what compression had left out of gradients is not kept (compression.r
 LATE_POWER_SGD = "torch's PowerSGD was registered before memckpt, which does not carry its errors then: attach first"
 #: Name of what torch's PowerSGD carries in the rank state.
 _POWER_SGD = "memckpt_power_sgd"
+#: Elements that redo advances by a record in a second, on the low side: one core with Adam; an accelerator.
+_REDONE_ON_HOST, _REDONE_ON_DEVICE = 1e8, 2e10
+#: Seconds that a piece of a parameter takes for each record whatever its size: decoding, the optimizer's Python.
+_PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 
 
 class _Carried(nn.Module):
@@ -292,3 +295,17 @@ class CompressedAverages:
     def with_own(self, extra_modules: Mapping[str, nn.Module]) -> dict[str, Any]:
         """The user's extra modules, and ours."""
         return {**extra_modules, **self.modules}
+
+
+def record_redo_seconds(elements: float, pieces: float, on_host: bool) -> float:
+    """Time to redo one record of a model of which nothing is measured yet, on the high side.
+
+    Source: docs/compression.md, "Anchors"; measured on one machine.
+
+    Args:
+        elements: number of elements of all parameters.
+        pieces: number of parameters and pieces of parameters that are redone apart.
+        on_host: whether they are in host memory.
+    """
+    rate, each = (_REDONE_ON_HOST, _PIECE_ON_HOST) if on_host else (_REDONE_ON_DEVICE, _PIECE_ON_DEVICE)
+    return elements / rate + pieces * each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,6 @@ from memckpt.capture.self_test import STEPS, SelfTest
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.budget import available_bytes, usable_cores
-from memckpt.planning.tuning import LayoutSettings
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import attributes, is_elementwise, is_importable, is_trusted
@@ -22,6 +22,21 @@ _log = logging.getLogger("memckpt")
 _SMALL_WINDOW_BYTES = 64 << 20
 #: Records after which ranks ask each other whether redo is still to be trusted.
 _LOOK_RECORDS = 128
+
+
+@dataclass(frozen=True)
+class LayoutSettings:
+    """Settings that a generation is laid out by.
+
+    Attributes:
+        mode: redo mode.
+        period: T, in steps.
+        slots: D, records in flight.
+    """
+
+    mode: RedoMode
+    period: int
+    slots: int
 
 
 class ModeChoice:

@@ -10,16 +10,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError
 from memckpt.journal.events import Advised
-from memckpt.planning.restoring import record_redo_seconds
-from memckpt.planning.tuning import Adviser, FailureRate, LayoutSettings, Measured
 from memckpt.protocol.trainer import Observed
-from memckpt.session.mode import ModeChoice, find_shortage, node_bytes
+from memckpt.session.compression import record_redo_seconds
+from memckpt.session.mode import LayoutSettings, ModeChoice, find_shortage, node_bytes
 from memckpt.session.protection import Protection
 from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.ranks import LocalTraining
@@ -38,6 +38,22 @@ _NAME = OWN + "tuning"
 _LONG_STEP_SECONDS = 5.0
 #: Records before the first look, which are slower than others, and least records and seconds between two looks.
 FIRST_RECORDS, LEAST_RECORDS, LOOK_SECONDS = 16, 20, 30.0
+#: MTBF of a job of which nothing is known, and the number of failures that this guess weighs as much as.
+_GUESSED_MTBF_SECONDS, _GUESS_WEIGHT = 86400.0, 0.1
+#: Number of failures that an estimate of their rate remembers.
+_REMEMBERED_FAILURES = 8
+#: Ratio to the budget from which on a stall counts as over it.
+_BAND = 1.25
+#: Looks in a row in which a setting has to be the best one.
+_LOOKS = 2
+#: Looks in a row with a stall beyond the budget, and without advice, after which that is said.
+_OVER_LOOKS = 4
+#: D that is advised where redo is late only now and then.
+MOST_SLOTS = 6
+#: Values of T, in steps.
+_PERIODS = (4, 8, 16, 32, 64, 128, 256, 512)
+#: Share of training time that another T has to gain, where the stall is within the budget.
+_LEAST_GAIN = 0.005
 
 
 class Tuning:
@@ -208,3 +224,205 @@ def tell_when_log_pays(storage: StorageConfig | None, spec: StateSpec) -> None:
             condition,
             100 * share,
         )
+
+
+# Rules: pure, and about one rank's own figures. Advice has to be the best in two looks in a row.
+
+
+@dataclass
+class FailureRate:
+    """Estimate of a job's rate of failures from those that it has had; the last eight count most.
+
+    The mean of a Gamma distribution: before the first failure it is the expected rate, which weighs as much as one
+    failure where the user has given the MTBF, and a tenth of one where it is a guess (one a day).
+
+    Attributes:
+        mtbf_seconds: MTBF that the user expects; None: a guess.
+        failures: number of failures, older ones discounted.
+        seconds: time in which they happened, discounted alike.
+    """
+
+    mtbf_seconds: float | None = None
+    failures: float = 0.0
+    seconds: float = 0.0
+
+    def passed(self, seconds: float) -> None:
+        """Count time of training."""
+        self.seconds += seconds
+
+    def failed(self) -> None:
+        """Count a failure."""
+        kept = 1 - 1 / _REMEMBERED_FAILURES
+        self.failures, self.seconds = self.failures * kept + 1, self.seconds * kept
+
+    @property
+    def per_second(self) -> float:
+        """The estimated rate, above 0."""
+        known = self.mtbf_seconds is not None
+        mtbf, weight = (self.mtbf_seconds, 1.0) if known else (_GUESSED_MTBF_SECONDS, _GUESS_WEIGHT)
+        assert mtbf is not None
+        return (self.failures + weight) / (self.seconds + weight * mtbf)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over the steps since the last look.
+
+    Attributes:
+        step_seconds: duration of a step.
+        stall_seconds: part of it in which protection kept the rank from training, waits for redo left out.
+        anchor_seconds: part of the stall in which anchors were copied.
+        wait_seconds: part of the step in which the rank waited for the agent's redo.
+        redo_seconds: redo of one record at a restore.
+        failures_per_second: rate of failures.
+    """
+
+    step_seconds: float
+    stall_seconds: float
+    anchor_seconds: float
+    wait_seconds: float
+    redo_seconds: float
+    failures_per_second: float
+
+    @property
+    def overhead(self) -> float:
+        """Share of a step that protection takes, waits for redo included."""
+        return (self.stall_seconds + self.wait_seconds) / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting that would pay: the line to paste, the layout that it makes, and the reason in words."""
+
+    line: str
+    layout: LayoutSettings
+    reason: str
+
+
+def period_cost(now: LayoutSettings, measured: Measured, period: int) -> float:
+    """Share of training time that depends on T: copies of anchors, and redo of half a window at each failure.
+
+    Source: docs/design.md, "A record's life": a step copies a T-th of the state, a restore redoes (T + 1)/2
+    records.
+    """
+    copies = measured.anchor_seconds * now.period / period / measured.step_seconds
+    return copies + measured.failures_per_second * (period + 1) / 2 * measured.redo_seconds
+
+
+def stall_share(now: LayoutSettings, measured: Measured, period: int) -> float:
+    """Share of a step in which protection would stall training with another T."""
+    others = measured.stall_seconds - measured.anchor_seconds
+    return (others + measured.anchor_seconds * now.period / period) / measured.step_seconds
+
+
+def best_period(
+    now: LayoutSettings,
+    measured: Measured,
+    budget: float,
+    fits: Callable[[LayoutSettings], bool] = lambda layout: True,
+) -> int:
+    """T with the least cost, among those within the overhead budget; one that is shorter has to be well within.
+
+    Where none is, the longest if that spares half of the budget or more, else the present one.
+
+    Args:
+        now: settings under which `measured` was measured.
+        measured: measurements.
+        budget: share of a step's time that protection may cost.
+        fits: whether there is memory for a layout. A shorter T takes less than the present one.
+    """
+
+    def is_within(period: int) -> bool:
+        return stall_share(now, measured, period) <= (budget / _BAND if period < now.period else budget)
+
+    def first_that_fits(best_first: Iterable[int]) -> int:
+        return next(one for one in best_first if one <= now.period or fits(replace(now, period=one)))
+
+    periods = sorted({now.period, *_PERIODS}, reverse=True)
+    if within := sorted(filter(is_within, periods), key=lambda period: period_cost(now, measured, period)):
+        within.append(now.period)
+        return first_that_fits(within)
+    longest = first_that_fits(periods)
+    spared = stall_share(now, measured, now.period) - stall_share(now, measured, longest)
+    return longest if spared >= budget / 2 else now.period
+
+
+class Adviser:
+    """Says which other redo mode, T or D would pay.
+
+    - Eager redo for which training waits longer than the budget: more slots, else lazy redo.
+    - Lazy redo: the T of the least cost.
+
+    Args:
+        budget: share of a step's time that protection may cost.
+        lazy: layout of lazy redo.
+        fits: whether there is memory for a layout in place of the present one.
+        advises_period: whether T is free: with compression it follows from the bytes of records.
+
+    Attributes:
+        advice: what would pay; None where nothing would.
+    """
+
+    def __init__(
+        self, budget: float, lazy: LayoutSettings, fits: Callable[[LayoutSettings], bool], advises_period: bool = True
+    ) -> None:
+        self._budget, self._lazy, self._fits, self._advises_period = budget, lazy, fits, advises_period
+        self.advice: Advice | None = None
+        #: What the last look has found, and in how many looks in a row.
+        self._line, self._looks = "", 0
+        #: Looks in a row with a stall beyond the budget, and whether that was said.
+        self._over, self._said = 0, False
+
+    def look_at(self, now: LayoutSettings, measured: Measured) -> bool:
+        """Look at what was measured under the settings `now`. Returns whether the advice has changed."""
+        found = self._without_waits(now, measured) or self._other_period(now, measured)
+        line = "" if found is None else found.line
+        self._looks = self._looks + 1 if line == self._line else 1
+        self._line = line
+        if self._looks < _LOOKS or line == (self.advice.line if self.advice is not None else ""):
+            return False
+        self.advice = found
+        return True
+
+    def skip_look(self) -> None:
+        """Leave a look out, whose figures are not like those of others: two in a row are counted anew."""
+        self._line, self._looks = "", 0
+
+    def cannot_help(self, measured: Measured) -> bool:
+        """Whether the stall has been beyond the budget for long, and nothing is advised; true once."""
+        if self._line or self.advice is not None:
+            return False
+        self._over = self._over + 1 if measured.overhead > self._budget * _BAND else 0
+        if self._said or self._over < _OVER_LOOKS:
+            return False
+        self._said = True
+        return True
+
+    def _without_waits(self, now: LayoutSettings, measured: Measured) -> Advice | None:
+        share = measured.wait_seconds / measured.step_seconds
+        if now.mode != "eager" or share <= self._budget:
+            return None
+        waits = f"training waits {share:.1%} of its time for the agent's redo, the budget is {self._budget:.1%}"
+        more = replace(now, slots=MOST_SLOTS)
+        if now.slots < MOST_SLOTS and self._fits(more):
+            return Advice(f"slots={MOST_SLOTS}", more, waits)
+        return Advice('redo="lazy"', self._lazy, waits) if self._fits(self._lazy) else None
+
+    def _other_period(self, now: LayoutSettings, measured: Measured) -> Advice | None:
+        if now.mode != "lazy" or not self._advises_period:
+            return None
+        # Another T than the one advised before has to gain as much once more.
+        before = now.period if self.advice is None else self.advice.layout.period
+        best = best_period(now, measured, self._budget, self._fits)
+        gain = period_cost(now, measured, before) - period_cost(now, measured, best)
+        if gain <= _LEAST_GAIN and stall_share(now, measured, before) <= self._budget:
+            best = before
+        if best == now.period:
+            return None
+        copies = measured.anchor_seconds / measured.step_seconds
+        redo = period_cost(now, measured, now.period) - copies
+        reason = f"copies of anchors take {copies:.2%} of training time, redo after failures {redo:.2%}"
+        stall = measured.stall_seconds / measured.step_seconds
+        if stall > self._budget:
+            reason += f"; the stall of {stall:.1%} is over the budget of {self._budget:.1%}"
+        return Advice(f"anchor_period_steps={best}", replace(now, period=best), reason)

@@ -205,7 +205,7 @@ def _with_option(message: str) -> str:
 
 def _in_field_unit(field: str, value: float | None) -> float | None:
     """A value in the unit of a job's field; what is wrong with it is said in the option's unit."""
-    from memckpt.planning.checks import require_number
+    from memckpt_tools.planning.checks import require_number
     from memckpt_tools.planning.job import RANGES
 
     if value is None:

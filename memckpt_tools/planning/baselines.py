@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memckpt.planning.intervals import daly_interval, young_interval
 from memckpt.user_messages import seconds_text
 from memckpt_tools.planning.footprint import NodeMemory
+from memckpt_tools.planning.intervals import daly_interval, young_interval
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.planned import Planned, evaluate, storage_tier
 from memckpt_tools.planning.restoring import from_storage_seconds

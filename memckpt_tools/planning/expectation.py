@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from memckpt.planning.checks import require_number, require_seconds
+from memckpt_tools.planning.checks import require_number, require_seconds
 from memckpt_tools.planning.job import Failures
 from memckpt_tools.planning.scheme import Failure, Scheme, Tier
 

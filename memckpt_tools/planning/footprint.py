@@ -22,10 +22,10 @@ from memckpt.config import (
     RedoMode,
     SparseConfig,
 )
-from memckpt.planning.checks import require_count, require_number
 from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
 from memckpt.state.layout import SNAPSHOTS
 from memckpt.state.spec import ITEM_BYTES
+from memckpt_tools.planning.checks import require_count, require_number
 
 #: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
 #: (docs/costs.md, "With DDP 13 KB a node and step travel").

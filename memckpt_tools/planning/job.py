@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.checks import require_count, require_number, require_seconds, require_share
+from memckpt_tools.planning.checks import require_count, require_number, require_seconds, require_share
 
 #: A step of more seconds is more likely a time in milliseconds.
 LONGEST_STEP_SECONDS = 300.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memckpt.planning.checks import require_number, require_seconds
+from memckpt_tools.planning.checks import require_number, require_seconds
 
 
 class LowDiffOptimum(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.checks import require_count
+from memckpt_tools.planning.checks import require_count
 
 #: Names of the same quantity in different families.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")

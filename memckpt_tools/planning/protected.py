@@ -15,7 +15,6 @@ from memckpt.config import (
     StorageConfig,
     TopK,
 )
-from memckpt.planning.intervals import young_interval
 from memckpt_tools.planning.baselines import read_seconds
 from memckpt_tools.planning.footprint import (
     PRIVATE_WIRE_BYTES,
@@ -25,6 +24,7 @@ from memckpt_tools.planning.footprint import (
     state_wire_bytes,
     wire_bytes,
 )
+from memckpt_tools.planning.intervals import young_interval
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.planned import Planned, evaluate, peer_rate, storage_tier
 from memckpt_tools.planning.restoring import (

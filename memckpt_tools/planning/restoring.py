@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.planning.checks import require_number
+from memckpt_tools.planning.checks import require_number
 from memckpt_tools.planning.footprint import Held
 
 

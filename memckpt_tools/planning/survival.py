@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.checks import require_count, require_number, require_seconds, require_share
+from memckpt_tools.planning.checks import require_count, require_number, require_seconds, require_share
 
 _MOST_NODES = 10_000_000
 #: Most nodes lost at once that are counted exactly: numbers of sets have thousands of digits.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.checks import require_count, require_number
+from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.planning.scheme import Scheme, Tier
 
 #: Longest time that is taken for meant, in seconds: 3,000 years as a mean time between failures is another unit's.

@@ -231,7 +231,7 @@ def _fields_as_options() -> Iterator[None]:
 
 def _seconds(option: str, value: float, unit_seconds: float) -> float:
     """A time of an option in seconds; what is wrong is said in the option's unit."""
-    from memckpt.planning.checks import require_number
+    from memckpt_tools.planning.checks import require_number
     from memckpt_tools.simulation.checks import LONGEST_SECONDS
 
     unit = "days" if unit_seconds == 86400 else "hours"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.checks import require_count, require_number
+from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.simulation.checks import LONGEST_SECONDS
 from memckpt_tools.simulation.lifetimes import Exponential, Floats, Lifetime, Weibull
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memckpt.planning.checks import require_number
+from memckpt_tools.planning.checks import require_number
 from memckpt_tools.simulation.checks import LONGEST_SECONDS
 
 Floats = NDArray[np.float64]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memckpt.planning.checks import require_count, require_number
+from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.planning.scheme import Scheme, Tier
 from memckpt_tools.simulation.checks import LONGEST_SECONDS, STEP_SECONDS
 from memckpt_tools.simulation.failures import KINDS, MOST_NODES, Cluster, Failures

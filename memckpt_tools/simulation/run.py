@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from memckpt.planning.checks import require_count, require_number
+from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.planning.scheme import Scheme
 from memckpt_tools.simulation.checks import check_schemes
 from memckpt_tools.simulation.failures import KINDS, Cluster, FailureModel, Failures

@@ -14,12 +14,12 @@ import pytest
 from memckpt.journal.events import Advised
 from memckpt.journal.reading import read_journal
 from memckpt.memory.replica import Replica
-from memckpt.planning.tuning import Advice, Adviser, FailureRate, Measured
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.recovery import restore
 from memckpt.recovery.restore import Restorer
 from memckpt.session import mode, protection, tuning
+from memckpt.session.tuning import Advice, Adviser, FailureRate, Measured
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import RedoGroup
 from tests.support.trainings.ddp_cases import Death, Job, fresh_directory

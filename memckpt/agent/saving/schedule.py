@@ -16,7 +16,6 @@ from collections.abc import Callable
 from memckpt.config import StorageConfig
 from memckpt.journal.events import Decision
 from memckpt.memory.generation import Generation
-from memckpt.planning.tuning import Follower, checkpoint_interval
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.storing import Saved
@@ -31,6 +30,59 @@ _ORDER_RECORDS = 16
 _ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
 #: Records ahead of the newest one at which savers on the same node are told.
 _TELL_RECORDS = 4
+
+#: The longest interval: a hundred years.
+_LONGEST_SECONDS = 3.2e9
+#: Ratio of target to interval up to which the interval stays, and by which it moves at most; looks in a row.
+_BAND, _LARGEST_STEP, _LOOKS = 1.25, 4.0, 2
+
+
+class Follower:
+    """A value that follows a noisy target in steps.
+
+    It moves where the target has been more than 25% above it, or below it, in two looks in a row; then to the target,
+    by a factor of four at most. Targets that stay within 25% of each other move it in one direction only, and once it
+    has got there no more.
+
+    Attributes:
+        value: the value; None before the first look.
+    """
+
+    def __init__(self, value: float | None = None) -> None:
+        self.value = value
+        self._above = self._looks = 0
+
+    def follow(self, target: float) -> bool:
+        """Look at the target. Returns whether the value has moved."""
+        if self.value is None:
+            self.value = target
+            return True
+        above = (target > self.value * _BAND) - (target < self.value / _BAND)
+        self._looks = self._looks + 1 if above and above == self._above else abs(above)
+        self._above = above
+        if self._looks < _LOOKS:
+            return False
+        self._looks = 0
+        self.value = min(self.value * _LARGEST_STEP, max(self.value / _LARGEST_STEP, target))
+        return True
+
+
+def checkpoint_interval(
+    cost_seconds: float, failures_per_second: float, repeated_share: float, least_seconds: float
+) -> float:
+    """Best time from one checkpoint to the next, in seconds.
+
+    Source: Young (1974), sqrt(2 x cost x MTTF), with the part of an interval that a failure costs: all of it where
+    steps are trained again, the time of their redo where records between checkpoints are logged.
+
+    Args:
+        cost_seconds: training time that a checkpoint costs.
+        failures_per_second: rate of failures.
+        repeated_share: seconds that a lost second of training costs, above 0.
+        least_seconds: interval below which checkpoints cost more than their budget.
+    """
+    mttf_seconds = 1 / (failures_per_second * repeated_share)
+    return min(_LONGEST_SECONDS, max(least_seconds, math.sqrt(2 * cost_seconds * mttf_seconds)))
 
 
 def alone(generation: Generation) -> bool:

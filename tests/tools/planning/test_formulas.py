@@ -9,7 +9,7 @@ import random
 import pytest
 
 from memckpt.errors import ConfigurationError
-from memckpt.planning.intervals import (
+from memckpt_tools.planning.intervals import (
     daly_interval,
     ettr_asynchronous,
     ettr_synchronous,

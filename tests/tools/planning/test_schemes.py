@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, TopK
 from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
-from memckpt.planning.intervals import ettr_asynchronous, wall_seconds
 from memckpt.session.compression import period_for
 from memckpt_hydra import protection
 from memckpt_tools.planning.expectation import expect
+from memckpt_tools.planning.intervals import ettr_asynchronous, wall_seconds
 from memckpt_tools.planning.job import Failures, Job, mtbf_of_nodes
 from memckpt_tools.planning.protected import compressed_period
 from memckpt_tools.planning.rendering import as_python, as_yaml, settings_that_differ

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from memckpt.planning.checks import require_number, require_seconds
+from memckpt_tools.planning.checks import require_number, require_seconds
 
 
 def ettr_synchronous(mttf_seconds: float, interval_seconds: float, write_seconds: float, read_seconds: float) -> float:

@@ -1,1 +1,0 @@
-"""Costs and benefits of protection, before a job and while it runs: pure formulas, and a simulator of failures."""
