@@ -327,7 +327,7 @@ class Observer:
             self._peers.update(peers.problem or "not every record is where it belongs")
         else:
             self._peers.update("")
-        if newest is not None and peers.watermark is not None and peers.every == 0:
+        if newest is not None and peers.watermark is not None and peers.every == 1:
             self._peers_lag.update(newest - peers.watermark, status.slots)
         if peers.gap is not None and peers.gap != self._gap:
             self._gap = peers.gap

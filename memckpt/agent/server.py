@@ -21,7 +21,7 @@ from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.metrics.exporter import Metrics
 from memckpt.agent.metrics.figures import Snapshot
 from memckpt.agent.observer import Observer
-from memckpt.agent.replication.peers import Peers
+from memckpt.agent.replication.peer_tier import Peers
 from memckpt.agent.status import Figures, describe
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError

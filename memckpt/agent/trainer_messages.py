@@ -12,14 +12,14 @@ from memckpt.agent.group import Group
 from memckpt.agent.group_host import Host
 from memckpt.agent.groups import Groups
 from memckpt.agent.lifetime import Lifetime
-from memckpt.agent.replication.peers import Peers
+from memckpt.agent.replication.peer_tier import Peers
 from memckpt.agent.status import Figures
 from memckpt.errors import AgentError
 from memckpt.journal.events import Advised
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.messages import TrainerToAgent
-from memckpt.protocol.peers import AskPhases, Join, Listen
+from memckpt.protocol.peer_job import AskPhases, Join, Listen
 from memckpt.protocol.recovery import Recover
 from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SnapshotTaken
 from memckpt.protocol.trainer import (

@@ -56,7 +56,7 @@ def _without_node(agent: Status, all_nodes: Loss) -> Loss:
     newest = max((record for _, record in agent.committed), default=None)
     if not peers.protected or peers.watermark is None or newest is None or agent.unprotected:
         return replace(all_nodes, words=f"{all_nodes.words}; other nodes do not protect this one now")
-    if peers.every:
+    if peers.every > 1:
         most = 2 * peers.every
         return Loss("", most, f"about {count(most, 'step')} at most: other nodes get each {peers.every}th state")
     behind = max(0, newest - peers.watermark)

@@ -25,11 +25,11 @@ def show_peers(table: Table, peers: PeersStatus) -> None:
     if peers.recovering:
         table.add_row("recovering", f"[yellow]{escape(peers.recovering)}[/]")
     table.add_row("scheme", escape(f"{peers.scheme}; {_security_text(peers.security)}; ack {peers.ack}"))
-    if peers.every:
-        steps = "every step" if peers.every == 1 else f"every {peers.every} steps"
-        if not peers.protected:  # N is unknown until the first state has arrived
-            steps = "in place of records"
-        table.add_row("cadence", f"the whole state {steps}: the links do not carry every record")
+    if peers.every > 1 or peers.needed > 1:
+        what = f"the whole state every {peers.every} steps" if peers.every > 1 else "every record"
+        if peers.needed > peers.every:
+            what += f"; [yellow]the links do not carry that: peers.every_steps={peers.needed} would do[/]"
+        table.add_row("cadence", what)
     if peers.acknowledged:
         table.add_row("acknowledged", _acknowledged_text(peers.acknowledged))
     if peers.gap is not None:

@@ -107,7 +107,7 @@ def _add_peers(table: Table, agent: Status, peers: PeersStatus) -> None:
     known = peers.watermark
     bar: RenderableType = ""
     if newest is not None and known is not None:
-        bar = _bar(max(0, newest - known), 2 * peers.every if peers.every else max(1, agent.slots), "record")
+        bar = _bar(max(0, newest - known), 2 * peers.every if peers.every > 1 else max(1, agent.slots), "record")
     connected = sum(link.connected for link in peers.links)
     well = Text(f"protected, {connected} of {len(peers.links)} connected", style="green")
     state = well if peers.protected else Text(peers.problem or "not protected", style="bold red")

@@ -21,7 +21,6 @@ TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 ResumeChoice = Literal["auto", "require", "exact", "never"]
 AckPolicy = Literal["wait", "proceed"]
-CadencePolicy = Literal["auto", "every_step"]
 Security = Literal["curve", "plain"]
 TuningChoice = Literal["auto", "off"]
 ResumeCheckChoice = Literal["auto", "witness", "replay", "require", "off"]
@@ -119,9 +118,9 @@ class ErasureConfig(Checked):
         tolerate: m, number of nodes of a group that may be lost. The owner is a holder itself, so a record takes
             (k + m - 1) / k times its size on the network.
         backend: backend of liberasurecode, used if k and m are 2 or more.
-        cadence: what is sent when links do not carry every record: ``"auto"``: the whole state after every N-th step,
-            with the smallest N that the links allow; ``"every_step"``: records only, so that training waits for them,
-            or with ``ack="proceed"`` drops some.
+        every_steps: N. 1: every record is sent. More: the whole state after every N-th step, in place of records, and
+            training does not wait for it. None: the smallest N that the links carry, measured at the start, and chosen
+            anew when a generation begins.
         ack: ``"wait"`` lets training wait for peers that are slower than it, so that the tolerated number of nodes can
             be lost at any time; ``"proceed"`` lets it go on, and reports the records that only the node's own memory
             held.
@@ -143,7 +142,7 @@ class ErasureConfig(Checked):
     data: Annotated[int, Meta(ge=1, le=32)] = 2
     tolerate: Annotated[int, Meta(ge=1, le=32)] = 1
     backend: Text = "isa_l_rs_cauchy"
-    cadence: CadencePolicy = "auto"
+    every_steps: Count | None = None
     ack: AckPolicy = "wait"
     security: Security = "curve"
     host: Text | None = None

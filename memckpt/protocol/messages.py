@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memckpt.protocol import audit, peers, recovery, replication, status, storing, trainer, writer
+from memckpt.protocol import audit, peer_job, recovery, replication, status, storing, trainer, writer
 
 #: What trainers and visitors, such as the command line, say to an agent.
 TrainerToAgent = (
-    peers.TrainerToAgent
+    peer_job.TrainerToAgent
     | recovery.TrainerToAgent
     | status.TrainerToAgent
     | storing.TrainerToAgent
@@ -14,7 +14,7 @@ TrainerToAgent = (
 )
 #: What an agent says to trainers and visitors.
 AgentToTrainer = (
-    peers.AgentToTrainer
+    peer_job.AgentToTrainer
     | recovery.AgentToTrainer
     | replication.AgentToTrainer
     | status.AgentToTrainer
@@ -30,10 +30,10 @@ AgentToAuditor = audit.AgentToAuditor
 #: What an auditor says to its agent.
 AuditorToAgent = audit.AuditorToAgent
 #: What an agent says to its replicator.
-AgentToReplicator = peers.AgentToReplicator | recovery.AgentToReplicator | replication.AgentToReplicator
+AgentToReplicator = peer_job.AgentToReplicator | recovery.AgentToReplicator | replication.AgentToReplicator
 #: What a replicator says to its agent.
 ReplicatorToAgent = (
-    peers.ReplicatorToAgent | recovery.ReplicatorToAgent | replication.ReplicatorToAgent | status.ReplicatorToAgent
+    peer_job.ReplicatorToAgent | recovery.ReplicatorToAgent | replication.ReplicatorToAgent | status.ReplicatorToAgent
 )
 #: Any of these, as a channel decodes them.
 Message = (

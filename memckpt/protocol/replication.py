@@ -168,7 +168,7 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """Answer to Drain: peers have all of it, or do not take it."""
 
 
-class WatermarkAdvanced(msgspec.Struct, frozen=True, tag="passed"):
+class WatermarkAdvanced(msgspec.Struct, frozen=True, tag="watermark advanced"):
     """From the replicator, and to trainers where they wait for it: the watermark has got to `record`.
 
     `whole`: all nodes are protected: up to the tolerated number of them may be lost. `waits_suspended`: nobody is to
@@ -181,7 +181,7 @@ class WatermarkAdvanced(msgspec.Struct, frozen=True, tag="passed"):
     waits_suspended: bool = False
 
 
-class ReplicatorLost(msgspec.Struct, frozen=True, tag="courier lost"):
+class ReplicatorLost(msgspec.Struct, frozen=True, tag="replicator lost"):
     """To trainers: their node has no replicator for a while, so that peers get nothing from it; why, and for how
     long.
     """

@@ -63,7 +63,8 @@ class PeersStatus(msgspec.Struct, frozen=True):
         refused: messages of strangers and of processes that were replaced, and damaged ones.
         gap: the records from..to that no peer had, the last such gap; None if there was none.
         recovering: what is being restored, with progress; empty if nothing is.
-        every: N, where the links do not carry every record and the state after every N-th is sent instead; else 0.
+        every: N; 1: every record is sent; else the state after every N-th, in place of records.
+        needed: the smallest N that the links would carry; 0: not measured.
     """
 
     scheme: str
@@ -83,7 +84,8 @@ class PeersStatus(msgspec.Struct, frozen=True):
     refused: int
     gap: tuple[int, int] | None
     recovering: str = ""
-    every: int = 0
+    every: int = 1
+    needed: int = 0
 
 
 class StorageStatus(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.peers import BadSource, Fetch, Sources, place_of
+from memckpt.recovery.sources import BadSource, Fetch, Sources, place_of
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 

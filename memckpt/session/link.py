@@ -18,7 +18,7 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.messages import TrainerToAgent
-from memckpt.protocol.peers import AskPhases, Listen, Listening, PhasesAre
+from memckpt.protocol.peer_job import AskPhases, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
 from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.storing import RecordSaved, SaveRecord

@@ -12,8 +12,8 @@ import msgspec
 
 from memckpt.errors import AgentError, NothingHeldError, PeerError
 from memckpt.protocol.recovery import FromNode, Recover, Recovered, WantedState
-from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored
+from memckpt.recovery.sources import BadSource, Fetch, serves
 from memckpt.recovery.target import progress
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks

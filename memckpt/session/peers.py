@@ -14,9 +14,9 @@ from memckpt.capture.recorder import Recorder
 from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
-from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerKeys, PeerNode, PeerUnit
-from memckpt.recovery.peers import BadSource
+from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PeerKeys, PeerNode, PeerUnit
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
+from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.own_address import own_address
 from memckpt.session.peer_recovery import PeerRecovery
@@ -157,7 +157,7 @@ class Peers:
         assert config is not None
         names = [one.name for one in self._nodes]
         units = self._sent_units(config)
-        self._job = PeerJob(
+        self._job = job = PeerJob(
             attempt=self._ranks.nonce,
             nodes=self._nodes,
             units=units,
@@ -171,10 +171,11 @@ class Peers:
             forget=isinstance(plan, StartOver) and plan.asked,
             ack_timeout_seconds=config.ack_timeout_seconds,
             # Shared tensors of replicas are not sent, and replicas hold no version as old as a state by value.
-            cadence=config.cadence == "auto" and not any(unit.private for unit in units),
+            every_steps=1 if any(unit.private for unit in units) else config.every_steps,
         )
+        if self._ranks.rank == 0 and job.every_steps != config.every_steps and config.every_steps is not None:
+            _log.info("memckpt: peers.every_steps: each step is sent, as only what is private to ranks is")
         assert self._ranks.node in names
-        job = self._job
         self._ranks.together(lambda: self._link.send(Join(job)) if self._leads else None)
         self._link.connection.watermark = job.record or 0
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from memckpt.config import ResumeChoice, StorageConfig
-from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, plan_to_reshard, record_to_reshard
+from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining

@@ -21,7 +21,6 @@ from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, Mem
 from memckpt.journal.events import StartedOver
 from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import (
     NewAttempt,
     Plan,
@@ -32,6 +31,7 @@ from memckpt.recovery.plan import (
     make_plan,
     must_reshard,
 )
+from memckpt.recovery.sources import BadSource
 from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers

@@ -108,7 +108,7 @@ def wire_bytes(peers: ErasureConfig, held: Held) -> float:
 
 
 def state_wire_bytes(peers: ErasureConfig, held: Held) -> float:
-    """Bytes that a node sends for one state by value (``cadence="auto"``): (k + m - 1)/k s per parameter."""
+    """Bytes that a node sends for one state by value (``every_steps`` above 1): (k + m - 1)/k s per parameter."""
     return _sent(peers) * held.whole_bytes
 
 

@@ -33,7 +33,7 @@ from memckpt.processes.helper_process import HelperProcess
 from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import INLINE_BYTES, Channel
 from memckpt.protocol.messages import Message
-from memckpt.protocol.peers import PhasesAre
+from memckpt.protocol.peer_job import PhasesAre
 from memckpt.protocol.replication import Fragments, Halt, Halted, ListFragments
 from memckpt.protocol.trainer import Commit, Credit, Goodbye
 from memckpt.state.bits import ulp_distance

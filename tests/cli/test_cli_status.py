@@ -105,11 +105,11 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_states_that_are_sent_in_place_of_records() -> None:
     text = text_of(a_view(an_agent(peers=some_peers(every=12))))
-    assert re.search(r"cadence +│ the whole state every 12 steps: the links do not carry every record", text)
-    assert "the whole state every step: " in text_of(a_view(an_agent(peers=some_peers(every=1))))
-    assert "the whole state in place of records: " in text_of(
-        a_view(an_agent(peers=some_peers(every=2, protected=False)))
-    )
+    assert re.search(r"cadence +│ the whole state every 12 steps", text)
+    assert "do not carry" not in text
+    for every, what in ((1, "every record"), (2, "the whole state every 2 steps")):
+        text = text_of(a_view(an_agent(peers=some_peers(every=every, needed=30))))
+        assert f"{what}; the links do not carry that: peers.every_steps=30 would do" in text
     assert "cadence" not in text_of(a_view(an_agent(peers=some_peers())))
 
 

@@ -44,7 +44,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "agent.metrics_host": ("0.0.0.0", "0.0.0.0"),
     "agent.metrics_file": ("m.prom", "m.prom"),
     "peers.ack": ("proceed", "proceed"),
-    "peers.cadence": ("every_step", "every_step"),
+    "peers.every_steps": ("12", 12),
     "peers.security": ("plain", "plain"),
     "peers.host": ("eth0", "eth0"),
     "peers.port": ("29600", 29_600),

@@ -118,5 +118,5 @@ def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkey
         node.fragment_store._reserve = node.replicator._memory.reserve
         node.says("a", Open(node.window("a")))
         kernel.go_on()
-        node.replicator._leave()
+        node.replicator._leave_attempt()
         assert not node.replicator._memory._reserving

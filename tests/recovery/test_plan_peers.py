@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.protocol.recovery import FromFragments, FromNode
-from memckpt.recovery.peers import BadSource, Fetch, newest_history, serves
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, RestoreStored, StartOver, Stored, make_plan, must_reshard
+from memckpt.recovery.sources import BadSource, Fetch, newest_history, serves
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import FORMAT_VERSION, Part

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from memckpt.protocol.recovery import BadSourceSeen, Described, FromFragments, FromNode, WantedState
-from memckpt.replication.process.asking import Asking
-from memckpt.replication.process.questions import Questions
+from memckpt.replication.process.ask import Asking
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.replication.transport.wire import (
     AskWindow,
@@ -32,7 +31,7 @@ class Question:
         self.asked: list[tuple[str, WireMessage]] = []
         numbers = iter(range(1, 9))
         self.asking = Asking(
-            WantedState((0,), 5, source), Questions(lambda *one: self.asked.append(one), lambda: next(numbers)), 0.0
+            WantedState((0,), 5, source), lambda *one: self.asked.append(one), lambda: next(numbers), 0.0
         )
 
     def says(self, peer: str, spec: Any, generation: str = "g", **other: Any) -> None:

@@ -1,14 +1,14 @@
-"""Which states are protected in place of records, what holders keep of them, and when links are too slow."""
+"""N, which records or states are protected: chosen once, the same on all nodes, and what links would carry."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from memckpt.replication.keeping.watermark import Leader
-from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD, Cadence
-from memckpt.replication.process.holding_up import HeldUp
+from memckpt.replication.pacing.cadence import Cadence, LinkMeter
 from memckpt.replication.transport.wire import Acknowledged, Watermark
 
 NAMES = ("a", "b", "c")
@@ -19,32 +19,83 @@ def said(record: int = 10, **fields: int | bool) -> list[Acknowledged]:
     return [Acknowledged(name, record, record, True, **fields) for name in NAMES]  # type: ignore[arg-type]
 
 
+def begun(every: int | None) -> Cadence:
+    cadence = Cadence(every)
+    cadence.begin_generation(snapshots=False)
+    return cadence
+
+
 @pytest.mark.promise(
-    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
-    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+    "if links carry only part of the records, the watermark still advances: states by value follow each other "
+    "every N steps, and all nodes can go back to the last one"
 )
-def test_states_follow_each_other_as_soon_as_the_last_one_is_everywhere() -> None:
-    cadence = Cadence()
-    assert cadence.look(said(), newest=20, watermark=10) == 10
-    assert (cadence.every, cadence.cut) == (0, 0)
-    slow = [*said()[:2], Acknowledged("c", 10, 10, True, behind=True)]
-    assert cadence.look(slow, newest=20, watermark=10) == 10
+def test_states_follow_each_other_every_n_records() -> None:
+    cadence = begun(30)
+    assert cadence.advance(said(), newest=20, watermark=10) == 10
+    assert (cadence.every, cadence.cut) == (30, 22)  # the first one at once
+    assert cadence.advance([*said(cut=22)[:2], said()[2]], newest=24, watermark=10) == 10
     assert cadence.cut == 22
-    assert cadence.every > 0
-    assert cadence.look([*said(cut=22)[:2], said()[2]], newest=40, watermark=10) == 10
-    assert cadence.cut == 22
-    assert cadence.look(said(cut=22), newest=60, watermark=10) == 22
-    assert (cadence.reached, cadence.cut) == (22, 62)
-    assert cadence.look(said(22, cut=62), newest=101, watermark=22) == 62
+    assert cadence.advance(said(cut=22), newest=26, watermark=10) == 22
+    assert (cadence.reached, cadence.cut) == (22, 0)
+    assert cadence.advance(said(22, cut=22), newest=49, watermark=22) == 22
+    assert cadence.cut == 0
+    cadence.advance(said(22, cut=22), newest=50, watermark=22)
+    assert cadence.cut == 52
+    # Links that do not carry a state in N records: the next one is named when the last one is there.
+    assert cadence.advance(said(22, cut=52), newest=200, watermark=22) == 52
+    assert cadence.cut == 202
+    assert cadence.every == 30
+
+
+def test_n_is_chosen_when_all_have_measured_and_stays_until_a_generation_begins() -> None:
+    cadence = begun(None)
+    cadence.advance([*said(needed=1)[:2], *said()[2:]], newest=20, watermark=10)
+    assert (cadence.every, cadence.needed) == (1, 0)
+    cadence.advance([*said(needed=1)[:2], *said(needed=7)[2:]], newest=20, watermark=10)
+    assert (cadence.every, cadence.needed, cadence.cut) == (7, 7, 22)
+    cadence.advance(said(needed=40), newest=20, watermark=10)
+    assert (cadence.every, cadence.needed) == (7, 40)
+    cadence.begin_generation(snapshots=False)
+    cadence.advance(said(needed=40), newest=20, watermark=10)
     assert cadence.every == 40
+    cadence.begin_generation(snapshots=False)
+    cadence.advance(said(needed=1), newest=20, watermark=10)
+    assert (cadence.every, cadence.cut) == (1, 0)
+
+
+def test_a_configured_n_stays() -> None:
+    cadence = begun(5)
+    cadence.advance(said(needed=40), newest=20, watermark=10)
+    cadence.begin_generation(snapshots=False)
+    cadence.advance(said(needed=40), newest=20, watermark=10)
+    assert (cadence.every, cadence.needed) == (5, 40)
+
+
+def test_snapshots_are_states_by_themselves() -> None:
+    cadence = Cadence(5)
+    cadence.begin_generation(snapshots=True)
+    cadence.advance(said(), newest=20, watermark=10)
+    assert (cadence.every, cadence.cut) == (1, 0)
+    cadence.begin_generation(snapshots=False)
+    cadence.advance(said(), newest=20, watermark=10)
+    assert (cadence.every, cadence.cut) == (5, 22)
+
+
+def test_a_leader_that_takes_the_place_of_another_goes_on_with_its_choice() -> None:
+    cadence = begun(None)
+    nodes = [Acknowledged("a", 0, 0, True), *said(50, every=9, ordered=80, cut=50)[1:]]
+    cadence.advance(nodes, newest=60, watermark=0)
+    assert (cadence.every, cadence.cut) == (9, 80)  # the state for which the others work
+    # Who has another state than the one that is named has not reached it.
+    assert cadence.advance([*nodes[:1], *said(80, every=9, ordered=90, cut=90)[1:]], newest=95, watermark=0) == 0
 
 
 def test_an_order_that_came_too_late_is_given_earlier() -> None:
-    cadence = Cadence()
-    cadence.look(said(behind=True), newest=20, watermark=10)
+    cadence = begun(10)
+    cadence.advance(said(), newest=20, watermark=10)
     leads = []
     for newest in range(30, 900, 70):
-        cadence.look([*said()[:2], Acknowledged("c", 10, 10, True, missed=cadence.cut)], newest, watermark=10)
+        cadence.advance([*said()[:2], Acknowledged("c", 10, 10, True, missed=cadence.cut)], newest, watermark=10)
         leads.append(cadence.cut - newest)
         if len(leads) == 9:
             break
@@ -52,116 +103,104 @@ def test_an_order_that_came_too_late_is_given_earlier() -> None:
     assert set(leads[4:]) == {64}
 
 
-def test_records_are_all_that_there_is_where_no_state_can_be_copied() -> None:
-    cadence, newest = Cadence(), 20
-    cadence.look(said(behind=True), newest, watermark=10)
-    while cadence.cut > 0:
-        newest = cadence.cut + 1
-        cadence.look([*said()[:2], Acknowledged("c", 10, 10, True, missed=cadence.cut)], newest, watermark=10)
-        assert newest < 1000
-    assert (cadence.every, cadence.cut) == (0, NONE_CAN_BE_HAD)
-    cadence.look(said(behind=True), newest + 900, watermark=10)
-    assert (cadence.every, cadence.cut) == (0, NONE_CAN_BE_HAD)
-    cadence.look(said(behind=True), newest + 1000, watermark=10)
-    cadence.look(said(behind=True), newest + 1000, watermark=10)
-    assert cadence.every > 0
-    assert cadence.cut > newest + 1000
-
-
-def test_records_are_tried_again_ever_later_until_they_get_through() -> None:
-    cadence, newest, states = Cadence(), 20, []
-    cadence.look(said(behind=True), newest, watermark=10)
-    for _ in range(8):
-        made = 0
-        while cadence.cut:
-            newest = cadence.cut + 10
-            cadence.look(said(cut=cadence.cut), newest, watermark=cadence.reached)
-            made += 1
-        states.append(made)
-        assert cadence.every > 0
-        cadence.look(said(cadence.reached, behind=True), newest, watermark=cadence.reached)
-    assert states == [2, 4, 8, 16, 32, 64, 64, 64]
-    while cadence.cut:
-        cadence.look(said(cut=cadence.cut), cadence.cut + 10, watermark=cadence.reached)
-    newest = cadence.reached + 50
-    assert cadence.look(said(newest), newest, watermark=newest) == newest
-    assert (cadence.every, cadence.cut) == (0, 0)
-    # What has kept up for long and falls behind then is tried again soon.
-    cadence.look(said(newest + 1000, behind=True), newest + 1000, watermark=newest + 1000)
-    made = 0
-    while cadence.cut:
-        cadence.look(said(cut=cadence.cut), cadence.cut + 10, watermark=cadence.reached)
-        made += 1
-    assert made == 2
+@pytest.mark.parametrize("configured", [None, 8])
+def test_records_are_all_that_there_is_where_no_state_can_be_copied(configured: int | None) -> None:
+    """Until the next generation; unless it is configured otherwise."""
+    cadence, newest = begun(configured), 20
+    cadence.advance(said(needed=8), newest, watermark=10)
+    for _ in range(30):
+        newest = max(newest, cadence.cut) + 1
+        cadence.advance(
+            [*said(needed=8)[:2], Acknowledged("c", 10, 10, True, missed=cadence.cut, needed=8)], newest, 10
+        )
+    assert cadence.every == (configured or 1)
+    cadence.begin_generation(snapshots=False)
+    cadence.advance(said(needed=8), newest, watermark=10)
+    assert (cadence.every, cadence.cut > newest) == (8, True)
 
 
 def test_a_state_counts_until_records_reach_further_everywhere() -> None:
-    leader = Leader(["a", "b"], 0, Cadence())
-    leader.newest = 20
-    leader.acknowledged(Acknowledged("a", 10, 0, True))
-    leader.acknowledged(Acknowledged("b", 10, 0, True, behind=True))
-    assert leader.watermark == Watermark(10, True, every=2, cut=22)
-    cut = 22
-    for _ in range(2):
-        for name in "ab":
-            leader.acknowledged(Acknowledged(name, 10, 10, True, cut=cut))
-        reached, cut = cut, leader.watermark.cut
-        leader.newest += 20
-        assert leader.watermark.record == reached
-    assert cut == 0
-    assert leader.watermark.every > 0
+    leader = Leader(["a", "b"], 0, Cadence(None))
+    leader.begin_generation(snapshots=False)
+    leader.committed(20)
+    leader.acknowledged(Acknowledged("a", 10, 0, True, needed=6))
+    leader.acknowledged(Acknowledged("b", 10, 0, True, needed=1))
+    assert leader.watermark == Watermark(10, True, every=6, cut=22, needed=6)
     for name in "ab":
-        leader.acknowledged(Acknowledged(name, reached, reached, True, cut=reached))
-    leader.acknowledged(Acknowledged("a", reached + 9, reached + 8, True, cut=reached))
-    assert (leader.watermark.record, leader.watermark.whole) == (reached, True)
-    leader.acknowledged(Acknowledged("b", reached + 9, reached + 9, True, cut=reached))
-    assert leader.watermark == Watermark(reached + 9, True)
+        leader.acknowledged(Acknowledged(name, 10, 10, True, cut=22, needed=1, every=6))
+    assert leader.watermark == Watermark(22, True, every=6, cut=0, needed=1)
+    leader.begin_generation(snapshots=False)
+    assert leader.watermark.every == 1
+    for name in "ab":
+        leader.acknowledged(Acknowledged(name, 22, 22, True, cut=22, needed=1))
+    leader.acknowledged(Acknowledged("a", 31, 30, True, cut=22, needed=1))
+    assert (leader.watermark.record, leader.watermark.whole) == (22, True)
+    leader.acknowledged(Acknowledged("b", 31, 31, True, cut=22, needed=1))
+    assert leader.watermark == Watermark(31, True, needed=1)
 
 
 @pytest.mark.parametrize("rate", [0.5, 3.0, 40.0, 700.0])
-def test_lag_is_bounded_at_any_rate(rate: float) -> None:
+@pytest.mark.parametrize("every", [2, 40])
+def test_lag_is_bounded_at_any_rate(rate: float, every: int) -> None:
     """Links carry a state in so many steps; orders take some to arrive, and each node has its own."""
     choose = random.Random(rate).randint
-    cadence, newest, watermark, lags = Cadence(), 100, 90, []
-    cadence.look(said(90, behind=True), newest, watermark)
+    cadence, newest, watermark, lags = begun(every), 100, 90, []
+    cadence.advance(said(90), newest, watermark)
     done, due = 0, 0.0
     for _ in range(int(400 * max(rate, 1))):
         newest += 1
-        cut, missed = cadence.cut, 0
+        cut = cadence.cut
         if cut and newest == cut:
             due = newest + rate + choose(0, 2)
         if cut and done < cut <= newest and newest >= due:
             done = cut
-        watermark = cadence.look(said(watermark, cut=done, missed=missed, behind=not cut), newest, watermark)
+        watermark = cadence.advance(said(watermark, cut=done), newest, watermark)
         lags.append(newest - watermark)
-    assert max(lags[int(4 * rate) + 20 :]) <= 2 * rate + 12
-    assert cadence.every <= rate + 8
+    assert max(lags[int(4 * rate) + 20 :]) <= rate + max(rate, every) + 12
 
 
-def test_waiting_at_each_step_says_that_links_are_too_slow() -> None:
-    held = HeldUp(0.03)
-    held.look(0.0, counts=True)
-    now = 0.0
-    for _ in range(40):
+def measured(meter: LinkMeter, happens: Callable[[int], tuple[float, bool, bool]], records: int = 200) -> int:
+    """N, where before each record so long a wait is, and it is carried or left out."""
+    now, carried, left_out = 0.0, 0, 0
+    for record in range(records):
+        waited, arrives, lost = happens(record)
+        if waited:
+            meter.count_wait(waited)
+            now += waited
         now += 1.0
-        held.waited(0.1)
-        held.committed()
-        held.look(now, counts=True)
-    assert held.too_long
-    held.forget()
-    assert not held.too_long
+        carried, left_out = carried + arrives, left_out + lost
+        meter.count_record()
+        meter.measure(now, record > 0, carried, left_out)
+    return meter.needed
+
+
+def test_links_that_carry_each_record() -> None:
+    assert measured(LinkMeter(0.03), lambda record: (0.0, True, False), records=20) == 0
+    assert measured(LinkMeter(0.03), lambda record: (0.0, True, False)) == 1
 
 
 @pytest.mark.parametrize(("seconds", "every"), [(30.0, 40), (0.01, 1), (0.1, 3)])
 def test_a_peer_that_is_away_for_a_while_and_what_is_allowed_say_nothing(seconds: float, every: int) -> None:
-    held = HeldUp(0.03)
-    held.look(0.0, counts=True)
-    now = 0.0
-    for record in range(200):
-        now += 1.0
-        if record % every == 0:
-            held.waited(seconds)
-            now += seconds
-        held.committed()
-        held.look(now, counts=True)
-        assert not held.too_long
+    assert measured(LinkMeter(0.03), lambda record: (seconds * (record % every == 0), True, False)) == 1
+
+
+def test_waiting_at_each_step_says_how_much_links_carry() -> None:
+    meter = LinkMeter(0.03)
+    meter.ratio = 2.0
+    assert measured(meter, lambda record: (4.0, True, False)) == 10  # a record takes 5 steps, a state twice that
+
+
+def test_records_that_are_left_out_say_how_much_links_carry() -> None:
+    meter = LinkMeter(0.03)
+    meter.ratio = 2.0
+    assert measured(meter, lambda record: (0.0, record % 4 == 0, record % 4 != 0)) == 8
+    assert measured(LinkMeter(0.03), lambda record: (0.0, record % 500 == 499, True), records=1010) >= 400
+
+
+def test_states_on_their_way_say_how_much_links_carry() -> None:
+    meter = LinkMeter(0.03)
+    meter.ratio = 2.2
+    meter.count_state(40)
+    assert meter.needed == 40
+    meter.count_state(2)
+    assert meter.needed == 1

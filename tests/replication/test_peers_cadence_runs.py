@@ -22,10 +22,8 @@ from tests.support.cluster.sharded_lab import PROCESS_GROUP_SECONDS, Death, chec
 from tests.support.trainings.engine_harness import Lab
 
 slow = pytest.mark.slow
-#: Of what a node may send. A record has 350 KB, so that it takes seconds; steps take some hundredths of one.
+#: Of what a node may send, in bytes per second. A record has 350 KB; steps take some hundredths of a second.
 _RATE = 100_000
-#: Records are not sent any more from about here on.
-_SPACED = 10
 
 
 def until_states_are_sent(rank: PeersRank) -> None:
@@ -40,14 +38,14 @@ def until_one_is_there(rank: PeersRank) -> None:
     """Wait until a state that was sent by value is with the peers of every node."""
     assert rank.session is not None
     client = rank.session._link.connection
-    while not client.whole or client.watermark < _SPACED:
+    while not client.whole or not client.waits_suspended:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
     rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)
 
 
 @pytest.mark.promise(
-    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
-    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+    "if links carry only part of the records, the watermark still advances: states by value follow each other "
+    "every N steps, and all nodes can go back to the last one"
 )
 @pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 @slow
@@ -55,14 +53,14 @@ def until_one_is_there(rank: PeersRank) -> None:
 @pytest.mark.parametrize(("data", "ranks"), [(1, 2), (2, 3)])
 def test_a_node_is_lost_that_could_not_send_every_record(lab: Lab, redo: str, data: int, ranks: int) -> None:
     """Before that only its trainer is, which goes on at the very step that it had begun."""
-    config = peers_config(data, 1, redo, ack="proceed", rate_bytes_per_second=_RATE)
+    config = peers_config(data, 1, redo, ack="proceed", every_steps=10, rate_bytes_per_second=_RATE)
     job = peers_job(lab, Setup(world_size=ranks), config, last_step=60)
     expected = reference(lab, job)
-    acts = [Act(0, _SPACED, "forward", until_states_are_sent), Act(0, 40, "forward", until_one_is_there)]
-    died = fail(lab, replace(job, acts=acts, protected_at=(0,)), Death("node1", 43, "backward"))
-    assert len(next(iter(noted(died, "protected")))) == 2
+    acts = [Act(0, 10, "forward", until_states_are_sent), Act(0, 40, "forward", until_one_is_there)]
+    died = fail(lab, replace(job, acts=acts), Death("node1", 43, "backward"))
+    assert len(next(iter(noted(died, "protected")))) == 1
     low, high = bounds(died)
-    assert _SPACED <= low < high
+    assert 1 <= low < high
     acts = [Act(0, 50, "forward", until_states_are_sent)]
     again = fail(lab, died.again(lab, acts=acts), Death(1, 52, "backward"))
     assert goes_on(again, low, high) < 43
@@ -70,3 +68,20 @@ def test_a_node_is_lost_that_could_not_send_every_record(lab: Lab, redo: str, da
     last = again.again(lab)
     finishes(lab, last, expected)
     assert goes_on(last, 52, 52, "local memory") == 52
+
+
+@slow
+@pytest.mark.parametrize(("ack", "rate"), [("wait", 200_000), ("proceed", 700_000)])
+def test_states_are_sent_where_links_prove_to_be_slow(lab: Lab, ack: str, rate: int) -> None:
+    """N is chosen once the links are measured."""
+    config = peers_config(1, 1, ack=ack, rate_bytes_per_second=rate)
+    job = peers_job(lab, Setup(world_size=2), config, last_step=105)
+    expected = reference(lab, job)
+    acts = [Act(0, 80, "forward", until_states_are_sent), Act(0, 97, "forward", until_one_is_there)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(0,)), Death("node1", 100, "backward"))
+    low, high = bounds(died)
+    assert 32 < low < high
+    assert "states are sent in place of records" in told(lab)
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, low, high)

@@ -112,7 +112,7 @@ class Memory:
         assert place.slot not in self.rooms
         self.place, self.rooms[place.slot] = place, room
 
-    def let_go(self, place: Place) -> None:
+    def drop_room(self, place: Place) -> None:
         del self.rooms[place.slot]
 
     def mapped_again(self) -> dict[int, Room]:

@@ -62,7 +62,7 @@ class Stage:
             for frames in (*messages, [greeting]):
                 sock.send_multipart(frames)
             drive(self.a, self.b, until=lambda: name in self.a.transport.peers())
-        self.a.transport.forget(name)
+        self.a.transport.forget_peer(name)
 
     def check(self) -> None:
         """The two still speak with each other, and nobody else has said anything to them."""
@@ -77,7 +77,7 @@ class Stage:
         assert len(self.a.transport.peers()) <= MAX_PEERS
         for peer in self.a.transport.peers():
             if peer != "b":
-                self.a.transport.forget(peer)
+                self.a.transport.forget_peer(peer)
         self.a.received.clear()
         self.b.received.clear()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.replication.process.mail import Mail
+from memckpt.replication.process.send import Mail
 from memckpt.replication.transport.wire import Whereabouts, WireMessage, decode
 
 PLAN = {name: f"tcp://{name}:1" for name in "abcd"}

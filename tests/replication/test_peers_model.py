@@ -20,8 +20,7 @@ from memckpt.replication.coding import blob, fragments
 from memckpt.replication.keeping import fragment_store as holder
 from memckpt.replication.keeping import windows
 from memckpt.replication.keeping.kept_window import BeingReservedError
-from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD
-from memckpt.replication.process import pump, states_by_value
+from memckpt.replication.process import send, states_by_value
 from memckpt.replication.transport.wire import Put
 from tests.support.cluster.peers_model import Memory, Node, Setting, Taken, Unit
 from tests.support.cluster.peers_model_job import Job
@@ -48,10 +47,12 @@ SETTINGS = [
     Setting(data=2, tolerate=2, nodes=4, slots=4, eager=True, repeat=True),
     Setting(data=1, tolerate=2, nodes=3, slots=4, private=True, eager=True, repeat=True),
     Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, repeat=True, wait=False),
-    Setting(data=1, tolerate=1, nodes=2, wait=False, cadence=True),
-    Setting(data=2, tolerate=2, nodes=4, period=3, wait=False, cadence=True),
-    Setting(data=2, tolerate=1, nodes=3, cadence=True),
-    Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, wait=False, cadence=True),
+    Setting(data=1, tolerate=1, nodes=2, wait=False, every=3),
+    Setting(data=2, tolerate=2, nodes=4, period=3, wait=False, every=None),
+    Setting(data=2, tolerate=1, nodes=3, every=None),
+    Setting(data=2, tolerate=1, nodes=3, every=2),
+    Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, wait=False, every=4),
+    Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, wait=False, every=None),
 ]
 
 
@@ -62,7 +63,7 @@ def _short_stripes() -> Iterator[None]:
         for module in (blob, fragments, holder, windows):
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(windows, "_TAIL_BYTES", 64)
-        patch.setattr(pump, "PUMP_BYTES", 200)
+        patch.setattr(send, "PUMP_BYTES", 200)
         patch.setattr(states_by_value, "_Taken", Taken)
         yield
 
@@ -152,10 +153,10 @@ def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: 
         for number in range(2):
             names = {node.name for node in places.values()}
             job.begin(job.plan(places, f"attempt{number}"), places, f"attempt{number}", hear=names)
-            for event in range(60 if setting.cadence else 120):
-                if setting.cadence and event == 3:
+            for event in range(60 if setting.every != 1 else 120):
+                if setting.every is None and event == 3:
                     job.slow_down(setting.units[-1])
-                if event < 3 or (setting.cadence and event % 6 == 0):
+                if event < 3 or (setting.every != 1 and event % 6 == 0):
                     _step(job, said.append)
                     job.settle()
                     job.look()
@@ -165,16 +166,16 @@ def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: 
             stay = list(places.items())[setting.tolerate :]
             lost = list(places)[: setting.tolerate]
             places = {**{unit: Node(f"new{number}{index}") for index, unit in enumerate(lost)}, **dict(stay)}
-        assert not setting.wait or setting.cadence or sum(map(bool, promises)) > len(promises) / 10
+        assert not setting.wait or setting.every != 1 or sum(map(bool, promises)) > len(promises) / 10
     finally:
         job.close()
 
 
 @pytest.mark.promise(
-    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
-    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+    "if links carry only part of the records, the watermark still advances: states by value follow each other "
+    "every N steps, and all nodes can go back to the last one"
 )
-@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.cadence], ids=str)
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.every != 1], ids=str)
 def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) -> None:
     """Survivors go back to it as well, however far they have got since."""
     job, said, promises = Job(setting, room=50), list[str](), list[int]()
@@ -182,7 +183,7 @@ def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) ->
         places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
         job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
         for step in range(30):
-            if step == 3:
+            if step == 3 and setting.every is None:
                 job.slow_down(setting.units[-1])
             _step(job, said.append)
             if step % 3 == 0:  # training is ahead of what is sent
@@ -199,7 +200,7 @@ def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) ->
 
 def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
     """And is kept as soon as there is some."""
-    setting = next(setting for setting in SETTINGS if setting.cadence)
+    setting = next(setting for setting in SETTINGS if setting.every is None)
     job, said, refused = Job(setting, room=50), list[str](), Counter[str]()
 
     def reserving(node: Node) -> Callable[[int], Memory]:
@@ -235,7 +236,7 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.cadence], ids=str)
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.every is None], ids=str)
 def test_where_no_state_can_be_kept_there_are_records(setting: Setting) -> None:
     job, said = Job(setting, room=50), list[str]()
 
@@ -248,14 +249,14 @@ def test_where_no_state_can_be_kept_there_are_records(setting: Setting) -> None:
             node.fragment_store.keep_own = no_memory  # type: ignore[assignment,method-assign]
         job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
         for step in range(600):
-            if step == 3:
+            if step == 3 and setting.every is None:
                 job.slow_down(setting.units[-1])
             _step(job, said.append)
             job.settle()
             for unit in setting.units:
                 while job.redo(unit):
                     pass
-        assert {member.watermark.cut for member in job.members.values()} == {NONE_CAN_BE_HAD}
+        assert {member.watermark.every for member in job.members.values()} == {1}
         assert min(job.made.values()) > 500
         for member in job.members.values():
             assert member.watermark.record > 500
@@ -353,7 +354,7 @@ _HAPPENS = [
 
 
 def _let_happen(job: Job, choose: Choose, say: Say) -> None:
-    happens = [*_HAPPENS, *["redo"] * 6 * job.setting.eager, *["slow link"] * job.setting.cadence]
+    happens = [*_HAPPENS, *["redo"] * 6 * job.setting.eager, *["slow link"] * (job.setting.every is None)]
     match choose(happens):
         case "deliver":
             if ready := job.network.ready():
@@ -395,7 +396,7 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
 def _go_on(job: Job, say: Say) -> None:
     """Nothing more happens: training goes on, and is as well protected as at first."""
     before = min(job.made.values())
-    if job.setting.cadence:
+    if job.setting.every != 1:
         _go_on_with_states(job, say)
         return
     for _ in range(job.setting.period + job.setting.slots + 3):
@@ -421,7 +422,7 @@ def _go_on_with_states(job: Job, say: Say) -> None:
                 pass
         job.look()
         member = next(iter(job.members.values()))
-        if member.watermark.record > before and member.watermark.whole and not member.watermark.every:
+        if member.watermark.record > before and member.watermark.whole:
             return
     raise AssertionError([(one.watermark, one._told) for one in job.members.values()])
 

@@ -129,7 +129,7 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     No states are sent in place of records: on a busy machine they would be, and the last one of them lies behind where
     this training stands and waits. Peers that are back get a whole window before it does.
     """
-    config = peers_config(1, 1, ack="proceed", cadence="every_step", agent=PATIENT)
+    config = peers_config(1, 1, ack="proceed", every_steps=1, agent=PATIENT)
     job = peers_job(lab, Setup(world_size=2), config, network=network, last_step=180)
     expected = reference(lab, job)
 

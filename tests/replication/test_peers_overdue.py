@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from memckpt.memory.life import LifePage, LifeWatch
-from memckpt.protocol.peers import Join
+from memckpt.protocol.peer_job import Join
 from memckpt.protocol.replication import Deserted, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
-from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.process.node_status import describe
+from memckpt.replication.process.wait import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
 from tests.support.cluster.replicator_node import Node
 
@@ -29,7 +29,7 @@ def test_time_counts_from_the_last_progress_and_only_while_somebody_looks() -> N
         nonlocal now
         for _ in range(seconds):
             now += 1.0
-            overdue.look(owing, now)
+            overdue.check_owing(owing, now)
         return overdue.nodes
 
     after(1, b=0, c=0)
@@ -50,7 +50,7 @@ def test_a_silent_node_is_not_waited_for_once_its_trainers_are_known_to_live() -
         nonlocal now
         for _ in range(seconds):
             now += 1.0
-            absence.look({"b": 0.0}, newest, 1, now)
+            absence.check_heard({"b": 0.0}, newest, 1, now)
         return absence.nodes
 
     after(1, 5)
@@ -60,7 +60,7 @@ def test_a_silent_node_is_not_waited_for_once_its_trainers_are_known_to_live() -
     after(1, 5)
     assert not after(10 * LOST_LIMITS - 1, 6)
     assert after(1, 6) == {"b"}, "not for ever"
-    absence.look({"b": now}, 6, 1, now)
+    absence.check_heard({"b": now}, 6, 1, now)
     assert not absence.nodes
 
 

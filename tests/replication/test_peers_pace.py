@@ -83,20 +83,20 @@ def test_no_cap_never_waits() -> None:
 
 def test_step_times_are_medians_and_survive_missed_marks() -> None:
     clock = StepClock()
-    assert clock.mark(7, F, ns(10.0)) is None
-    clock.mark(7, B, ns(10.2))
-    clock.mark(7, S, ns(10.5))
-    ended = clock.mark(8, F, ns(11.0))
+    assert clock.mark_phase(7, F, ns(10.0)) is None
+    clock.mark_phase(7, B, ns(10.2))
+    clock.mark_phase(7, S, ns(10.5))
+    ended = clock.mark_phase(8, F, ns(11.0))
     assert ended is not None
     assert ended.seconds == pytest.approx(1.0)
     assert ended.backward_seconds == pytest.approx(0.3)
-    ended = clock.mark(12, F, ns(15.0))  # nobody looked for three steps
+    ended = clock.mark_phase(12, F, ns(15.0))  # nobody looked for three steps
     assert ended is not None
     assert ended.seconds == pytest.approx(1.0)
     assert ended.backward_seconds is None
-    assert clock.mark(3, F, ns(20.0)) is None  # another attempt
+    assert clock.mark_phase(3, F, ns(20.0)) is None  # another attempt
     for step, at in ((4, 21.0), (5, 51.0), (6, 52.0)):
-        clock.mark(step, F, ns(at))
+        clock.mark_phase(step, F, ns(at))
     assert clock.step_seconds == pytest.approx(1.0)  # an evaluation of 30 s does not count
 
 
@@ -104,8 +104,8 @@ def test_each_backward_counts_up_to_the_longest() -> None:
     """Of gradients that are accumulated; bulk is held back in each of them."""
     clock = StepClock(longest_backward=1.0)
     for at, phase in ((0.0, F), (0.5, B), (2.0, F), (2.5, B), (3.0, S)):
-        clock.mark(1, phase, ns(10 + at))
-    ended = clock.mark(2, F, ns(14.0))
+        clock.mark_phase(1, phase, ns(10 + at))
+    ended = clock.mark_phase(2, F, ns(14.0))
     assert ended is not None
     assert ended.backward_seconds == pytest.approx(1.5)
 
@@ -115,9 +115,9 @@ def test_each_backward_counts_up_to_the_longest() -> None:
 def test_any_marks_are_borne(marks: list[tuple[int, Phase, int]]) -> None:
     clock, pacer = StepClock(), Pacer(None)
     for step, phase, at in marks:
-        ended = clock.mark(step, phase, at)
+        ended = clock.mark_phase(step, phase, at)
         assert ended is None or ended.seconds > 0
-        pacer.mark(step, phase, at)
+        pacer.mark_phase(step, phase, at)
         pacer.delay(1, at * 1e-9)
         pacer.state()
 
@@ -129,12 +129,12 @@ def test_bulk_goes_in_forward_and_waits_in_backward() -> None:
     pacer = Pacer(None)
     now = 100.0
     for step in range(1, 6):
-        pacer.mark(step, F, ns(now))
+        pacer.mark_phase(step, F, ns(now))
         assert pacer.delay(MIB, now + 0.01) == 0
-        pacer.mark(step, B, ns(now + 0.1))
+        pacer.mark_phase(step, B, ns(now + 0.1))
         assert 0 < pacer.delay(MIB, now + 0.11) <= 0.01
         assert pacer.state().holding
-        pacer.mark(step, S, ns(now + 0.2))
+        pacer.mark_phase(step, S, ns(now + 0.2))
         assert pacer.delay(MIB, now + 0.21) == 0
         pacer.sent(MIB, now + 0.21)
         assert not pacer.state().holding
@@ -143,10 +143,10 @@ def test_bulk_goes_in_forward_and_waits_in_backward() -> None:
 
 def test_the_backward_of_any_rank_counts() -> None:
     pacer = Pacer(None)
-    pacer.mark(1, F, ns(1.0), rank=0)
-    pacer.mark(1, B, ns(1.0), rank=3)
+    pacer.mark_phase(1, F, ns(1.0), rank=0)
+    pacer.mark_phase(1, B, ns(1.0), rank=3)
     assert pacer.delay(1, 1.01) > 0
-    pacer.mark(1, S, ns(1.02), rank=3)
+    pacer.mark_phase(1, S, ns(1.02), rank=3)
     assert pacer.delay(1, 1.03) == 0
 
 
@@ -165,15 +165,15 @@ def test_a_stuck_trainer_does_not_stop_traffic(step_seconds: float, refreshed: f
     """Whatever a trainer marks, pieces go; a backward that never ends, or one that begins over and over."""
     pacer, now = Pacer(None), 1000.0
     for step in range(1, steps + 1):
-        pacer.mark(step, F, ns(now))
-        pacer.mark(step, B, ns(now + step_seconds / 2))
+        pacer.mark_phase(step, F, ns(now))
+        pacer.mark_phase(step, B, ns(now + step_seconds / 2))
         now += step_seconds
     went, looked, began = 0, now, now
-    pacer.mark(steps + 1, B, ns(now))
+    pacer.mark_phase(steps + 1, B, ns(now))
     while now < began + 12:
         if now - looked > refreshed:
             looked = now
-            pacer.mark(steps + 1, B, ns(now))
+            pacer.mark_phase(steps + 1, B, ns(now))
         wait = pacer.delay(1000, now)
         if wait == 0:
             pacer.sent(1000, now)
@@ -185,8 +185,8 @@ def test_a_stuck_trainer_does_not_stop_traffic(step_seconds: float, refreshed: f
 def test_after_the_longest_hold_a_backward_holds_nothing_back() -> None:
     pacer = Pacer(None)
     for step in range(1, 5):
-        pacer.mark(step, F, ns(100.0 * step))
-    pacer.mark(4, B, ns(450.0))
+        pacer.mark_phase(step, F, ns(100.0 * step))
+    pacer.mark_phase(4, B, ns(450.0))
     assert pacer.delay(MIB, 450.9) > 0
     for piece in range(100):
         assert pacer.delay(MIB, 451.1 + 0.001 * piece) == 0
@@ -198,10 +198,10 @@ def test_what_is_held_back_asks_seldom_where_steps_are_long(step_seconds: float,
     """Each look at the marks takes the replicator's core: a probe must not slow down what it measures."""
     pacer, now = Pacer(None), 100.0
     for step in range(1, 6):
-        pacer.mark(step, F, ns(now))
+        pacer.mark_phase(step, F, ns(now))
         now += step_seconds
-    pacer.mark(6, F, ns(now))
-    pacer.mark(6, B, ns(now))
+    pacer.mark_phase(6, F, ns(now))
+    pacer.mark_phase(6, B, ns(now))
     assert pacer.delay(MIB, now) == pytest.approx(asks)
 
 
@@ -217,7 +217,7 @@ def limited_pacer() -> tuple[Pacer, float]:
     """A training that was slowed down by half, and the time."""
     pacer, now, step = Pacer(None), 100.0, 1000
     while pacer.state().rate_limit_bytes_per_second is None:
-        pacer.mark(step, F, ns(now))
+        pacer.mark_phase(step, F, ns(now))
         sends = step >= 1010 and pacer.delay(1, now) < 0.002
         for piece in range(4 if sends else 0):
             pacer.sent(MIB // 4, now + 0.02 * piece)
@@ -229,7 +229,7 @@ def limited_pacer() -> tuple[Pacer, float]:
 def test_a_limit_leaves_records_what_they_need() -> None:
     pacer, now = limited_pacer()
     pacer.needs(16 * MIB, 0)
-    pacer.mark(5000, F, ns(now + 5000 * 0.15))
+    pacer.mark_phase(5000, F, ns(now + 5000 * 0.15))
     limit = pacer.state().rate_limit_bytes_per_second
     assert limit is not None
     assert limit == pytest.approx(1.1 * 16 * MIB / 0.15, rel=0.1)
@@ -237,7 +237,7 @@ def test_a_limit_leaves_records_what_they_need() -> None:
 
 def test_where_training_waits_everything_goes_but_the_cap() -> None:
     pacer, now = Pacer(MIB), 0.0
-    pacer.mark(1, B, ns(now))
+    pacer.mark_phase(1, B, ns(now))
     assert pacer.delay(1000, now + 0.001) > 0
     pacer.waited(0.5)
     assert pacer.delay(1000, now + 0.001) == 0
@@ -250,12 +250,12 @@ def test_where_training_waits_everything_goes_but_the_cap() -> None:
 
 def test_what_went_while_training_waited_is_not_owed() -> None:
     pacer, now = limited_pacer()
-    pacer.mark(9000, F, ns(now))
+    pacer.mark_phase(9000, F, ns(now))
     pacer.waited(0.5)
     pacer.sent(1 << 30, now)
     for step in range(9001, 9020):
         now += 0.1
-        pacer.mark(step, F, ns(now))
+        pacer.mark_phase(step, F, ns(now))
     assert not pacer.state().overruled
     assert pacer.state().rate_limit_bytes_per_second is not None
     assert pacer.delay(MIB // 4, now) == 0
@@ -263,7 +263,7 @@ def test_what_went_while_training_waited_is_not_owed() -> None:
 
 def test_little_room_lets_records_go_in_backward() -> None:
     pacer = Pacer(None)
-    pacer.mark(1, B, ns(0.0))
+    pacer.mark_phase(1, B, ns(0.0))
     pacer.needs(MIB, waiting=2 * MIB, room=3 * MIB)
     assert pacer.delay(1000, 0.001) > 0
     pacer.needs(MIB, waiting=3 * MIB, room=3 * MIB)
@@ -304,12 +304,12 @@ class Link:
             began = self.now
             self.pacer.in_flight(round(self.flying))
             if self.steps:
-                self.pacer.mark(step, F, ns(self.now))
+                self.pacer.mark_phase(step, F, ns(self.now))
             for _ in range(self.layers):
                 self.transfer(self.gathered / self.layers)
                 self.work(self.compute / self.layers * max(0.0, self.noise.gauss(1, self.spread)))
             if self.marks:
-                self.pacer.mark(step, B, ns(self.now))
+                self.pacer.mark_phase(step, B, ns(self.now))
             self.transfer(self.reduced)
             self.durations.append(self.now - began)
             while self.waiting + self.record > self.room:
@@ -388,7 +388,7 @@ def test_without_marks_of_backward_the_governor_slows_down() -> None:
 def test_a_probe_in_which_training_waited_longer_than_it_took_is_none() -> None:
     pacer, now = Pacer(None), 100.0
     for step in range(1, 100):
-        pacer.mark(step, F, ns(now))
+        pacer.mark_phase(step, F, ns(now))
         now += 0.1
         if pacer.delay(MIB, now - 0.09) > 0 and step % 11 == 0:
             pacer.waited(0.04 if step < 50 else 0.2)  # a replicator that was stopped for a while finds out late

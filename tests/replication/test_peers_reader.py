@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from memckpt.memory.region import Region
 from memckpt.replication.coding.code import STRIPE_BYTES
-from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import Reader
 from memckpt.replication.transport.wire import Got, GotNone, Manifest, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bytes, Network, Node, deliver
@@ -161,7 +160,7 @@ def test_a_spare_that_is_asked_late_has_time_to_answer() -> None:
     with closing(Job(1, 3)) as job:
         network = Network(job.nodes)
         regions = [Region.create("test", region.nbytes) for region in job.records.regions]
-        reader = Reader(job.wanted(), job.records.spec, regions, job.code, Questions(network.send, network.number), 0.0)
+        reader = Reader(job.wanted(), job.records.spec, regions, job.code, network.send, network.number, 0.0)
         for peer, answer, payload in network.answers():
             deliver(reader, peer, answer, bytes(payload), 0.0)
         # Long after, those that were asked are given up; others are asked now, and are not late.

@@ -15,7 +15,7 @@ from memckpt.agent.replication.recovery import Recovery
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentGoneError
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.peers import Join
+from memckpt.protocol.peer_job import Join
 from memckpt.protocol.recovery import (
     BadSourceSeen,
     Describe,

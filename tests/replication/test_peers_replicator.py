@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.protocol.peers import Join
+from memckpt.protocol.peer_job import Join
 from memckpt.protocol.recovery import BadSourceSeen, Describe, Fill, Filled, FromFragments, WantedState
 from memckpt.protocol.replication import Holds, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.process import answering
-from memckpt.replication.process.pump import PUMP_BYTES, Pump
+from memckpt.replication.process import answer
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
+from memckpt.replication.process.send import PUMP_BYTES, Pump
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -189,7 +189,7 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
 
 @pytest.mark.promise("a peer that asks and does not read gets answers only as it has room for them")
 def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "MOST_QUESTIONS", 3)
+    monkeypatch.setattr(answer, "MOST_QUESTIONS", 3)
     node.line.rooms["c"] = 0
     questions = [AskManifest(number, (0,), "ga", 3) for number in range(5)]
     assert node.says("c", *questions) == []
@@ -215,7 +215,7 @@ def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
     node.replicator._send_generation(node.records[1].serve(5), serving)
     node.replicator._send_generation(node.records[1].serve(4), again)
     assert {region.fd for region in serving} == {-1}
-    node.replicator._leave()
+    node.replicator._leave_attempt()
     assert {region.fd for region in (*regions, *again)} == {-1}
 
 

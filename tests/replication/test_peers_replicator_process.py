@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.replication import own_replicator, peers
+from memckpt.agent.replication import own_replicator, peer_tier
 from memckpt.agent.replication.handing_out import Standing
-from memckpt.agent.replication.peers import Peers
+from memckpt.agent.replication.peer_tier import Peers
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.processes import helper_process
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerNode
+from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PeerNode
 from memckpt.protocol.recovery import Described, Filled, Recover, RecoveryProgress
 from memckpt.protocol.replication import (
     Fragments,
@@ -361,8 +361,8 @@ def hand_out_something(monkeypatch: pytest.MonkeyPatch, first: Callable[[], None
         held: Any = SimpleNamespace(regions=())
         return Standing(held, ())
 
-    monkeypatch.setattr(peers, "stand_still", stand)
-    monkeypatch.setattr(peers, "hand_out", lambda *_: "a state")
+    monkeypatch.setattr(peer_tier, "stand_still", stand)
+    monkeypatch.setattr(peer_tier, "hand_out", lambda *_: "a state")
 
 
 def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

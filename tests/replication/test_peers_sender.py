@@ -116,7 +116,9 @@ class Sent:
 
     def begin(self, generation: str = "g", base: int = 0, static: bool = True) -> Slots:
         slots, self.slots = self.slots, Slots(base)
-        self.owner.begin(Outgoing(window(generation, base, static), self.slots, range(base - PERIOD + 1, base + 1)))
+        self.owner.begin_generation(
+            Outgoing(window(generation, base, static), self.slots, range(base - PERIOD + 1, base + 1))
+        )
         return slots
 
     def meet(self, *names: str) -> None:

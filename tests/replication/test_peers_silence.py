@@ -10,8 +10,8 @@ import pytest
 
 from memckpt.errors import AgentError, NothingHeldError, PeerError
 from memckpt.protocol.recovery import BadSourceSeen, FromFragments, Recover, Recovered
-from memckpt.recovery.peers import BadSource, Fetch
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
+from memckpt.recovery.sources import BadSource, Fetch
 from memckpt.session.peer_recovery import PeerRecovery
 from memckpt.state.records import Timeline
 from tests.support.trainings.recovery_lab import SPEC

@@ -53,7 +53,7 @@ class Link:
         self.owner = Sender(RANKS, Code(1, 1), ["h"], self._take, lambda name: 1, 0, proceeds=True)
         self.ring = Ring()
         window = Window(RANKS, "n", "g", "a", 0, 1, 1, PERIOD, PERIOD, KEPT, 1, False, (), len(DATA), False, (), b"")
-        self.owner.begin(Outgoing(window, self.ring, range(1, PERIOD + 1)))
+        self.owner.begin_generation(Outgoing(window, self.ring, range(1, PERIOD + 1)))
         self.owner.met("h")
         if begun:
             self.carry_all()
@@ -91,8 +91,8 @@ class Link:
 
 
 @pytest.mark.promise(
-    "if links carry only part of the records, the watermark still advances: states by value follow each other as "
-    "fast as links allow, all nodes can go back to the last one, and records are sent again later"
+    "if links carry only part of the records, the watermark still advances: states by value follow each other "
+    "every N steps, and all nodes can go back to the last one"
 )
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.5, 0.3])
 def test_what_is_acknowledged_moves_on_over_a_link_that_is_too_slow(share: float) -> None:

@@ -252,8 +252,8 @@ def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: Keys | Pass
         acquaint(a, b)
         a.transport.send("b", b"before")
         drive(a, b, until=lambda: bool(b.received))
-        a.transport.forget("b")
-        a.transport.forget("b")
+        a.transport.forget_peer("b")
+        a.transport.forget_peer("b")
         b.transport.send("a", b"to nobody")
         drive(a, b, until=lambda: a.transport.refused["unknown sender"] >= 3)
         assert not a.received
@@ -336,7 +336,7 @@ def test_an_outsider_can_neither_write_nor_read() -> None:
                 assert fake.poll(0) == 0
                 fake.disable_monitor()
                 fake.close()
-                a.transport.forget("c")
+                a.transport.forget_peer("c")
             a.transport.send("b", b"still")
             drive(a, b, until=lambda: b.bodies() == [b"still"])
             assert not a.received

@@ -142,7 +142,8 @@ def _of_peers(peers: PeersStatus, snapshot: Snapshot, make: _Maker) -> Iterator[
     yield make.gauge("peers_record", "Newest record that peers have acknowledged for every node", peers.watermark)
     yield make.gauge("peers_lag_records", "Records that they are behind training", lag)
     yield make.gauge("peers_protected", "Whether the tolerated number of nodes can be lost", peers.protected)
-    yield make.gauge("peers_every_steps", "Steps from one state that is sent to the next; 0: records", peers.every)
+    yield make.gauge("peers_every_steps", "Steps from one state that is sent to the next; 1: every record", peers.every)
+    yield make.gauge("peers_every_steps_needed", "The same, as links would carry it; 0: not measured", peers.needed)
     yield make.gauge("peers_held_bytes", "Memory of other nodes' records here", peers.held_bytes)
     yield make.counter("peers_sent_bytes", "Bytes sent to peers in this attempt", peers.bytes_sent)
     refused = "Messages of strangers and of replaced processes, and damaged ones"

@@ -1,20 +1,20 @@
-"""The replicator process of a node: started, watched, and replaced when it dies."""
+"""The replicator process of a node: started, watched, and replaced when it dies; the memory that outlives it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from memckpt.agent.replication.fragment_memory import FragmentRooms
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import ReplicatorProcess
 from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
-from memckpt.protocol.peers import Listen, Listening
+from memckpt.protocol.peer_job import Listen, Listening
 from memckpt.protocol.replication import (
     Drain,
     Drained,
@@ -26,7 +26,61 @@ from memckpt.protocol.replication import (
     LetGoOfRoom,
     ListFragments,
 )
-from memckpt.state.records import HeldFragments
+from memckpt.state.records import HeldFragments, RankGroup
+
+_Key = tuple[RankGroup, str, int]
+
+
+class _Kept(NamedTuple):
+    message: KeepRoom
+    fd: int
+    nbytes: int
+
+
+class FragmentRooms:
+    """Descriptors of that memory; owns them. What lies there is the replicator's business."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[_Key, _Kept] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of all rooms, in bytes."""
+        return sum(one.nbytes for one in self._rooms.values())
+
+    def keep(self, message: KeepRoom, fds: Sequence[int]) -> None:
+        """The replicator has reserved memory; the descriptors are ours from now on.
+
+        Raises:
+            AgentError: not one descriptor came along.
+        """
+        if len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise AgentError(f"expected one descriptor of memory for fragments, found {len(fds)}")
+        key = message.owner, message.generation, message.slot
+        self._drop(key)
+        self._rooms[key] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
+
+    def drop_room(self, message: LetGoOfRoom) -> None:
+        """Close a room that the replicator does not need any more."""
+        self._drop((message.owner, message.generation, message.slot))
+
+    def _drop(self, key: _Key) -> None:
+        kept = self._rooms.pop(key, None)
+        if kept is not None:
+            os.close(kept.fd)
+
+    def handover(self) -> Iterator[tuple[KeepRoom, int]]:
+        """What another replicator is to be told, each with a descriptor that stays ours."""
+        for kept in self._rooms.values():
+            yield kept.message, kept.fd
+
+    def close(self) -> None:
+        """Close all rooms."""
+        for key in list(self._rooms):
+            self._drop(key)
+
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
@@ -153,7 +207,7 @@ class OwnReplicator:
         if isinstance(message, KeepRoom):
             self._rooms.keep(message, fds)
         else:
-            self._rooms.let_go(message)
+            self._rooms.drop_room(message)
 
     def _fragments(self) -> tuple[HeldFragments, ...]:
         assert self.process is not None
@@ -168,20 +222,20 @@ class OwnReplicator:
                 self.process.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
                 _log.error("the replicator is gone: %s", error)
-                self._end()  # or the one that has taken its place: nobody needs that one either
-        self._forget()
+                self._kill_process()  # or the one that has taken its place: nobody needs that one either
+        self._forget_attempt()
         self.fingerprints.clear()
         self._backoff.reset()
         self.problem = ""
 
-    def _forget(self) -> None:
+    def _forget_attempt(self) -> None:
         self._listening = self._retry_at = None
         self.planned = False
 
     def close(self) -> None:
         """Kill it: what is to reach peers was drained before, and what it keeps of theirs ends with the agent."""
-        self._forget()
-        self._end()
+        self._forget_attempt()
+        self._kill_process()
         self._rooms.close()
 
     def listen(self, message: Listen) -> Listening:
@@ -255,21 +309,21 @@ class OwnReplicator:
             raise
         return process
 
-    def _end(self) -> None:
+    def _kill_process(self) -> None:
         """Kill the process, if there is one; what it has said of its memory counts, and nothing else."""
         process, self.process = self.process, None
 
-        def note(message: ReplicatorToAgent) -> None:
+        def note_room(message: ReplicatorToAgent) -> None:
             if isinstance(message, KeepRoom | LetGoOfRoom):
                 assert process is not None
                 self._note_room(message, process.take_descriptors())
 
         if process is not None:
-            process.close(note)
+            process.close(note_room)
 
     def _lose(self, reason: str) -> None:
         self.problem = reason
-        self._end()
+        self._kill_process()
 
     def _die(self, reason: str) -> None:
         _log.error("the replicator is gone: %s", reason)

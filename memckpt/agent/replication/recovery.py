@@ -88,7 +88,7 @@ class Recovery:
         elif isinstance(message, Described):
             self._allocate(message)
         else:
-            self._take(message)
+            self._take_filled(message)
 
     def _allocate(self, message: Described) -> None:
         assert message.spec is not None
@@ -105,7 +105,7 @@ class Recovery:
         fds = [region.fd for region in generation.regions]
         self._send(Fill(self._wanted[message.ranks], spec, self._number), fds)
 
-    def _take(self, message: Filled) -> None:
+    def _take_filled(self, message: Filled) -> None:
         generation = self._generations.pop(message.ranks)
         group = self._group(message.ranks)
         try:

@@ -63,7 +63,7 @@ class Keeper(Protocol):
         """Keep a room that was reserved."""
         ...
 
-    def let_go(self, place: Place) -> None:
+    def drop_room(self, place: Place) -> None:
         """Drop a room that is not needed any more."""
         ...
 
@@ -256,7 +256,7 @@ class KeptWindow:
             return
         room.close()
         if self._keeper is not None:
-            self._keeper.let_go(Place(self.window, self._unit, slot))
+            self._keeper.drop_room(Place(self.window, self._unit, slot))
 
     @property
     def nbytes(self) -> int:

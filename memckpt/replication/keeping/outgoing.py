@@ -63,7 +63,7 @@ class Outgoing:
         """Append a record. Records further back than a window reaches are not needed again."""
         self.records.append(record)
         while len(self.records) > self.window.kept:
-            self.forget(self.records.popleft())
+            self.release_record(self.records.popleft())
 
     def left(self, record: int) -> int:
         """Records that training may still commit before it overwrites the slot of this one."""
@@ -79,7 +79,7 @@ class Outgoing:
                 self._blobs[record] = found
         return found
 
-    def forget(self, record: int) -> None:
+    def release_record(self, record: int) -> None:
         """Release the bytes of a record, which no stream reads at present."""
         blob = self._blobs.pop(record, None)
         if blob is not None:
@@ -87,5 +87,5 @@ class Outgoing:
 
     def close(self) -> None:
         for record in list(self._blobs):
-            self.forget(record)
+            self.release_record(record)
         self.source.close()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.keeping.gaps import Gaps
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
 from memckpt.replication.keeping.stripe_writer import StripeWriter
@@ -38,9 +37,9 @@ class Sender:
 
     Attributes:
         proceeds: as given; it may change.
-        spaces: whether states are sent instead, by somebody else, where links do not carry every record.
-        too_slow: whether links do not carry every record.
         paused: whether nothing is sent until :meth:`resume`.
+        gap: first and last record of the newest stretch that not every holder got; None: there was none.
+        left_out: number of records that some holder did not get.
         watermark: the newest record that is acknowledged for every node of the job.
         bytes_sent: bytes of fragments that went to holders.
     """
@@ -57,7 +56,9 @@ class Sender:
     ) -> None:
         self.ranks = ranks
         self.proceeds = proceeds
-        self.spaces = self.too_slow = self.paused = False
+        self.paused = False
+        self.gap: tuple[int, int] | None = None
+        self.left_out = 0
         self.watermark = record
         self.bytes_sent = 0
         self._code = code
@@ -66,7 +67,6 @@ class Sender:
         self._streams = [Stream(holder, index, record) for index, holder in enumerate(holders)]
         self._generations: list[Outgoing] = []
         self._start = record
-        self._gaps = Gaps(record)
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -78,9 +78,9 @@ class Sender:
         return {stream.holder: stream.problem for stream in self._streams if stream.problem}
 
     @property
-    def gap(self) -> tuple[int, int] | None:
-        """First and last record of the newest stretch that not every holder got; None: there was none."""
-        return self._gaps.last
+    def carried(self) -> int:
+        """Number of records that each holder has acknowledged, at least."""
+        return min((stream.heard for stream in self._streams), default=0)
 
     @property
     def last_record_bytes(self) -> int | None:
@@ -94,12 +94,12 @@ class Sender:
 
     # What the node's own ranks do
 
-    def begin(self, outgoing: Outgoing) -> None:
+    def begin_generation(self, outgoing: Outgoing) -> None:
         """Send a generation, which is complete on this node."""
         self._generations.append(outgoing)
         for stream in self._streams:
             if stream.met and not self.paused:
-                stream.begin(outgoing)
+                stream.queue_generation(outgoing)
 
     def committed(self, record: int) -> None:
         """Send a record of the newest generation, which is whole on this node."""
@@ -112,11 +112,13 @@ class Sender:
                 if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
                     # It takes nothing, and training goes on without it: what is gone from the slots is not remembered.
                     if missed := stream.lost_by_restart(outgoing):
-                        self._gaps.note(min(missed), max(missed), outgoing.window.every)
+                        self._note_gap(min(missed), max(missed), len(missed), outgoing.window.every)
                     stream.restart(outgoing)
 
     def pause(self) -> None:
         """Send no more of these records; a record that was sent in part is withdrawn."""
+        if self.paused:
+            return
         self.paused = True
         for stream in self._streams:
             if stream.queue and stream.stripe:
@@ -126,31 +128,19 @@ class Sender:
             stream.restart(None)
         for outgoing in self._generations:
             for record in outgoing.records:
-                self._writer.forget(outgoing, record)
-            outgoing.forget(STATIC)
+                self._writer.release_record(outgoing, record)
+            outgoing.release_record(STATIC)
 
-    def slow_down(self) -> None:
-        """Send no more of these records: links are too slow for every one of them."""
-        self.too_slow = True
-        self.pause()
-
-    def resume(self, awaited: bool = False) -> None:
-        """Send what is committed from now on.
-
-        Args:
-            awaited: whether training waits for what is there, so that it is sent, too.
-        """
+    def resume(self) -> None:
+        """Send records again, the newest generation from its beginning as far as that is there."""
         if not self.paused:
             return
-        self.paused = self.too_slow = False
+        self.paused = False
         for stream in self._streams:
             if stream.met and not stream.waits and self._newest is not None:
-                if awaited:
-                    stream.restart(self._newest)
-                else:
-                    stream.resume(self._newest)
+                stream.restart(self._newest)
 
-    def supersede(self) -> None:
+    def withdraw_newer(self) -> None:
         """Drop generations newer than the watermark: something else is to be sent instead."""
         for outgoing in [one for one in self._generations if one.window.base > self.watermark]:
             self._generations.remove(outgoing)
@@ -171,10 +161,10 @@ class Sender:
             if outgoing.generation != generation:
                 continue
             while outgoing.records and outgoing.records[0] <= outgoing.window.base:
-                outgoing.forget(outgoing.records.popleft())
+                outgoing.release_record(outgoing.records.popleft())
             for stream in self._streams:
                 for record in self._leave_out(stream, outgoing, outgoing.window.base):
-                    self._writer.forget(outgoing, record)
+                    self._writer.release_record(outgoing, record)
 
     def _leave_out(self, stream: Stream, outgoing: Outgoing, upto: int) -> list[int]:
         """Send a holder no more of a generation's records up to one; returns the records that it did not get."""
@@ -347,10 +337,7 @@ class Sender:
             self._writer.open(stream.holder, stream.index, outgoing)
             return 0
         if self._comes_too_late(stream, outgoing, record):
-            if self.spaces and record > outgoing.window.base:
-                self.slow_down()
-            else:
-                self._go_to_newest(stream, outgoing)
+            self._go_to_newest(stream, outgoing)
             return 0
         sent = self._writer.put(stream.holder, stream.index, outgoing, record, stream.stripe)
         if sent is None:
@@ -385,19 +372,27 @@ class Sender:
         Sending what still lies in its slot, but not for long, would leave out something time and again.
         """
         left_out = self._leave_out(stream, outgoing, outgoing.records[-1] - 1)
-        self._gaps.note(left_out[0], left_out[-1], outgoing.window.every)
+        self._note_gap(left_out[0], left_out[-1], len(left_out), outgoing.window.every)
         for record in left_out:
             if not self._is_queued(outgoing, record):
-                self._writer.forget(outgoing, record)
+                self._writer.release_record(outgoing, record)
 
     def _skip(self, stream: Stream, outgoing: Outgoing, record: int) -> None:
         """Leave out the record at the head of a queue: training overwrote its slot before all of it was sent."""
-        window = outgoing.window
         if stream.stripe:
             self._writer.abandon(stream.holder, outgoing, record)
         if stream.skip() and record != STATIC:
-            self._gaps.note(record, record, window.every)
-            counts = self.spaces and self.proceeds and record > window.base
-            if counts and self._gaps.note_overtaken(record, window.kept):
-                self.slow_down()
-        self._writer.forget(outgoing, record)
+            self._note_gap(record, record, 1, outgoing.window.every)
+        self._writer.release_record(outgoing, record)
+
+    def _note_gap(self, first: int, last: int, count: int, every: int) -> None:
+        """Note records that some holder does not get. Stretches that touch become one.
+
+        Args:
+            first, last, count: the first, the last, and the number of records.
+            every: distance between the numbers of two records.
+        """
+        self.left_out += count
+        if self.gap is not None and first <= self.gap[1] + every and last >= self.gap[0]:
+            first, last = min(first, self.gap[0]), max(last, self.gap[1])
+        self.gap = first, last

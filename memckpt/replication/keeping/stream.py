@@ -76,6 +76,7 @@ class Stream:
         problem: why the holder refused a record, until it takes what follows.
         waits: whether the holder refused a record and is not tried before :attr:`retry_at`.
         rate: what the link to it carries.
+        heard: number of records that the holder has acknowledged.
     """
 
     def __init__(self, holder: str, index: int, start: int) -> None:
@@ -89,8 +90,7 @@ class Stream:
         self.retry_at = 0.0
         self.rate = LinkRate()
         self._backoff = _FIRST_RETRY_SECONDS
-        #: Number of records that the holder has acknowledged.
-        self._heard = 0
+        self.heard = 0
         #: Records that are sent or queued, in order; and those that the holder has acknowledged, by generation.
         self._pending: deque[tuple[Outgoing, int]] = deque()
         self._stored: set[tuple[str, int]] = set()
@@ -98,7 +98,7 @@ class Stream:
     @property
     def progress(self) -> int | None:
         """Number of records that the holder has acknowledged; None: it owes no acknowledgement."""
-        return self._heard if self._pending or self.problem or not self.met else None
+        return self.heard if self._pending or self.problem or not self.met else None
 
     # What is to be sent
 
@@ -114,19 +114,13 @@ class Stream:
         self.stripe = 0
         if outgoing is not None:
             self.since = max(self.since, outgoing.window.base)
-            self.begin(outgoing)
+            self.queue_generation(outgoing)
 
-    def begin(self, outgoing: Outgoing) -> None:
+    def queue_generation(self, outgoing: Outgoing) -> None:
         """Queue a generation with all records that are there."""
         self.queue.append(Due(outgoing, OPEN))
         for record in ([STATIC] if outgoing.window.static else []) + list(outgoing.records):
             self.add(outgoing, record)
-
-    def resume(self, outgoing: Outgoing) -> None:
-        """Queue a generation for the records that follow, and none of those that are there."""
-        self.queue.append(Due(outgoing, OPEN))
-        if outgoing.window.static and (outgoing.generation, STATIC) not in self._stored:
-            self.add(outgoing, STATIC)
 
     def add(self, outgoing: Outgoing, record: int) -> None:
         """Queue a record."""
@@ -190,7 +184,7 @@ class Stream:
         """
         found = [one for one in self._pending if (one[0].generation, one[1]) == (message.generation, message.record)]
         if found and found[0] not in self.queue:
-            self._heard += 1
+            self.heard += 1
             if message.too_late:
                 self._pending.remove(found[0])
             else:

@@ -90,15 +90,15 @@ class StripeWriter:
 
     def finish(self, outgoing: Outgoing, record: int) -> None:
         """Note that every holder was sent all of a record. Its encoded stripes stay: a stream may begin anew."""
-        outgoing.forget(record)
+        outgoing.release_record(record)
         sent = self._sent_of.pop((outgoing.generation, record))
         if record > outgoing.window.base:
             self.last_record_bytes = sent
 
-    def forget(self, outgoing: Outgoing, record: int) -> None:
+    def release_record(self, outgoing: Outgoing, record: int) -> None:
         """Drop what is known of a record that is not sent any more."""
         self._sent_of.pop((outgoing.generation, record), None)
-        outgoing.forget(record)
+        outgoing.release_record(record)
         for key in [key for key in self._encoded if key[:2] == (outgoing.generation, record)]:
             del self._encoded[key]
 

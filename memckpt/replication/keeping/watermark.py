@@ -16,20 +16,17 @@ class Leader:
     Args:
         nodes: all nodes of the job.
         record: the record that every node can produce at the start.
-        cadence: which states are protected where links are too slow for records; None: no other than these.
-
-    Attributes:
-        newest: the newest record that this node has committed.
+        cadence: N, and which states are protected in place of records; None: every record.
     """
 
     def __init__(self, nodes: Collection[str], record: int, cadence: Cadence | None = None) -> None:
         self._cadence = cadence
-        self.newest = record
+        self._newest = record
         self._said: dict[str, Acknowledged] = {}
         self._nodes = set(nodes)
         self._unheard: frozenset[str] = frozenset()
         self._given_up: frozenset[str] = frozenset()
-        self._told = Watermark(record, False)
+        self._told = Watermark(record, False, every=1 if cadence is None else cadence.every)
 
     @property
     def watermark(self) -> Watermark:
@@ -41,6 +38,20 @@ class Leader:
         if message.node not in self._nodes:
             return None
         self._said[message.node] = message
+        return self._change()
+
+    def committed(self, record: int) -> Watermark | None:
+        """Note the newest record of the leader's node. Returns the new watermark if it changed."""
+        if record == self._newest:
+            return None
+        self._newest = record
+        return self._change() if self._cadence is not None else None
+
+    def begin_generation(self, snapshots: bool) -> Watermark | None:
+        """Choose N anew. Returns the new watermark if it changed."""
+        if self._cadence is None:
+            return None
+        self._cadence.begin_generation(snapshots)
         return self._change()
 
     def unheard(self, nodes: frozenset[str]) -> Watermark | None:
@@ -64,21 +75,21 @@ class Leader:
     def _change(self) -> Watermark | None:
         waits_suspended = bool(self._given_up) or any(one.lost for one in self._said.values())
         if set(self._said) != self._nodes:
-            return self._tell(msgspec.structs.replace(self._told, whole=False, waits_suspended=waits_suspended))
+            return self._tell_change(msgspec.structs.replace(self._told, whole=False, waits_suspended=waits_suspended))
         record = min(one.record for one in self._said.values())
         if any(one.since > record for one in self._said.values()):
             record = self._told.record  # some node has no such record: wait until all have got past its gap
         record = max(record, self._told.record)
-        every = cut = reached = 0
-        if self._cadence is not None:
-            record = self._cadence.look(self._said.values(), self.newest, record)
-            every, cut, reached = self._cadence.every, self._cadence.cut, self._cadence.reached
+        every, cut, needed, reached = 1, 0, 0, 0
+        if (cadence := self._cadence) is not None:
+            record = cadence.advance(self._said.values(), self._newest, record)
+            every, cut, needed, reached = cadence.every, cadence.cut, cadence.needed, cadence.reached
         # Records that begin beyond a state that holders have: until all have got further than that, it counts.
         there = all(one.whole and (one.since <= record or record == reached) for one in self._said.values())
         whole = not self._unheard and there and not waits_suspended
-        return self._tell(Watermark(record, whole, waits_suspended, every, cut))
+        return self._tell_change(Watermark(record, whole, waits_suspended, every, cut, needed))
 
-    def _tell(self, now: Watermark) -> Watermark | None:
+    def _tell_change(self, now: Watermark) -> Watermark | None:
         if now == self._told:
             return None
         self._told = now

@@ -1,54 +1,63 @@
-"""States that are protected where links cannot carry every record: one every N steps, the same on all nodes.
+"""N: which records or states are protected, the same on all nodes.
 
-Nothing is planned ahead: a state begins when the one before it is with all its holders. So N follows from what the
-slowest link carries, a link of any rate above zero gets each state there, and training is never further ahead of what
-is protected than two of them take. Gemini chooses its checkpoint frequency likewise: one checkpoint in as many
-iterations as its traffic takes. After some states records are tried again, ever later where that fails.
+N is 1 where links carry every record. Above that the whole state after about every N-th record is sent in place of
+records, and training does not wait for it. N is configured; or the leader chooses it once all nodes have measured their
+links, and anew with each new generation. In between it stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from memckpt.replication.transport.wire import Acknowledged
 
 _FIRST_LEAD, _LONGEST_LEAD = 2, 64
-#: Number of states after which records are tried again: at first, and at most.
-_FIRST_REST, _LONGEST_REST = 2, 64
 #: Number of orders in a row that some node could not meet: then memory is short, and no state can be had.
 _MOST_MISSED = 10
-#: Number of records after which states are tried again then.
-_GIVEN_UP_RECORDS = 1000
-#: Value of :attr:`Cadence.cut` meanwhile.
-NONE_CAN_BE_HAD = -1
-#: Number of records in a row after which the next trial comes as early as the first one.
-_KEPT_UP_RECORDS = 200
+#: Records over which links are measured.
+_MEASURED_RECORDS = 32
 
 
 class Cadence:
-    """The leader's; it tells all nodes :attr:`every` and :attr:`cut`.
+    """N, and the state that is protected next. The leader's; it tells all nodes :attr:`every` and :attr:`cut`.
+
+    The next state is named when all nodes have the last one, N records later or more: no node plans ahead, and all
+    protect the same states, however fast their links are.
+
+    Args:
+        every: N; None: it is measured.
 
     Attributes:
-        every: N, how many steps lie between two states, as the last ones took; 0: every record is sent.
-        cut: the record whose state is to be protected next; 0: records are sent, and while :attr:`every` is above 0
-            that is a trial, in which nobody waits for them; :data:`NONE_CAN_BE_HAD`: records are all that there is.
+        every: N, as it is now.
+        needed: the smallest N that all links would carry; 0: not every node has measured its links.
+        cut: the record whose state is to be protected next; 0: none is named.
         reached: the last state that all nodes have protected; 0: none in this attempt.
     """
 
-    def __init__(self) -> None:
-        self.every = 0
-        self.cut = 0
-        self.reached = 0
+    def __init__(self, every: int | None) -> None:
+        self._configured = every
+        self.every = every or 1
+        self.needed = self.cut = self.reached = 0
+        self._decides = every is None
+        #: Whether N has been chosen here, or taken over from a former leader; and whether states can be copied.
+        self._chosen = every is not None
+        self._copies = False
         #: How many records ahead an order must be for every trainer to get it in time.
         self._lead = _FIRST_LEAD
-        self._rest = _FIRST_REST
-        self._made = 0
-        self._kept_up_since = 0
         self._missed = 0
-        self._not_before = 0
 
-    def look(self, said: Collection[Acknowledged], newest: int, watermark: int) -> int:
-        """Take note of what all nodes have said.
+    def begin_generation(self, snapshots: bool) -> None:
+        """Choose N anew; each record of a generation of snapshots is a state by itself."""
+        self._copies = not snapshots
+        self._decides = self._configured is None and not snapshots
+        if snapshots:
+            self.every, self.cut = 1, 0
+        elif self._configured is not None:
+            self.every = self._configured
+
+    def advance(self, said: Collection[Acknowledged], newest: int, watermark: int) -> int:
+        """Follow what all nodes have said.
 
         Args:
             said: the newest message of each node.
@@ -58,35 +67,108 @@ class Cadence:
         Returns:
             The watermark: further ahead if a state has got to its holders everywhere.
         """
-        if self.cut == NONE_CAN_BE_HAD:
-            self.cut = NONE_CAN_BE_HAD if newest < self._not_before else 0
-        elif self.cut:
-            if any(one.missed >= self.cut for one in said):
-                self._missed += 1
-                if self._missed >= _MOST_MISSED:
-                    self._missed, self._not_before = 0, newest + _GIVEN_UP_RECORDS
-                    self.every, self.cut = 0, NONE_CAN_BE_HAD
-                    return watermark
-                self._lead = min(2 * self._lead, _LONGEST_LEAD)
-                self.cut = max(newest + self._lead, self.cut + 1)
-            elif all(one.cut >= self.cut for one in said):
-                self._made += 1
-                self._missed = 0
-                if self.reached:
-                    self.every = max(1, self.cut - self.reached)
-                watermark = self.reached = max(watermark, self.cut)
-                self.cut = 0 if self._made >= self._rest else self._next(newest)
-        elif any(one.behind for one in said):
-            if self.every:
-                self._rest = min(2 * self._rest, _LONGEST_REST)
-            elif watermark > self._kept_up_since + _KEPT_UP_RECORDS:
-                self._rest = _FIRST_REST
-            self._made = 0
-            self.cut = self._next(newest)
-            self.every = self.every or self._lead
-        elif self.every and watermark > self.reached:
-            self.every, self._kept_up_since = 0, watermark
+        known = [one.needed for one in said]
+        self.needed = max(known) if all(known) else 0
+        if self._decides:
+            # A leader that has taken the place of another goes on with what that one chose.
+            former = 1 if self._chosen else max(one.every for one in said)
+            if former > 1 or self.needed:
+                self.every = former if former > 1 else self.needed
+                self._chosen, self._decides = True, False
+        if self.every == 1 or not self._copies:
+            self.cut = 0
+            return watermark
+        if self.cut and all(one.cut == self.cut for one in said):
+            self._missed = 0
+            watermark = self.reached = max(watermark, self.cut)
+            self.cut = 0
+        elif self.cut and any(one.missed >= self.cut for one in said):
+            self._missed += 1
+            if self._missed >= _MOST_MISSED and self._configured is None:
+                self.every, self.cut, self._missed = 1, 0, 0  # records are all that can be had
+                return watermark
+            self._lead = min(2 * self._lead, _LONGEST_LEAD)
+            self.cut = max(newest + self._lead, self.cut + 1)
+        if not self.cut and (not self.reached or newest + self._lead >= self.reached + self.every):
+            # Other nodes may work for a state that a former leader has named.
+            self.cut = max(newest + self._lead, max(one.ordered for one in said))
         return watermark
 
-    def _next(self, newest: int) -> int:
-        return max(newest, self.reached) + self._lead
+
+class LinkMeter:
+    """The smallest N that a node's links would carry, measured while training goes on.
+
+    Args:
+        overhead: the share by which training may be slower than without peers.
+
+    Attributes:
+        needed: N; 0: not known yet.
+        ratio: bytes of a state, in those of a record.
+    """
+
+    def __init__(self, overhead: float) -> None:
+        self.needed = 0
+        self.ratio = 1.0
+        self._overhead = overhead
+        self._began: float | None = None
+        self._seconds = 0.0
+        self._records = self._waited_for = 0
+        self._waited = False
+        #: Records that were carried and left out before.
+        self._carried = self._left_out = 0
+
+    def count_record(self) -> None:
+        """Count a record that was committed."""
+        self._records += 1
+        self._waited_for += self._waited
+        self._waited = False
+
+    def count_wait(self, seconds: float) -> None:
+        """Add seconds that training has waited for the next record."""
+        self._seconds += seconds
+        self._waited = True
+
+    def stop(self) -> None:
+        """Stop measuring records: none are sent."""
+        self._began = None
+
+    def measure(self, now: float, started: bool, carried: int, left_out: int) -> None:
+        """Judge the last records, if there were enough.
+
+        Links carry every record if none was left out and training waited for few. One long wait, for a peer that is
+        away, says nothing of them: training has to wait for half of the records, and longer than is allowed.
+
+        Args:
+            now: seconds of a clock that only goes forward.
+            started: whether holders have all that came before records; it counts from then on, or some records later.
+            carried: number of records that all holders have got until now.
+            left_out: number of records that some holder did not get.
+        """
+        if self._began is None:
+            if started or self._records >= _MEASURED_RECORDS:
+                self._begin_window(now, carried, left_out)
+            return
+        if self._records < _MEASURED_RECORDS:
+            return
+        elapsed = max(now - self._began, 1e-9)
+        trained = max(elapsed - self._seconds, 1e-9)
+        waits = 2 * self._waited_for >= self._records and self._seconds > self._overhead * trained
+        arrived = carried - self._carried
+        if left_out == self._left_out and not waits:
+            self.needed = 1
+        elif arrived:
+            slower = elapsed / trained if waits else 1.0
+            self.needed = max(2, math.ceil(self.ratio * slower * self._records / min(arrived, self._records)))
+        else:
+            return  # nothing has got through yet
+        self._begin_window(now, carried, left_out)
+
+    def _begin_window(self, now: float, carried: int, left_out: int) -> None:
+        self._began, self._seconds = now, 0.0
+        self._records = self._waited_for = 0
+        self._waited = False
+        self._carried, self._left_out = carried, left_out
+
+    def count_state(self, records: int) -> None:
+        """Note that so many records were committed while a state was on its way."""
+        self.needed = 1 if records <= self.ratio else records

@@ -69,7 +69,7 @@ class StepClock:
         self.step_seconds: float | None = None
         self.backward_seconds: float | None = None
 
-    def mark(self, step: int, phase: Phase, ns: int) -> EndedStep | None:
+    def mark_phase(self, step: int, phase: Phase, ns: int) -> EndedStep | None:
         """A phase of a step has begun; returns the step that ended with it, if one did.
 
         Where steps were missed it is their mean. A number below the last one is another attempt's, and ends nothing.
@@ -81,12 +81,12 @@ class StepClock:
             self._backward += min((ns - self.since_ns) * 1e-9, self._longest_backward)
         if before is None or step != before:
             if before is not None and step > before and ns > self._began_ns:
-                ended = self._end(step - before, ns)
+                ended = self._end_steps(step - before, ns)
             self._began_ns, self._backward = ns, 0.0
         self.step, self.phase, self.since_ns = step, phase, ns
         return ended
 
-    def _end(self, steps: int, ns: int) -> EndedStep:
+    def _end_steps(self, steps: int, ns: int) -> EndedStep:
         seconds = (ns - self._began_ns) * 1e-9 / steps
         backward = self._backward if steps == 1 else None
         self._seconds.append(seconds)
@@ -234,7 +234,7 @@ class Governor:
         if probe and quiet and not settled:  # what was handed over last was still on its way
             self.lead = min(2 * self.lead, _LEAD[1])
         if self._steps > _WARM_UP_STEPS:
-            self._take(seconds, quiet, settled, binding)
+            self._take_sample(seconds, quiet, settled, binding)
             if self.overruled:
                 self._overruled_left -= 1
             elif not self.probing:
@@ -243,7 +243,7 @@ class Governor:
         self._sent_since_probe |= not quiet
         self._plan_probe(step)
 
-    def _take(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> None:
+    def _take_sample(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> None:
         self._since_quiet += 1
         if quiet and (settled or self._quiet_before) and (self._probe_waits or not self.overruled):
             self.baseline.add(seconds)

@@ -121,7 +121,7 @@ class Pacer:
 
     # What happens
 
-    def mark(self, step: int, phase: Phase | int, ns: int, rank: int = 0) -> None:
+    def mark_phase(self, step: int, phase: Phase | int, ns: int, rank: int = 0) -> None:
         """A local rank has entered a phase; `ns` of the monotonic clock. Step times are those of rank position 0."""
         phase, at = Phase(phase), ns * 1e-9
         self._marked_at = at if self._marked_at is None else max(self._marked_at, at)
@@ -130,7 +130,7 @@ class Pacer:
         else:
             self._backwards.pop(rank, None)
         if rank == 0:
-            ended = self._clock.mark(step, phase, ns)
+            ended = self._clock.mark_phase(step, phase, ns)
             if ended is not None:
                 self._step_ended(step, ended.seconds, at)
 

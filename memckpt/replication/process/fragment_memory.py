@@ -111,7 +111,7 @@ class FragmentMemory:
         message = KeepRoom(told.owner, told.generation, msgspec.msgpack.encode(told), place.unit, place.slot)
         self._channel.send(message, [room.fd])
 
-    def let_go(self, place: Place) -> None:
+    def drop_room(self, place: Place) -> None:
         """Tell the agent that a room is not needed any more."""
         self._channel.send(LetGoOfRoom(place.window.owner, place.window.generation, place.slot))
 

@@ -9,23 +9,21 @@ from collections.abc import Callable
 import msgspec
 
 from memckpt.memory.region import Region
-from memckpt.protocol.peers import PeerJob
+from memckpt.protocol.peer_job import PeerJob
 from memckpt.protocol.replication import GiveUp, SendGeneration, SendRecord, TakeState, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.keeping.watermark import Leader
-from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD, Cadence
+from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.pacing.cadence import Cadence, LinkMeter
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.process.holding_up import HeldUp
-from memckpt.replication.process.laggards import Laggards
-from memckpt.replication.process.mail import Mail
 from memckpt.replication.process.node_plan import NodePlan
-from memckpt.replication.process.own_generations import OwnGenerations
-from memckpt.replication.process.pump import Pump
-from memckpt.replication.process.run_ahead import RunAhead
+from memckpt.replication.process.send import Mail, OwnGenerations, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
+from memckpt.replication.process.wait import Laggards, RunAhead
 from memckpt.replication.transport.transport import Transport
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -39,6 +37,7 @@ from memckpt.replication.transport.wire import (
     WireMessage,
 )
 from memckpt.state.records import RankGroup
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt.replicator")
 
@@ -58,7 +57,7 @@ class ReplicationNode:
     Attributes:
         plan: this node's part in the job's plan.
         mail: messages to peers, and of this node to itself.
-        cuts: states that are sent in place of records; None where they are not.
+        cuts: states that may be sent in place of records; None where they are not.
         leader: puts together what all nodes have acknowledged; None on all nodes but one.
         laggards: peers that training does not wait for.
         pacer: says when records may be sent.
@@ -97,7 +96,7 @@ class ReplicationNode:
         self._codes: dict[int, Code] = {job.data: self._code}
         self._senders = {ranks: self._make_sender(ranks, start, not job.wait) for ranks in plan.own}
         self.cuts: StatesByValue | None = None
-        if job.cadence and ask is not None:
+        if job.every_steps != 1 and ask is not None:
             senders = {ranks: self._make_sender(ranks, 0) for ranks in plan.own}
             self.cuts = StatesByValue(plan, self._code, store, senders, ask)
         self._pump = Pump(self.all_senders, self.pacer)
@@ -105,15 +104,15 @@ class ReplicationNode:
             store.drop_all()
         store.begin_attempt(job.attempt, job.record, self._code, rejoined)
         self._generations = OwnGenerations(plan)
-        cadence = Cadence() if self.cuts is not None else None
+        cadence = Cadence(job.every_steps) if self.cuts is not None else None
         self.leader = Leader(list(plan.addresses), start, cadence) if plan.leads else None
         self._run_ahead = RunAhead(job.wait, beyond=rejoined)
-        self._held_up = HeldUp(job.overhead)
-        #: Whether states are sent in place of records.
-        self._spaced = False
+        self._meter = LinkMeter(job.overhead)
+        #: The last state whose way to its holders was measured, and the N that was last said to be needed.
+        self._measured = self._warned_of = 0
         #: What the leader was told last, and what it has said.
         self._told = Acknowledged(node, start, start, False, rejoined)
-        self.watermark = self._led = Watermark(start, False)
+        self.watermark = self._led = Watermark(start, False, every=job.every_steps or 1)
         for other in plan.partners:
             self.mail.connect(other)
         if self.leader is not None:
@@ -222,47 +221,37 @@ class ReplicationNode:
         watermark = msgspec.structs.replace(watermark, record=max(watermark.record, self.watermark.record))
         if watermark == self.watermark:
             return
-        self.watermark = watermark
-        self._run_ahead.beyond |= watermark.waits_suspended or watermark.every > 0
+        before, self.watermark = self.watermark, watermark
+        self._run_ahead.beyond |= watermark.waits_suspended or watermark.every > 1
         self.store.watermark_advanced(watermark.record, watermark.whole)
         for sender in self._senders.values():
             sender.watermark_advanced(watermark.record)
             self._forget_virtual(sender)
-        self._space_out(watermark)
-        suspended = watermark.waits_suspended or watermark.every > 0
+        self._follow_cadence(watermark, before.every)
+        suspended = watermark.waits_suspended or watermark.every > 1
         self._watermark_advanced(WatermarkAdvanced(watermark.record, watermark.whole, suspended))
 
-    def _space_out(self, watermark: Watermark) -> None:
+    def _follow_cadence(self, watermark: Watermark, before: int) -> None:
         """Send records, or the state that is due in their place."""
         if self.cuts is None:
             return
-        if (watermark.every > 0) != self._spaced:
-            self._spaced = watermark.every > 0
-            _log.warning(
-                "links do not carry every record: states are sent instead, one after the other"
-                if self._spaced
-                else "states cannot be copied: records are sent again, as links carry them"
-                if watermark.cut == NONE_CAN_BE_HAD
-                else "links carry every record again"
-            )
+        if watermark.every != before:
+            what = "records are sent" if watermark.every == 1 else "states are sent in place of records"
+            _log.warning("peers get each %d. record: %s", watermark.every, what)
+        if self.plan.leads and watermark.needed > max(watermark.every, self._warned_of):
+            self._warned_of = watermark.needed
+            what = "every record" if watermark.every == 1 else f"the state after every {watermark.every}. record"
+            _log.warning("links do not carry %s; peers.every_steps=%d would do", what, watermark.needed)
         self.cuts.watermark_advanced(watermark.record)
         for ranks, sender in self._senders.items():
-            sender.proceeds = not self.job.wait or watermark.every > 0
-            sender.spaces = watermark.cut != NONE_CAN_BE_HAD and self._may_space(ranks)
-            sender.too_slow &= sender.spaces
-            if watermark.cut > 0 and not sender.paused:
+            sender.proceeds = not self.job.wait or watermark.every > 1
+            if watermark.every > 1 and self._generations.can_be_cut(ranks):
                 sender.pause()
-            elif watermark.cut <= 0 and sender.paused and not sender.too_slow:
-                # A leader that was replaced knows of no states: training waits again.
-                sender.resume(awaited=self.job.wait and not watermark.every)
-            sender.too_slow &= watermark.cut <= 0
-        if watermark.cut > 0:
-            self._held_up.forget()
+                self._meter.stop()
+            else:
+                sender.resume()
+        if watermark.cut:
             self.cuts.order(watermark.cut)
-
-    def _may_space(self, ranks: RankGroup) -> bool:
-        """Whether states may be sent in place of a unit's records."""
-        return self.cuts is not None and self._generations.can_be_cut(ranks)
 
     def _forget_virtual(self, sender: Sender) -> None:
         """Give up virtual records that are not needed: once its base is acknowledged, a replica goes on."""
@@ -272,26 +261,36 @@ class ReplicationNode:
 
     # What this node's ranks do
 
-    def begin(self, message: SendGeneration, regions: list[Region]) -> None:
+    def begin_generation(self, message: SendGeneration, regions: list[Region]) -> None:
         """Send a generation, which is complete on this node."""
         sender, spec = self._senders.get(message.ranks), message.spec
         if sender is None:
             for region in regions:
                 region.close()
             return
-        outgoing = self._generations.open(message, regions)
-        window = outgoing.window
+        self.send_generation(sender, self._generations.open(message, regions), spec)
+
+    def send_generation(self, sender: Sender, outgoing: Outgoing, spec: StateSpec) -> None:
+        """Send a generation, or the states of its records, as N says."""
+        window, snapshots = outgoing.window, spec.mode == "snapshot"
         standing = 1 + spec.trails if spec.mode == "eager" else 0  # as where training waits for room
-        self._run_ahead.begin(message.ranks, window.kept - window.period - standing, window.every)
-        sender.spaces = self.watermark.cut != NONE_CAN_BE_HAD and self._may_space(message.ranks)
-        sender.begin(outgoing)
+        self._run_ahead.begin_generation(sender.ranks, window.kept - window.period - standing, window.every)
+        if self.watermark.every == 1 or snapshots:
+            sender.resume()
+        else:
+            sender.pause()
+        state = sizes_of(spec, window.private, cut=True)
+        self._meter.ratio = state.period * state.record_bytes / max(1, window.record_bytes)
+        sender.begin_generation(outgoing)
+        if self.leader is not None:
+            self._announce(self.leader.begin_generation(snapshots))
 
     def committed(self, message: SendRecord) -> None:
         """Send a record, which is whole on this node."""
-        if self._generations.note(message):
+        if self._generations.note_record(message):
             self._senders[message.ranks].committed(message.record)
             if message.ranks == next(iter(self._senders)):
-                self._held_up.committed()
+                self._meter.count_record()
 
     def give_up(self, message: GiveUp) -> None:
         """Send no more of the state with which a generation begins."""
@@ -308,13 +307,14 @@ class ReplicationNode:
         if self.cuts is not None:
             self.cuts.work()
         self._note_waiting(now)
+        self._measure_links(now)
         self.pacer.in_flight(self.transport.in_flight_bytes)
         if self._pump.wants:
             self._tell_pacer()
         self._pump.work(now)
         if self.job.wait:
             heard = {node: at for node, at in self.transport.heard().items() if node in self.plan.addresses}
-            self.laggards.look(self.senders, self.transport.progress, heard, self.unheard, now)
+            self.laggards.check_peers(self.senders, self.transport.progress, heard, self.unheard, now)
         told = self._how_far()
         if told != self._told:
             self._told = told
@@ -323,6 +323,7 @@ class ReplicationNode:
             else:
                 self.mail.send(self.plan.leader, told)
         if self.leader is not None:
+            self._announce(self.leader.committed(self._newest))
             self._announce(self.leader.unheard(self.unheard))
             self._announce(self.leader.give_up(self.laggards.away))
         else:
@@ -332,7 +333,7 @@ class ReplicationNode:
         """The acknowledgement of this node, for the leader."""
         record = min((sender.acknowledged for sender in self._senders.values()), default=self._told.record)
         late = [ranks for ranks in self._senders if self.is_late(ranks)]
-        self._run_ahead.beyond &= self.watermark.waits_suspended or self.watermark.every > 0 or bool(late)
+        self._run_ahead.beyond &= self.watermark.waits_suspended or self.watermark.every > 1 or bool(late)
         # While training here does not wait it may get too far ahead of others at any time.
         whole = not self.watermark.waits_suspended and all(
             sender.whole and self.unheard.isdisjoint(sender.holders) and ranks not in late
@@ -342,27 +343,42 @@ class ReplicationNode:
         anew = self._rejoined and any(sender.newest is None for sender in self._senders.values())
         away = any(not self.laggards.away.isdisjoint(sender.holders) for sender in self._senders.values())
         lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue or away))
-        if self.cuts is None:
+        if (cuts := self.cuts) is None:
             return Acknowledged(self._node, record, since, whole, lost)
-        newest = max((sender.newest or 0 for sender in self._senders.values()), default=0)
-        if self.leader is not None:
-            self.leader.newest = newest
         mark = self.watermark
-        held = self.cuts.hold(mark.record)
-        if (mark.every or held) and not (whole and record > mark.record):
+        held = cuts.hold_state(mark.record)
+        if (mark.every > 1 or held) and not (whole and record > mark.record):
             # Until all records are there that a later state takes, it is the one sent by value that counts.
             heard = all(self.unheard.isdisjoint(sender.holders) for sender in self._senders.values())
             record = since = mark.record
             whole = held and heard and not mark.waits_suspended
-        elif mark.every or held:
+        elif mark.every > 1 or held:
             since = max(sender.reaches_from for sender in self._senders.values())
-        behind = any(sender.too_slow for sender in self._senders.values())
-        behind |= self.job.wait and not mark.every and self._held_up.too_long
         # Not before that record: storage may be served just now, and what comes next is not to be missed, too.
-        missed = self.cuts.missed if newest >= self.cuts.missed else 0
-        return Acknowledged(self._node, record, since, whole, lost, behind, self.cuts.acknowledged, missed)
+        missed = cuts.missed if self._newest >= cuts.missed else 0
+        needed, every = self._meter.needed, mark.every
+        return Acknowledged(
+            self._node, record, since, whole, lost, cuts.acknowledged, cuts.ordered, missed, needed, every
+        )
 
-    def leave(self, now: float) -> None:
+    @property
+    def _newest(self) -> int:
+        """The newest record of the node's units; 0 before the first."""
+        return max((sender.newest or 0 for sender in self._senders.values()), default=0)
+
+    def _measure_links(self, now: float) -> None:
+        """Measure which N the links would carry."""
+        if (cuts := self.cuts) is None:
+            return
+        if cuts.acknowledged > self._measured:
+            self._measured = cuts.acknowledged
+            self._meter.count_state(self._newest - self._measured)
+        if self.watermark.every == 1:
+            senders = self._senders.values()
+            carried = min((sender.carried for sender in senders), default=0)
+            self._meter.measure(now, self.watermark.whole, carried, max((one.left_out for one in senders), default=0))
+
+    def leave_attempt(self, now: float) -> None:
         """Have nobody wait for this node: training is over here, and soon on all nodes."""
         self._leaving = True
         self.work(now)
@@ -370,12 +386,16 @@ class ReplicationNode:
     def is_late(self, ranks: RankGroup) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
         sender, watermark = self._senders[ranks], self.watermark.record
-        if self.cuts is not None and self.cuts.hold(watermark):
+        if self.cuts is not None and self.cuts.hold_state(watermark):
             return False
         return self._run_ahead.is_late(ranks, sender.newest, sender.acknowledged, watermark)
 
     def _tell_pacer(self) -> None:
         senders = self._senders.values()
+        if self.watermark.every > 1 and self.cuts is not None:
+            state = sum(sender.record_bytes for sender in senders) * self._meter.ratio
+            self.pacer.needs(state / self.watermark.every, self.cuts.waiting_bytes)
+            return
         needed = sum(sender.bytes_per_step for sender in senders)
         record = sum(sender.record_bytes for sender in senders)
         waiting = sum(sender.waiting_bytes for sender in senders)
@@ -387,11 +407,10 @@ class ReplicationNode:
     def _note_waiting(self, now: float) -> None:
         """Tell the pacer for how long training has waited for acknowledgements by now."""
         newest = {ranks: sender.newest for ranks, sender in self._senders.items()}
-        waited = self._run_ahead.look(newest, self.watermark.record, self.watermark.every > 0, now)
+        waited = self._run_ahead.check_waiting(newest, self.watermark.record, self.watermark.every > 1, now)
         if waited is not None:
             self.pacer.waited(waited)
-            self._held_up.waited(waited)
-        self._held_up.look(now, counts=self.watermark.whole or self._held_up.began)
+            self._meter.count_wait(waited)
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""

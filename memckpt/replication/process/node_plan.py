@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from memckpt.protocol.peers import PeerJob
+from memckpt.protocol.peer_job import PeerJob
 from memckpt.protocol.replication import SendGeneration, StateTaken
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.windows import sizes_of
@@ -102,7 +102,7 @@ class NodePlan:
                     return f"fragment {window.index} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self.private):
                     return f"private={window.private} is not as planned"
-                if window.cut and (window.private or not job.cadence):
+                if window.cut and (window.private or job.every_steps == 1):
                     return "no state by value of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner

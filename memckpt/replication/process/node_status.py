@@ -38,6 +38,7 @@ def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStat
         gap=next((sender.gap for sender in senders if sender.gap is not None), None),
         recovering=recovering,
         every=node.watermark.every,
+        needed=node.watermark.needed,
     )
 
 

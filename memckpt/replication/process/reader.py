@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import xxhash
 
 from memckpt.errors import DamagedFragmentsError, DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
@@ -12,14 +14,121 @@ from memckpt.memory.region import Region
 from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import decode_stripe
-from memckpt.replication.process.partial_record import PartialRecord, Stripe
-from memckpt.replication.process.questions import Questions
+from memckpt.replication.coding.fragments import Fragment, decode_stripe
 from memckpt.replication.process.source import rooms_for
-from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest
+from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec
+
+
+class Stripe:
+    """One stripe of a record that is being read.
+
+    Attributes:
+        asked: nodes that were asked for their fragment of it, and its index.
+        here: what they have given, as far as it may be of use.
+        useless: nodes that have given something else.
+        wanted: number of fragments that it takes.
+        suspects: nodes whose fragments do not make the stripe.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.asked: dict[str, int | None] = {}
+        self.here: dict[str, tuple[Fragment | None, bytes]] = {}
+        self.useless: set[str] = set()
+        self.suspects: set[str] = set()
+        self.wanted = wanted
+
+
+class PartialRecord:
+    """A record that is to be read, and from whom.
+
+    Args:
+        owner, generation, record: the record.
+        sources: node and fragment index of each; an index of None: whole stripes of the node's own.
+        needed: number of fragments that make a stripe whole.
+
+    Attributes:
+        manifests: description of the record, by source.
+        manifest: the description that most sources give.
+        lost: sources that are not asked any more, each with a reason.
+        open: number of unanswered questions, by source.
+    """
+
+    def __init__(
+        self,
+        owner: RankGroup,
+        generation: str,
+        record: int,
+        sources: Sequence[tuple[str, int | None]],
+        needed: int,
+    ) -> None:
+        self.owner, self.generation, self.record = owner, generation, record
+        self.sources = dict(sources)
+        self.needed = needed
+        self.request = 0
+        self.live = None in self.sources.values()
+        self.manifests: dict[str, Manifest] = {}
+        self.manifest: Manifest | None = None
+        self.lost: dict[str, str] = {}
+        self.stripes: dict[int, Stripe] = {}
+        self.open: Counter[str] = Counter()
+        self.next_asked = 0
+        self.next_taken = 0
+
+    def __str__(self) -> str:
+        what = "what is sent once" if self.record == STATIC else f"record {self.record}"
+        return f"{what} of ranks {list(self.owner)}"
+
+    def usable(self) -> list[tuple[str, int | None]]:
+        """Sources that are not lost, each with its fragment index."""
+        return [(node, index) for node, index in self.sources.items() if node not in self.lost]
+
+    @property
+    def count(self) -> int:
+        """Number of its stripes."""
+        assert self.manifest is not None
+        return -(-self.manifest.nbytes // STRIPE_BYTES)
+
+    def length(self, stripe: int) -> int:
+        """Bytes of a stripe."""
+        assert self.manifest is not None
+        return min(STRIPE_BYTES, self.manifest.nbytes - stripe * STRIPE_BYTES)
+
+    def digest(self, stripe: int) -> bytes:
+        """Digest of a stripe, as most holders say; empty where the owner sends it with the stripe."""
+        assert self.manifest is not None
+        return self.manifest.digests[16 * stripe : 16 * (stripe + 1)]
+
+    def waiting(self, stripe: Stripe) -> list[str]:
+        """Nodes that were asked for a stripe and have not answered."""
+        return [
+            node
+            for node in stripe.asked
+            if node not in stripe.here and node not in stripe.useless and node not in self.lost
+        ]
+
+    def problem_of(self, message: Got, payload: bytes, index: int | None) -> str:
+        """Why an answer is not the fragment that was asked for, in words; empty if it may be.
+
+        Digests of fragments' stripes are checked when they are decoded.
+
+        Args:
+            message: the answer.
+            payload: the bytes beside it.
+            index: index of the fragment that was asked for; None: the whole stripe.
+        """
+        fragment = message.fragment
+        if self.live:
+            if fragment is not None or len(payload) != self.length(message.stripe):
+                return f"expected a stripe of {self.length(message.stripe)} bytes, found {len(payload)}"
+            right = xxhash.xxh3_128_digest(payload) == message.digest
+            return "" if right else "the stripe has not the digest that comes with it"
+        if fragment is None or fragment.index != index:
+            return f"expected fragment {index}, found {'none' if fragment is None else fragment.index}"
+        return "" if fragment.digest == self.digest(message.stripe) else "it names another digest than most"
+
 
 _log = logging.getLogger("memckpt.replicator")
 #: Number of stripes that are asked for ahead of the one that is needed next.
@@ -40,7 +149,8 @@ class Reader:
         spec: layout of the generation that is filled.
         regions: its slots, then its static tensors where present.
         code: the code of the fragments.
-        questions: how peers are asked.
+        send: gives a question to a node.
+        number: makes a number that no other question has.
         now: seconds of a clock that only goes forward.
 
     Attributes:
@@ -54,14 +164,15 @@ class Reader:
         spec: StateSpec,
         regions: list[Region],
         code: Code,
-        questions: Questions,
+        send: Callable[[str, WireMessage], None],
+        number: Callable[[], int],
         now: float,
     ) -> None:
         self.wanted = wanted
         self._layout = Layout(spec)
         self._regions = GenerationRegions.of(self._layout, regions)
         self._code = code
-        self._send = questions.send
+        self._send = send
         self._partials = self._plan_partials(self._regions.static is not None)
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
@@ -82,7 +193,7 @@ class Reader:
         self.taken_bytes = 0
         self.expected_bytes = sum(self._room_bytes(partial.record) for partial in self._partials)
         for partial in self._partials:
-            partial.request = questions.number()
+            partial.request = number()
             for node in partial.sources:
                 self._heard[node] = now
                 self._send(node, AskManifest(partial.request, partial.owner, partial.generation, partial.record))
@@ -230,7 +341,7 @@ class Reader:
             if self._into is None:
                 self._into = BlobReader(self._rooms(partial.record))
             self._ask_ahead(partial, now)
-            if self.result is not None or not self._take(partial, now):
+            if self.result is not None or not self._take_stripes(partial, now):
                 return
 
     def _vote(self, partial: PartialRecord) -> bool:
@@ -298,7 +409,7 @@ class Reader:
             stripe.asked[node] = index
             self._send(node, Get(partial.request, partial.owner, partial.generation, partial.record, index, number))
 
-    def _take(self, partial: PartialRecord, now: float) -> bool:
+    def _take_stripes(self, partial: PartialRecord, now: float) -> bool:
         """Take the next stripes if they are here; True when that was the last of the record."""
         assert self._into is not None
         try:
@@ -318,7 +429,7 @@ class Reader:
                 self._ask_ahead(partial, now)
                 if self.result is not None:
                     return False
-            self._note(partial, self._into.finish())
+            self._note_tail(partial, self._into.finish())
         except DamagedStateError as error:
             # All that was read is what its owner has sent.
             self._fail(partial, str(error), dict(partial.usable()))
@@ -362,7 +473,7 @@ class Reader:
             self._note_bad(partial, peer, "its fragment is damaged")
         return data
 
-    def _note(self, partial: PartialRecord, tail: RecordTail) -> None:
+    def _note_tail(self, partial: PartialRecord, tail: RecordTail) -> None:
         if partial.record == STATIC:
             return
         if tail.meta:

@@ -18,7 +18,7 @@ from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.messages import AgentToReplicator
-from memckpt.protocol.peers import Join, Listen, Listening, PhasesAre
+from memckpt.protocol.peer_job import Join, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Describe, Fill, FromFragments
 from memckpt.protocol.replication import (
     Deserted,
@@ -41,12 +41,11 @@ from memckpt.protocol.replication import (
 from memckpt.protocol.status import PeersReport
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
-from memckpt.replication.process.answering import MOST_QUESTIONS, Answering
-from memckpt.replication.process.fetching import Fetching
+from memckpt.replication.process.answer import MOST_QUESTIONS, Answering, Question
+from memckpt.replication.process.ask import Fetching
 from memckpt.replication.process.fragment_memory import FragmentMemory
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.node_status import describe
-from memckpt.replication.process.serving import Question
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
@@ -113,7 +112,7 @@ class Replicator:
         elif self._member is not None:
             if self._marks is not None:
                 for mark in self._marks.read():
-                    self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+                    self._member.pacer.mark_phase(mark.step, mark.phase, mark.ns, mark.position)
             if self._transport is not None:
                 self._member.unheard = self._transport.silent
             self._look_at_agent()
@@ -136,7 +135,7 @@ class Replicator:
         states = [] if self._transport is None else list(self._transport.peers().values())
         if now >= self._draining_until or not any(one.unacknowledged_messages for one in states):
             self._draining_until = None
-            self._leave()
+            self._leave_attempt()
             self._channel.send(Drained())
 
     def _deadline(self) -> float | None:
@@ -154,7 +153,7 @@ class Replicator:
 
     def close(self) -> None:
         """Close everything; what is kept for others stays with the agent."""
-        self._leave()
+        self._leave_attempt()
         if self._store is not None:
             self._store.unmap()
         self._memory.close()
@@ -165,7 +164,7 @@ class Replicator:
         if phases is not None:
             phases.close()
 
-    def _leave(self) -> None:
+    def _leave_attempt(self) -> None:
         """Leave the attempt. What is kept stays."""
         self._fetching.stop()
         self._answering.close()
@@ -219,20 +218,20 @@ class Replicator:
             case Drain():
                 self._draining_until = self._loop.clock() + _DRAIN_SECONDS
                 if self._member is not None:
-                    self._member.leave(self._loop.clock())
+                    self._member.leave_attempt(self._loop.clock())
             case Describe():
                 assert self._member is not None
                 self._fetching.describe(message, self._member.mail, self._loop.clock())
             case Fill():
                 self._fill(message, regions)
             case Halt():
-                self._leave()
+                self._leave_attempt()
                 self._channel.send(Halted())
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
     def _listen(self, message: Listen) -> None:
-        self._leave()
+        self._leave_attempt()
         self._memory.budget = message.memory_budget_bytes
         keys: Keys | Password | None = None
         if isinstance(message.keys, str):
@@ -294,7 +293,7 @@ class Replicator:
             self._answering.serving.add(message, regions)
         elif self._member is not None:
             self._member.deserted = ""
-            self._member.begin(message, regions)
+            self._member.begin_generation(message, regions)
         else:
             for region in regions:
                 region.close()
@@ -306,7 +305,7 @@ class Replicator:
             if cuts is not None:
                 cuts.miss(message.record, "the order came too late, or storage was being served")
         elif cuts is not None:
-            cuts.take(message, regions)
+            cuts.take_copy(message, regions)
         else:
             for region in regions:
                 region.close()
@@ -331,9 +330,9 @@ class Replicator:
                 return
             if event.peer not in self._member.plan.addresses:
                 self._member.refuse(f"{event.peer}: no node of this job")
-                self._transport.forget(event.peer)
+                self._transport.forget_peer(event.peer)
             elif isinstance(event, Met):
-                self._answering.forget(event.peer)  # whoever had asked is gone
+                self._answering.drop_questions(event.peer)  # whoever had asked is gone
                 self._member.met(event.peer)
             else:
                 self._deliver(event, now)
@@ -350,7 +349,7 @@ class Replicator:
             case wire.AskManifest() | wire.Get() | wire.AskWindow():
                 self._answer(peer, message)
             case wire.Manifest() | wire.Got() | wire.WindowIs() | wire.GotNone():
-                self._fetching.take(peer, message, delivery.payload, now)
+                self._fetching.take_answer(peer, message, delivery.payload, now)
             case _:
                 self._member.handle(peer, message, delivery.payload, now)
 

@@ -52,7 +52,7 @@ class RegionSource:
         self._missing, self._plain = missing, plain
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
 
-    def note(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
+    def note_record(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
         """Note what belongs to a whole record beside the bytes of its slot."""
         self._records[record] = (step, meta, rank_states)
         for old in [number for number in self._records if number < record - 2 * self.layout.ring - self.spec.period]:

@@ -170,6 +170,11 @@ class StatesByValue:
         return self._senders.values()
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes that are yet to be sent, about."""
+        return sum(sender.waiting_bytes for sender in self._senders.values())
+
+    @property
     def acknowledged(self) -> int:
         """The newest record whose state this node and all its holders have."""
         return min((sender.acknowledged for sender in self._senders.values()), default=0)
@@ -178,7 +183,7 @@ class StatesByValue:
         """The newest record whose state all holders of a unit have."""
         return self._senders[ranks].acknowledged
 
-    def hold(self, record: int) -> bool:
+    def hold_state(self, record: int) -> bool:
         """Whether this node and all its holders have the state after a record."""
         return all(sender.holds(record) for sender in self._senders.values())
 
@@ -187,7 +192,7 @@ class StatesByValue:
         self._watermark = max(self._watermark, watermark)
         for ranks, sender in self._senders.items():
             sender.watermark_advanced(watermark)
-            self._let_go(ranks, [record for record in self._kept[ranks] if record < watermark])
+            self._drop_own(ranks, [record for record in self._kept[ranks] if record < watermark])
 
     def order(self, record: int) -> None:
         """Protect the state after this record, in place of one that is not protected yet."""
@@ -196,11 +201,11 @@ class StatesByValue:
         self.ordered = record
         self._drop_copies()
         for ranks, sender in self._senders.items():
-            sender.supersede()
-            self._let_go(ranks, [one for one in self._kept[ranks] if one > self._watermark])
+            sender.withdraw_newer()
+            self._drop_own(ranks, [one for one in self._kept[ranks] if one > self._watermark])
         self._ask(TakeState(record))
 
-    def _let_go(self, ranks: RankGroup, records: Sequence[int]) -> None:
+    def _drop_own(self, ranks: RankGroup, records: Sequence[int]) -> None:
         for record in records:
             self._fragment_store.drop_generation(ranks, self._kept[ranks].pop(record))
 
@@ -209,7 +214,7 @@ class StatesByValue:
         if record == self.ordered:
             self.missed, self.problem = record, problem
 
-    def take(self, message: StateTaken, regions: list[Region]) -> None:
+    def take_copy(self, message: StateTaken, regions: list[Region]) -> None:
         """Take a copy of some ranks' state."""
         taken = _Taken(message, regions)
         if message.ranks not in self._senders or message.record != self.ordered or self.missed == self.ordered:
@@ -262,7 +267,7 @@ class StatesByValue:
                 yield len(payload)
             blob.release()
         self.problem = ""
-        sender.begin(Outgoing(window, _OwnCopy(kept, told.step), taken.records))
+        sender.begin_generation(Outgoing(window, _OwnCopy(kept, told.step), taken.records))
 
     @property
     def busy(self) -> bool:

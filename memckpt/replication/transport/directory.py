@@ -174,7 +174,7 @@ class Directory:
         known.link.move(hand_to(socket))
         known.tried_at = None
 
-    def forget(self, peer: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
         known = self.peers.pop(peer, None)
         if known is None:

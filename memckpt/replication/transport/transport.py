@@ -185,9 +185,9 @@ class Transport:
         """Note where others say that a peer is: it is looked for there if it is silent where we know it."""
         self._directory.hint(peer, address)
 
-    def forget(self, peer: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
-        self._directory.forget(peer)
+        self._directory.forget_peer(peer)
         self._owing.pop(peer, None)
         self._events = deque(event for event in self._events if event.peer != peer)
 
@@ -277,7 +277,7 @@ class Transport:
             frames = self._read()
             if frames is None:
                 break
-            reason = self._take(frames) if frames else "malformed"
+            reason = self._take_frames(frames) if frames else "malformed"
             if reason is not None:
                 self.refused[reason] += 1
         if self._events:
@@ -301,7 +301,7 @@ class Transport:
                 frames.append(frame)
         return frames if count <= self._most_frames else []
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> str | None:
+    def _take_frames(self, frames: Sequence[zmq.Frame]) -> str | None:
         if len(frames[0].buffer) > envelopes.ENVELOPE_BYTES:
             return "oversized"
         try:

@@ -110,8 +110,9 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     takes T records. `lost`: nobody is to wait for the node. It has lost all that it had and begins anew at one of the
     next records, or its agent or one of its holders stands still.
 
-    `behind`: its links do not carry every record. `cut`: the newest record whose state by value they have, and the node
-    itself. `missed`: one whose state it was to take, and could not.
+    `cut`: the newest record whose state by value they have, and the node itself; `ordered`: the one whose state they
+    are to get next, or have; `missed`: one whose state it was to copy, and could not. `needed`: the smallest N that its
+    links would carry, 0: not measured yet; `every`: N, as the node knows it.
     """
 
     node: str
@@ -119,23 +120,26 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     since: int
     whole: bool
     lost: bool = False
-    behind: bool = False
     cut: int = 0
+    ordered: int = 0
     missed: int = 0
+    needed: int = 0
+    every: int = 1
 
 
 class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
 
     `waits_suspended`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another
-    record, which takes all ranks; or some node stands still for too long. `every`, `cut`: as in Cadence.
+    record, which takes all ranks; or some node stands still for too long. `every`, `cut`, `needed`: as in Cadence.
     """
 
     record: int
     whole: bool
     waits_suspended: bool = False
-    every: int = 0
+    every: int = 1
     cut: int = 0
+    needed: int = 0
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag="where"):

@@ -105,7 +105,7 @@ class PeersJob(Job):
 
 def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
     """Peers on the loopback."""
-    own = ("ack", "cadence", "rate_bytes_per_second", "ack_timeout_seconds", "recovery_patience_seconds")
+    own = ("ack", "every_steps", "rate_bytes_per_second", "ack_timeout_seconds", "recovery_patience_seconds")
     ours = {name: settings.pop(name) for name in own if name in settings}
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
 

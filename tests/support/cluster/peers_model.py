@@ -42,12 +42,12 @@ class Setting:
     wait: bool = True
     eager: bool = False
     repeat: bool = False
-    cadence: bool = False
+    every: int | None = 1
 
     def __str__(self) -> str:
         words = f"{self.data}+{self.tolerate} on {self.nodes}, T={self.period}, D={self.slots}"
         words += ", private" * self.private + ", proceed" * (not self.wait)
-        return words + ", eager" * self.eager + ", repeat" * self.repeat + ", cadence" * self.cadence
+        return words + ", eager" * self.eager + ", repeat" * self.repeat + f", N={self.every}" * (self.every != 1)
 
     @property
     def trails(self) -> bool:

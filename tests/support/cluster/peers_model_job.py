@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from memckpt.memory.generation import branch_off
-from memckpt.protocol.peers import PeerJob, PeerNode, PeerUnit
+from memckpt.protocol.peer_job import PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.recovery import FromFragments
 from memckpt.protocol.replication import GiveUp, StateTaken, TakeState
-from memckpt.recovery.peers import Fetch
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
+from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import decode_stripe
@@ -226,7 +226,7 @@ class Job:
             rate_bytes_per_second=None,
             overhead=0.03,
             record=record,
-            cadence=self.setting.cadence,
+            every_steps=self.setting.every,
         )
         self.close_members()
         for unit, node in places.items():
@@ -353,13 +353,13 @@ class Job:
         self.bases[name] = self.bases[name + "/own"] = record
         spec = self.setting.spec(unit)
         plain = msgspec.msgpack.encode(past)
-        cuts.take(StateTaken(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
+        cuts.take_copy(StateTaken(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
 
     def slow_down(self, unit: Unit) -> None:
-        """Make a unit's links too slow for its records."""
-        owner = self._owner(self.places[unit], unit)
-        if owner.spaces and not owner.paused:
-            owner.slow_down()
+        """Make a unit's links too slow for its records, as far as nodes know."""
+        for member in self.members.values():
+            member._meter.needed = member._meter.needed or 1
+        self.members[self.places[unit].name]._meter.needed = 4
 
     def may_start(self, unit: Unit) -> bool:
         """Whether a unit's trainers, which have found a new agent, can write their current state."""
@@ -406,9 +406,9 @@ class Job:
         )
         member = self.members[node.name]
         member._generations._sources[unit] = generation
-        member._run_ahead.begin(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
-        self._owner(node, unit).spaces = setting.cadence
-        self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable(self.seen[node.name])))
+        outgoing = Outgoing(window, generation, generation.sendable(self.seen[node.name]))
+        member.send_generation(self._owner(node, unit), outgoing, spec)
+        member._run_ahead.begin_generation(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
 
     def begin_anew(self, unit: Unit) -> None:
         """Begin a generation with the next record: its layout has changed."""
@@ -496,7 +496,7 @@ class Job:
     def promised(self, lost: Collection[str]) -> int:
         """The record that must be reachable without some nodes; 0: none."""
         names = [node.name for node in self.job.nodes]
-        if self.setting.cadence:
+        if self.setting.every != 1:
             return self._promised_state(len(lost))
         gone = set(lost) | self.emptied
         borne = self.setting.tolerate if self.whole else 0
@@ -512,5 +512,5 @@ class Job:
             return 0
         state = leader._cadence.reached
         noticed = all(None not in queue for queue in self.network.queues.values()) and not self.network.unnoticed()
-        there = all(one.cuts is not None and one.cuts.hold(state) for one in self.members.values())
+        there = all(one.cuts is not None and one.cuts.hold_state(state) for one in self.members.values())
         return state if state and leader.watermark.record == state and noticed and there else 0

@@ -21,9 +21,8 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.windows import sizes_of
-from memckpt.replication.process.questions import Questions
+from memckpt.replication.process.answer import Serving
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
-from memckpt.replication.process.serving import Serving
 from memckpt.replication.process.source import Part, RegionSource
 from memckpt.replication.transport.wire import (
     AskManifest,
@@ -125,7 +124,7 @@ class Records:
         spec = self.spec
         source = RegionSource(spec, 1, self.base, self.duplicates(), (), b"")
         for record, each in self.held.items():
-            source.note(record, *each)
+            source.note_record(record, *each)
         return source
 
     def duplicates(self) -> list[Region]:
@@ -245,7 +244,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
     window = records.window("g", code, private=private)
     source = PartSource(records.source(), "private" if private else "all")
     first = records.base if private else records.base - records.spec.period + 1
-    owner.begin(Outgoing(window, source, range(first, records.newest + 1)))
+    owner.begin_generation(Outgoing(window, source, range(first, records.newest + 1)))
     for node in nodes:
         owner.met(node.name)
     while owner.pump(1 << 30):
@@ -310,7 +309,7 @@ class Network:
         regions = [Region.create("test", nbytes) for nbytes in sizes]
 
         own = [Region.open(os.dup(region.fd)) for region in regions]
-        reader = Reader(wanted, spec, own, code, Questions(self.send, self.number), self.now)
+        reader = Reader(wanted, spec, own, code, self.send, self.number, self.now)
         for _ in range(200):
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:

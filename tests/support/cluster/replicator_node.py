@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memckpt.protocol.peers import Join, PeerJob, PeerNode, PeerUnit
+from memckpt.protocol.peer_job import Join, PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code
@@ -68,7 +68,7 @@ class Line:
     def address_of(self, peer: str) -> None:
         """Its names are its addresses."""
 
-    def forget(self, peer: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         self.forgotten.append(peer)
 
     def peers(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Node:
             ranks=records.spec.local_ranks, generation="own", number=1, spec=records.spec, base=2,
             records=records.held, missing=(), plain=b"", history=(),
         )  # fmt: skip
-        self.member.begin(message, records.duplicates())
+        self.member.begin_generation(message, records.duplicates())
         for owner in self.member.senders:
             for peer in NODES:
                 owner.met(peer)
@@ -196,7 +196,7 @@ class Node:
         self.member.work(0.0)
 
     def close(self) -> None:
-        self.replicator._leave()
+        self.replicator._leave_attempt()
         self.replicator.close()
         self.wire.close()
         for records in self.records.values():

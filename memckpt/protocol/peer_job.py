@@ -75,7 +75,7 @@ class PeerJob(msgspec.Struct, frozen=True):
         record: the one behind which the attempt goes on; None: it starts over, or from storage.
         forget: a person wants it to start over, and nothing that is kept.
         ack_timeout_seconds: after which training does not wait for a node that acknowledges nothing.
-        cadence: where links do not carry every record, the state after every N-th is sent instead.
+        every_steps: N: the state after every N-th record is sent in place of records, if it is above 1; None: measured.
     """
 
     attempt: str
@@ -90,7 +90,7 @@ class PeerJob(msgspec.Struct, frozen=True):
     record: int | None
     forget: bool = False
     ack_timeout_seconds: float = 15.0
-    cadence: bool = False
+    every_steps: int | None = 1
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

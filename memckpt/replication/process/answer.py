@@ -1,8 +1,9 @@
-"""Answers to peers that restore a state: from fragments that are kept here, or from records of this node."""
+"""What this node answers its peers: from fragments that are kept here, or from records of its own."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 import msgspec
 import xxhash
@@ -12,6 +13,7 @@ from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
+from memckpt.replication.process.send import Mail
 from memckpt.replication.process.source import RegionSource
 from memckpt.replication.transport.wire import (
     AskManifest,
@@ -50,7 +52,7 @@ class Serving:
             message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=oldest
         )
         for record, (step, meta, rank_states) in message.records.items():
-            source.note(record, step, meta, rank_states)
+            source.note_record(record, step, meta, rank_states)
         self._sources[message.ranks] = source
 
     def close(self) -> None:
@@ -105,3 +107,58 @@ class Serving:
                     return GotNone(question.request, f"record {question.record} is not complete here"), b""
                 fragment, payload = kept
                 return Got(question.request, question.record, question.stripe, fragment), bytes(payload)
+
+
+#: Limit on questions of one peer that wait until it has room for the answers.
+MOST_QUESTIONS = 4096
+
+
+class Answering:
+    """Answers peers' questions as they have room: questions are small, and a peer that does not read gets no more.
+
+    Attributes:
+        serving: generations that are handed out here.
+    """
+
+    def __init__(self) -> None:
+        self.serving = Serving()
+        self._waiting: dict[str, deque[Question]] = {}
+
+    def add(self, peer: str, question: Question) -> bool:
+        """Queue a question; False: the peer has so many that it is not."""
+        waiting = self._waiting.setdefault(peer, deque())
+        if len(waiting) >= MOST_QUESTIONS:
+            return False
+        waiting.append(question)
+        return True
+
+    def answer(self, peer: str, mail: Mail, store: FragmentStore) -> None:
+        """Answer questions of a peer, as far as it has room.
+
+        Args:
+            mail: to the peer.
+            store: fragments that are kept here.
+        """
+        waiting = self._waiting[peer]
+        while waiting and mail.room(peer) > 0:
+            question = waiting.popleft()
+            answer, payload = self.serving.answer(question)
+            if answer is None:
+                answer, payload = self.serving.answer_from(store, question)
+            mail.send(peer, answer, payload)
+        if not waiting:
+            del self._waiting[peer]
+
+    def work(self, mail: Mail, store: FragmentStore) -> None:
+        """Answer what peers have room for by now."""
+        for peer in list(self._waiting):
+            self.answer(peer, mail, store)
+
+    def drop_questions(self, peer: str) -> None:
+        """Drop the questions of a peer that is gone."""
+        self._waiting.pop(peer, None)
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._waiting.clear()
+        self.serving.close()

@@ -9,8 +9,7 @@ from functools import partial
 import msgspec
 
 from memckpt.agent.group import Group
-from memckpt.agent.replication.handing_out import by_value, hand_out, stand_still
-from memckpt.agent.replication.own_records import OwnRecords
+from memckpt.agent.replication.handing_out import OwnRecords, by_value, hand_out, stand_still
 from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.replication.recovery import Recovery
 from memckpt.agent.saving.snapshots import Snapshot
@@ -18,7 +17,7 @@ from memckpt.errors import AgentError
 from memckpt.memory.phases import PhasesPage
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.messages import ReplicatorToAgent
-from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PhasesAre
+from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PhasesAre
 from memckpt.protocol.recovery import BadSourceSeen, Described, Filled, Recover, Recovered, RecoveryProgress
 from memckpt.protocol.replication import Deserted, GivenUp, GiveUp, StateMissed, TakeState, WatermarkAdvanced
 from memckpt.protocol.status import PeersReport, PeersStatus
@@ -78,7 +77,7 @@ class Peers:
     def close(self) -> None:
         self._give_up_recovery("the agent leaves")
         self._job = self.watermark = None
-        self._records.forget()
+        self._records.clear()
         self._replicator.close()
         self._close_phases()
 
@@ -127,7 +126,7 @@ class Peers:
         self._give_up_recovery("its attempt is over")
         self._replicator.begin_attempt()
         self._reported = self._job = self.watermark = None
-        self._records.forget()
+        self._records.clear()
         self._given_up.clear()
         self._newest = WatermarkAdvanced(0, False)
         self._close_phases()
@@ -160,7 +159,7 @@ class Peers:
         self._replicator.planned = True
         if self.watermark is None:
             self.watermark = message.job.record or 0
-        self._records.forget()
+        self._records.clear()
         self._replicator.send(message)
 
     def phases(self, position: int, ranks: int) -> tuple[PhasesAre, int]:
@@ -296,7 +295,7 @@ class Peers:
     def replicator_died(self) -> None:
         """Give up what the replicator was doing."""
         self._give_up_recovery("the replicator is gone")
-        self._records.forget()
+        self._records.clear()
         if self._job is not None and self._job.wait and self.watermark is not None:
             # One that takes its place begins with nothing, so that all others are told the same.
             self._newest = WatermarkAdvanced(self.watermark, False, waits_suspended=True)
