@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.checkpointing.schedule import Follower, checkpoint_interval
+from memckpt.agent.saving.schedule import Follower, checkpoint_interval
 from memckpt.session.mode import LayoutSettings
 from memckpt.session.tuning import MOST_SLOTS, Adviser, FailureRate, Measured, best_period, period_cost
 
