@@ -154,7 +154,7 @@ _OWN = {
                     for p in group["params"]:
                         if p.grad is None:
                             continue
-                        state, grad = self.state[p], p.grad.reshape(-1, p.shape[-1] if p.ndim else 1)
+                        state, grad = self.state[p], p.grad.float().reshape(-1, p.shape[-1] if p.ndim else 1)
                         if not state:
                             state["n"], state["m"] = 0, torch.zeros(grad.shape[1], grad.shape[1])
                         state["m"].lerp_(grad.T @ grad, 0.2)
