@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import torch
 
-from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
@@ -110,11 +109,6 @@ class ChosenInMemory:
     def is_recut(self, live: LiveState) -> bool:
         """Whether the live tensors are cut into other shards: a node's memory has this rank's own."""
         return False
-
-    def evidence(self, live: LiveState) -> Evidence:
-        """What samples the live tensors as the record's sample does."""
-        assert self.writer is not None
-        return self.writer.evidence
 
     # The step that is repeated
 
@@ -251,10 +245,6 @@ class ChosenInStorage:
         """Whether the live tensors are cut into other shards than the state was."""
         held = sorted((one.name, one.shape, one.shard) for one in self.spec.tensors() if one.shard is not None)
         return sorted(live.pieces()) != held
-
-    def evidence(self, live: LiveState) -> Evidence:
-        """What samples the live tensors as the record's sample does."""
-        return Evidence(self.spec, live)
 
     def take_repeated(self, rank: int) -> ChosenInStorage | None:
         """The state after the step that is repeated from this one; None if no step is."""

@@ -101,7 +101,7 @@ class Restoration:
         if "optimizers" in state:  # what is in no slot
             self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
         restore_state_order(self._live, state)
-        return chosen.evidence(self._live)
+        return Evidence(chosen.spec, self._live)  # not the writer's: a repeated step may have replaced modules
 
     def go_on(
         self, chosen: Chosen, proof: Proof | None, tap: Tap, resume: Callable[[SlotWriter, int], None]

@@ -98,6 +98,14 @@ def replaced(process: Changing, step: int) -> None:
         process.model.frozen = copy.deepcopy(process.model.frozen)
 
 
+def copied(process: Changing, step: int) -> None:
+    """The step that a resume repeats replaces a module, too."""
+    if step in (2, 3, 5):
+        process.model.frozen = copy.deepcopy(process.model.frozen)
+        with torch.no_grad():
+            process.model.frozen.bias.mul_(0.5)
+
+
 def new_head(process: Changing, step: int) -> None:
     """The optimizer goes on stepping the parameters of the old layer, which no module holds."""
     if step == 4:
@@ -147,7 +155,7 @@ def second_optimizer(process: Changing, step: int) -> None:
 @pytest.mark.parametrize("check", ["off", "replay"])
 @pytest.mark.parametrize(
     "change",
-    [late_buffer, growing_cache, resized_in_place, replaced, new_head, tied, flags, second_optimizer],
+    [late_buffer, growing_cache, resized_in_place, replaced, copied, new_head, tied, flags, second_optimizer],
     ids=lambda one: one.__name__,
 )
 def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) -> None:

@@ -38,16 +38,16 @@ def at(point, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plain(value):
+def plain(value, strides=True):
     """What JSON takes, equal to another if and only if all bits are."""
     if isinstance(value, torch.Tensor):
         raw = (value.detach().to_dense() if value.is_sparse else value.detach()).contiguous().flatten()
         digest = hashlib.md5(raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b"").hexdigest()[:8]
-        return f"{value.dtype} {list(value.shape)} {value.stride() if not value.is_sparse else ''} {digest}"
+        return f"{value.dtype} {list(value.shape)} {value.stride() if strides and not value.is_sparse else ''} {digest}"
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(each, strides) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(each, strides) for each in value]
     return value.hex() if isinstance(value, float) else value if isinstance(value, (int, str)) else repr(type(value))
 
 
@@ -57,7 +57,8 @@ def end(model, opts, **others):
     note("end", "buffers", plain(dict(model.named_buffers())))
     note("end", "flags", [[name, p.requires_grad] for name, p in model.named_parameters()])
     note("end", "modes", [[name, module.training] for name, module in model.named_modules()])
-    note("end", "optimizers", plain([opt.state_dict() for opt in opts]))
+    # Element-wise steps take state in any layout; where others do not, losses show it.
+    note("end", "optimizers", plain([opt.state_dict() for opt in opts], strides=False))
     note("end", "generators", plain([torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()]))
     note("end", "others", plain(others))
 

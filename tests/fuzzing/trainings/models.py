@@ -305,10 +305,11 @@ MODELS: dict[str, Model] = {
             class Expanded(Net):
                 def __init__(self, body, head):
                     super().__init__(body, head)
-                    self.register_buffer("scale", torch.linspace(0.5, 1, 12).expand(8, 12))
+                    self.register_buffer("spread", torch.linspace(0.5, 1, 12).expand(8, 12))
                 def forward(self, x):
-                    return super().forward(x * self.scale[:1])
+                    return super().forward(x * self.spread[:1])
         """),
+        clash=frozenset({"copy"}),
     ),
     "sparse buffer": Model(
         "Graph(nn.Linear(12, 20), nn.Linear(20, 5))",
