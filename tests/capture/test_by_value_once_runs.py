@@ -11,10 +11,11 @@ from memckpt.capture import digests, spec_request
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.faults.deferred_copier import defer
-from tests.support.trainings.ddp_cases import STEPS, Death, Job, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import STEPS, Job, run
 from tests.support.trainings.ddp_runs import reference, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 from tests.support.trainings.resume_history import journal_of
 
 #: Bytes of the weights in the average of a test's model; biases are small ones.

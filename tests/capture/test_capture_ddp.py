@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import Job, run
 from tests.support.trainings.ddp_runs import check_results, die_in_turn
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_hidden import Agreeing, Counting
 from tests.support.trainings.engine_optimizers import Momentum
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 
 NODES = pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
 _references: dict[Any, list[Any]] = {}

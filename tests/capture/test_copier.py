@@ -11,13 +11,14 @@ from memckpt.capture.scaler import scaler_state
 from memckpt.config import MemckptConfig
 from memckpt.state import codec
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import Death, job_of, survives
+from tests.support.cluster.sharded_lab import job_of, survives
 from tests.support.faults.deferred_copier import DeferredCopier, defer, on_device
-from tests.support.trainings.ddp_cases import Death as Dies
 from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import Case
+from tests.support.trainings.rank_group import Death
+from tests.support.trainings.rank_group import Death as Dies
 from tests.trainings import test_ddp as ddp
 from tests.trainings import test_fsdp1 as fsdp1
 

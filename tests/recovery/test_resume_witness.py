@@ -19,7 +19,7 @@ from tests.support.cluster import sharded_lab
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.faults.deferred_copier import defer
 from tests.support.trainings import ddp_cases
-from tests.support.trainings.ddp_cases import Death, fresh_directory, run
+from tests.support.trainings.ddp_cases import run
 from tests.support.trainings.ddp_runs import job_of
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
@@ -27,6 +27,7 @@ from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_state import Unfrozen
 from tests.support.trainings.engine_steps import Accumulation
 from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.rank_group import Death, fresh_directory
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 WITNESS = {"resume_check": "witness"}

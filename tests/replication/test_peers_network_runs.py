@@ -35,8 +35,9 @@ from tests.support.cluster.peers_lab import (
     train,
 )
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import NO_PROCESS_GROUP, TRIES, Death, logs, noted, reference
+from tests.support.cluster.sharded_lab import logs, noted, reference
 from tests.support.trainings.engine_harness import Child, Lab
+from tests.support.trainings.rank_group import NO_PROCESS_GROUP, TRIES, Death
 
 pytestmark = [
     pytest.mark.slow,

@@ -24,8 +24,9 @@ from tests.support.cluster.peers_lab import (
     told,
 )
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import Death, noted, reference
+from tests.support.cluster.sharded_lab import noted, reference
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 slow = pytest.mark.slow

@@ -23,8 +23,9 @@ from tests.support.cluster.peers_lab import (
     told,
 )
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import Death, check_verdict, fresh_directory, reference
+from tests.support.cluster.sharded_lab import check_verdict, reference
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)

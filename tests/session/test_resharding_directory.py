@@ -13,10 +13,11 @@ from memckpt.session.storage_tier import StorageTier
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.cluster.sharded_job import plain, rows, train
-from tests.support.cluster.sharded_lab import Death, fresh_directory, job_of, logs, noted, run
+from tests.support.cluster.sharded_lab import job_of, logs, noted, run
 from tests.support.cluster.thread_ranks import on_ranks
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory
 
 AT = 6
 NAME = "resharding/ in the run directory"

@@ -19,22 +19,13 @@ from memckpt.session.connection import AgentConnection
 from memckpt.session.link import AgentLink
 from memckpt.state.spec import StateSpec
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import (
-    Death,
-    check_same,
-    fresh_directory,
-    job_of,
-    logs,
-    reference,
-    results,
-    run,
-    start_agents,
-)
+from tests.support.cluster.sharded_lab import job_of, logs, reference, run, start_agents
 from tests.support.cluster.waiting import LIMIT_SECONDS, until
 from tests.support.storage.stored_runs import newest, stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
 
 def agent_of(control: Control) -> int:

@@ -17,9 +17,10 @@ from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
 from tests.support.storage.stored_runs import catalog_of
-from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run, train
+from tests.support.trainings.ddp_cases import Job, run, train
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Child, Lab
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 
 REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 

@@ -13,7 +13,7 @@ import torch
 from memckpt.session import mode
 from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
-from tests.support.trainings.ddp_cases import Death, Job, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import Job, run
 from tests.support.trainings.ddp_runs import check_results
 from tests.support.trainings.engine_audits import (
     HiddenWrite,
@@ -26,6 +26,7 @@ from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, 
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 
 PERIOD = 4
 STEPS = 48

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
-from tests.support.trainings.ddp_cases import Death
 from tests.support.trainings.ddp_runs import job_of, survives
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death
 
 COMPRESSORS: list[CompressionConfig] = [
     TopK(ratio=0.05),

@@ -19,10 +19,10 @@ from memckpt.state.tensors import bits_of
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.cluster.sharded_lab import Job, join, logs, run
 from tests.support.cluster.sharded_lab import job_of as sharded_job_of
-from tests.support.trainings.ddp_cases import Death, results
 from tests.support.trainings.ddp_runs import job_of, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, results
 
 TYPES = [torch.bfloat16, torch.float16, torch.float64]
 #: Each with each of its dtypes but float32, for which there are tests of their own.

@@ -11,9 +11,10 @@ from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quan
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
 from memckpt.session.compression import DROPPED
 from tests.support.storage.stored_runs import catalog_of
-from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import Job, check_verdicts, run
 from tests.support.trainings.ddp_runs import job_of, reference, survives
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 from tests.support.trainings.resume_history import journal_of
 
 COMPRESSORS = [

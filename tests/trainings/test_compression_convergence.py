@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import statistics
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.gpt import GPT, SIZES, Corpus
 from memckpt import compression
 from memckpt.compression import CompressionConfig, TopK
-from tests.support.trainings.ddp_cases import NO_PROCESS_GROUP, PROCESS_GROUP_SECONDS, TRIES
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import PROCESS_GROUP_SECONDS, fresh_directory, join, run_ranks
 
 RANKS, BATCH = 2, 4
 #: An element waits for about 1 / ratio steps until it is sent: fewer steps than several times that compare nothing. A
@@ -31,15 +29,10 @@ CHILD_SECONDS = 400
 LAST = 100
 
 
-def train(config: CompressionConfig | None, rank: int, directory: Path) -> None:
+def train(config: CompressionConfig | None, directory: Path, rank: int) -> None:
     """Train the tiny GPT of the examples with SGD; the loss at the end goes to a file."""
     faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True)  # later than other children's
-    rendezvous, limit = f"file://{directory / 'rendezvous'}", timedelta(seconds=6 * PROCESS_GROUP_SECONDS)
-    try:
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=limit)
-    except RuntimeError as error:
-        print(error)
-        os._exit(NO_PROCESS_GROUP)
+    join(rank, RANKS, directory / "store", 6 * PROCESS_GROUP_SECONDS)
     torch.manual_seed(0)
     net = GPT(SIZES["tiny"]).eval()  # without dropout
     model = DistributedDataParallel(net)
@@ -70,13 +63,9 @@ def train(config: CompressionConfig | None, rank: int, directory: Path) -> None:
 
 def loss_with(lab: Lab, config: CompressionConfig | None, name: str) -> float:
     """The loss at the end of a training on two ranks."""
-    for attempt in range(TRIES):
-        directory = lab.directory / f"{name}-{attempt}"
-        directory.mkdir()
-        ranks = [lab.fork(partial(train, config, rank, directory), f"{name}{rank}") for rank in range(RANKS)]
-        codes = [child.wait(CHILD_SECONDS + 10) for child in ranks]
-        if NO_PROCESS_GROUP not in codes:
-            break
+    directory = fresh_directory(lab)
+    ranks = run_ranks(lab, RANKS, partial(train, config, directory), directory, limit=CHILD_SECONDS + 10, name=name)
+    codes = [child.wait() for child in ranks]
     assert codes == [0] * RANKS, "".join(child.log.read_text()[-2000:] for child in ranks)
     return float((directory / "loss").read_text())
 

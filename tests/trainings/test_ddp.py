@@ -13,10 +13,11 @@ from memckpt.agent import fencing as fence
 from memckpt.config import StorageConfig
 from memckpt.processes.handles import ProcessHandle
 from tests.support.cluster.waiting import until
-from tests.support.trainings.ddp_cases import Death, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import check_verdicts, run
 from tests.support.trainings.ddp_runs import job_of, reference, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 
 
 @pytest.mark.promise("training survives its agent and is protected again")

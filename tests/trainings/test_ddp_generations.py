@@ -10,10 +10,11 @@ from memckpt.agent.connections import Connection
 from memckpt.agent.group import Group
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
-from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
+from tests.support.trainings.ddp_cases import Job
 from tests.support.trainings.ddp_runs import survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory
 
 PLACES = pytest.mark.parametrize(
     ("redo", "nodes"),

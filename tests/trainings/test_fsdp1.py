@@ -14,11 +14,12 @@ from memckpt.errors import UnsupportedError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
-from tests.support.trainings.ddp_cases import Death, check_verdicts, fresh_directory, results
+from tests.support.trainings.ddp_cases import check_verdicts
 from tests.support.trainings.ddp_runs import check_results, die_in_turn
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.fsdp1_cases import FlatJob, run
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 
 _references: dict[Any, list[Any]] = {}
 

@@ -8,22 +8,10 @@ import pytest
 
 from memckpt.config import StorageConfig
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import (
-    Death,
-    Job,
-    check_same,
-    fresh_directory,
-    job_of,
-    logs,
-    noted,
-    reference,
-    results,
-    run,
-    start_agents,
-    survives,
-)
+from tests.support.cluster.sharded_lab import Job, job_of, logs, noted, reference, run, start_agents, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
 FSDP2, FSDP4 = Setup(), Setup(world_size=4)
 HSDP, TP, FSDP_TP = Setup("hsdp", 4), Setup("tp"), Setup("fsdp-tp", 4)

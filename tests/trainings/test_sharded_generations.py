@@ -17,21 +17,10 @@ from torch.distributed.tensor import DTensor
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.session.staging import Staging
 from tests.support.cluster.sharded_cases import Distributed, Setup, named
-from tests.support.cluster.sharded_lab import (
-    Death,
-    check_same,
-    fresh_directory,
-    job_of,
-    logs,
-    noted,
-    reference,
-    results,
-    run,
-    start_agents,
-    survives,
-)
+from tests.support.cluster.sharded_lab import job_of, logs, noted, reference, run, start_agents, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
 FSDP2, FSDP4 = Setup(table=True), Setup(world_size=4, table=True)
 HSDP, TP, FSDP_TP = Setup("hsdp", 4, table=True), Setup("tp", table=True), Setup("fsdp-tp", 4, table=True)

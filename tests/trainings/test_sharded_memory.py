@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import Death, Job, fresh_directory, job_of, node, noted, run, start_agents
+from tests.support.cluster.sharded_lab import Job, job_of, node, noted, run, start_agents
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory
 
 slow = pytest.mark.slow
 

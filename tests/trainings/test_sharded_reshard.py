@@ -10,22 +10,11 @@ import pytest
 
 from memckpt.config import StorageConfig
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import (
-    Death,
-    Job,
-    check_same,
-    fresh_directory,
-    job_of,
-    logs,
-    noted,
-    reference,
-    results,
-    run,
-    start_agents,
-)
+from tests.support.cluster.sharded_lab import Job, job_of, logs, noted, reference, run, start_agents
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
 PLAIN, DDP = Setup("plain", 1), Setup("ddp")
 FSDP1, FSDP2, FSDP4 = (Setup(world_size=size) for size in (1, 2, 4))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from memckpt.session.compression import LATE_POWER_SGD
-from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import Job, check_verdicts, run
 from tests.support.trainings.ddp_runs import job_of, survives
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, fresh_directory, results
 from tests.support.trainings.resume_history import journal_of
 
 #: Gloo's ranks do not agree on the order in which torch's PowerSGD reduces several buckets, with or without memckpt.

@@ -22,12 +22,13 @@ from memckpt.session import mode, protection, tuning
 from memckpt.session.tuning import Advice, Adviser, FailureRate, Measured
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import RedoGroup
-from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
+from tests.support.trainings.ddp_cases import Job
 from tests.support.trainings.ddp_runs import survives as ddp_survives
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.rank_group import Death, fresh_directory
 
 FREE = config("auto", period=None)
 

@@ -27,21 +27,18 @@ from tests.support.cluster.processes import command, kill_and_wait
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.cluster.sharded_lab import (
     PROCESS_GROUP_SECONDS,
-    Death,
     Job,
     Rank,
-    check_same,
     check_verdict,
-    fresh_directory,
     logs,
     node,
     noted,
     reference,
-    results,
     run,
 )
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
 #: Port of replicators that have a network namespace to themselves.
 _PORT = 4077

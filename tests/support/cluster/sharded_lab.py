@@ -7,13 +7,12 @@ import pickle
 import select
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,18 @@ from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.sharded_cases import REPLICATED, Distributed, Setup
-from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_child import Journal
 from tests.support.trainings.engine_harness import Child, Lab
+from tests.support.trainings.rank_group import (
+    Death,
+    become,
+    check_same,
+    fresh_directory,
+    give_up,
+    results,
+    run_ranks,
+)
+from tests.support.trainings.rank_group import join as join_group
 from tests.support.trainings.resume_history import journal_of
 
 STEPS = 10
@@ -33,29 +41,6 @@ STEPS = 10
 PROCESS_GROUP_SECONDS = 50
 #: Seconds that ranks have to notice that one has died, before the launcher ends them.
 LAUNCHER_SECONDS = 20
-NO_PROCESS_GROUP = 77
-TRIES = 4
-
-
-@dataclass(frozen=True)
-class Death:
-    """A death: who, and where.
-
-    Attributes:
-        who: a rank, "all" (ranks), "agent" (of rank 0's node), "agents" (of all nodes), or names of nodes, separated by
-            commas: each with its ranks and its agent.
-        place: "forward", "backward", "reduced" (gradients are clipped), "in step" (between two groups of the
-            optimizer's step), "stepped", "in commit" or "committed".
-    """
-
-    who: int | str
-    step: int
-    place: str = "forward"
-
-    @property
-    def resumed(self) -> int:
-        """The step at which training resumes: no step that all ranks have committed is lost."""
-        return self.step + (self.place == "committed")
 
 
 @dataclass(frozen=True)
@@ -105,36 +90,14 @@ def job_of(lab: Lab, setup: Setup, config: MemckptConfig | None, **settings: Any
     return Job(setup, fresh_directory(lab), lab.run_dir, config, **settings)
 
 
-def fresh_directory(lab: Lab) -> Path:
-    return Path(tempfile.mkdtemp(dir=lab.directory))
-
-
 # In a rank
 
 
 def join(job: Job, rank: int) -> None:
     """Become a rank of the attempt, on its node."""
-    torch.set_num_threads(1)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
-    os.environ[NODE_VARIABLE] = job.node(rank)
-    if job.setup.kind == "plain" and job.world_size == 1:
-        return
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.directory}/store",
-            rank=rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
-        )
-    except RuntimeError as error:
-        _give_up(error)
-
-
-def _give_up(error: RuntimeError) -> NoReturn:
-    """End the attempt for a retry: Gloo's ranks do not always find each other, with or without memckpt."""
-    print(error)
-    os._exit(NO_PROCESS_GROUP)
+    become(rank, job.number, job.node(rank))
+    if job.setup.kind != "plain" or job.world_size > 1:
+        join_group(rank, job.world_size, job.directory / "store", PROCESS_GROUP_SECONDS)
 
 
 class Rank:
@@ -199,7 +162,7 @@ class Rank:
             # Other random numbers than in the previous attempt: state that is not restored shows.
             training = Distributed(job.setup, self.at, seed=job.number)
         except RuntimeError as error:
-            _give_up(error)
+            give_up(error)
         if job.prepare is not None:
             job.prepare(self.rank)
         start = self._attach(training)
@@ -322,38 +285,13 @@ def train(job: Job, rank: int) -> None:
 
 def run(lab: Lab, job: Job, body: Callable[[Job, int], None] = train) -> list[int]:
     """Run one attempt as a launcher does; returns the exit codes of its ranks."""
-    for _ in range(TRIES):
-        ranks = [lab.fork(lambda rank=rank: body(job, rank), f"rank{rank}") for rank in range(job.world_size)]
-        codes = _supervise(ranks, job)
-        if NO_PROCESS_GROUP not in codes:
-            break
-        for left in job.directory.iterdir():
-            left.unlink()
-    return codes
-
-
-def _supervise(ranks: Sequence[Child], job: Job) -> list[int]:
-    """Wait for all ranks. When one has failed, the others end by themselves or are ended."""
-    running = {child._handle: child for child in ranks}
-    failed = False
-    while running:
-        patience = 0.0 if job.launcher else LAUNCHER_SECONDS
-        ended, _, _ = select.select(list(running), [], [], patience if failed else None)
-        if failed and (job.launcher or not ended):
-            for child in running.values():
-                os.kill(child.pid, signal.SIGKILL)
-            break
-        for handle in ended:
-            failed |= running.pop(handle).wait() != 0
+    patience = 0.0 if job.launcher else LAUNCHER_SECONDS
+    ranks = run_ranks(lab, job.world_size, partial(body, job), job.directory, patience=patience)
     return [child.wait() for child in ranks]
 
 
 def logs(lab: Lab) -> str:
     return "".join(child.log.read_text() for child in lab._children)
-
-
-def results(job: Job) -> list[Any]:
-    return [pickle.loads((job.directory / f"result-{rank}").read_bytes()) for rank in range(job.world_size)]
 
 
 def noted(job: Job, event: str) -> list[list[dict[str, Any]]]:
@@ -378,15 +316,6 @@ def reference(lab: Lab, job: Job) -> list[Any]:
         assert run(lab, undisturbed) == [0] * job.world_size, logs(lab)[-6000:]
         _references[key] = results(undisturbed)
     return _references[key]
-
-
-def check_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Check that each rank's losses and final state equal the undisturbed training's, bit for bit."""
-    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
-        assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
-        different = differences(theirs["state"], ours["state"])
-        assert not different, f"rank {rank}:\n" + "\n".join(different[:10])
 
 
 @contextmanager

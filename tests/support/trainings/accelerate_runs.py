@@ -8,7 +8,6 @@ which has no plugin, bit for bit.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import signal
@@ -25,17 +24,16 @@ from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import differences
 from tests.support.trainings.accelerate_training import INSTANT, Case, Kill, Run, Training
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import NO_PROCESS_GROUP, join, wait
+from tests.support.trainings.rank_group import fresh_directory, join, run_ranks
 
-TRIES = 4
 DEATHS = (-signal.SIGKILL, -signal.SIGALRM)
 
 
-def _body(run: Run, rank: int, store: Path) -> None:
+def _body(run: Run, store: Path, rank: int) -> None:
     if run.sabotage is not None:
         run.sabotage()
     if run.ranks > 1:
-        join(rank, run.ranks, store)
+        join(rank, run.ranks, store / "store", launched=True)
     # Earlier tests in this process may have made an Accelerator, whose state all later ones share.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -54,14 +52,11 @@ def in_child(lab: Lab, body: Callable[[], None]) -> str:
 def attempt(lab: Lab, run: Run) -> list[int]:
     """Start the processes of a run once; returns exit codes. When one dies the others are killed, as launchers do."""
     run.directory.mkdir(parents=True, exist_ok=True)
-    for number in range(TRIES):
-        store = run.directory / f"store-{number}-{os.urandom(4).hex()}"
-        ranks = [lab.fork(partial(_body, run, rank, store), f"{run.case.name}-{rank}") for rank in range(run.ranks)]
-        codes = wait(ranks)
-        with (run.directory / "log").open("a") as log:
-            log.write(ranks[0].log.read_text())
-        if NO_PROCESS_GROUP not in codes:
-            break
+    store = fresh_directory(lab)
+    ranks = run_ranks(lab, run.ranks, partial(_body, run, store), store, name=f"{run.case.name}-")
+    codes = [child.wait() for child in ranks]
+    with (run.directory / "log").open("a") as log:
+        log.write(ranks[0].log.read_text())
     if run.kill is None or codes[run.victim] not in DEATHS:  # reactions to its death do not matter
         logs = [rank.log.read_text()[-4000:] for rank, code in zip(ranks, codes, strict=True) if code]
         assert not logs, "\n".join(logs)

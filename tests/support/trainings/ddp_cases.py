@@ -9,13 +9,12 @@ import pickle
 import select
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,31 +26,18 @@ import memckpt
 from memckpt import compression
 from memckpt.capture.self_test import SelfTest
 from memckpt.config import MemckptConfig
-from memckpt.processes.address import NODE_VARIABLE
 from memckpt.processes.control import ask_status
 from memckpt.session.generation_switch import SwitchState
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_child import Journal
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import PROCESS_GROUP_SECONDS, Death, become, join, run_ranks
 from tests.support.trainings.resume_history import commit, journal_of, note_resume, why_unproved
 
 STEPS = 14
-#: Seconds within which a rank learns that it has lost the others.
-PROCESS_GROUP_SECONDS = 20
 #: Seconds to wait for storage: on a busy machine the writer's imports take longer than the above.
 STORAGE_SECONDS = 45.0
-NO_PROCESS_GROUP = 77
-TRIES = 4
-
-
-@dataclass(frozen=True)
-class Death:
-    """A death: `who` is a rank, "all" or "agent"; `place` is "forward", "backward", "stepped" or "committed"."""
-
-    who: int | str
-    step: int
-    place: str = "forward"
 
 
 @dataclass(frozen=True)
@@ -118,6 +104,9 @@ class Job:
         return self.directory / f"journal-{rank}"
 
 
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
 class Net(nn.Module):
     """Examples of all that DDP treats specially: buffers, a layer that is used in some batches only."""
 
@@ -152,22 +141,8 @@ def halving_hook(state: Any, bucket: Any) -> Any:
 def train(job: Job, rank: int) -> None:
     """One rank of the attempt."""
     logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
-    if job.nodes:
-        os.environ[NODE_VARIABLE] = f"node{rank}"
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.directory}/store",
-            rank=rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
-        )
-    except RuntimeError as error:
-        # Gloo's ranks do not always find each other, with or without memckpt: the attempt is retried.
-        print(error)
-        os._exit(NO_PROCESS_GROUP)
+    become(rank, job.number, f"node{rank}" if job.nodes else None)
+    join(rank, job.world_size, job.directory / "store")
     torch.manual_seed(0)
     net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables).to(job.dtype)
     average = copy.deepcopy(net).requires_grad_(False) if job.averages else None
@@ -333,15 +308,10 @@ def _step(
     return total.hex()
 
 
-def run(lab: Lab, job: Job) -> list[int]:
+def run(lab: Lab, job: AnyJob, body: Callable[[AnyJob, int], None] = train) -> list[int]:
     """Run one attempt; returns the exit codes of its ranks. A rank that is to hang is left alive."""
-    for _ in range(TRIES):
-        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
-        codes = [0 if job.hang == rank else child.wait() for rank, child in enumerate(ranks)]
-        if NO_PROCESS_GROUP not in codes:
-            break
-        (job.directory / "store").unlink(missing_ok=True)
-    return codes
+    ranks = run_ranks(lab, job.world_size, partial(body, job), job.directory, patience=None, hangs=job.hang)
+    return [0 if job.hang == rank else child.wait() for rank, child in enumerate(ranks)]
 
 
 def check_verdicts(attempts: Sequence[Job], died: bool, reasons: Sequence[str] = ()) -> None:
@@ -357,11 +327,3 @@ def check_verdicts(attempts: Sequence[Job], died: bool, reasons: Sequence[str] =
 
 
 halving_hook.__annotations__.clear()  # torch compares them with its own classes
-
-
-def fresh_directory(lab: Lab) -> Path:
-    return Path(tempfile.mkdtemp(dir=lab.directory))
-
-
-def results(job: Job) -> list[Any]:
-    return [pickle.loads(job.result(rank).read_bytes()) for rank in range(job.world_size)]

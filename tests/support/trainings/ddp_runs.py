@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from memckpt.config import CompressionConfig
-from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.ddp_cases import AnyJob, Job, check_verdicts, run
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
-AnyJob = TypeVar("AnyJob", bound=Job)
 _references: dict[Any, list[Any]] = {}
 
 
@@ -70,12 +70,8 @@ def die_in_turn(
 
 def check_results(found: Sequence[Any], expected: Sequence[Any], resumed: int) -> None:
     """Check that all ranks have resumed at this step, and have the losses and the state of the undisturbed ones."""
-    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert ours["resumed"] == resumed, "the last attempt went on at another step"
-        wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
-        assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
-        different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
-        assert not different, f"rank {rank}: {different} differ"
+    assert [each["resumed"] for each in found] == [resumed] * len(found), "the last attempt went on at another step"
+    check_same(found, expected)
 
 
 def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchecked: Sequence[str] = ()) -> Job:

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,11 +20,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import memckpt
-from memckpt.processes.address import NODE_VARIABLE
 from tests.support.faults.frozen import freeze
-from tests.support.trainings.ddp_cases import NO_PROCESS_GROUP, PROCESS_GROUP_SECONDS, TRIES, Job
+from tests.support.trainings import ddp_cases
+from tests.support.trainings.ddp_cases import Job
 from tests.support.trainings.engine_child import Journal
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.rank_group import become, join
 from tests.support.trainings.resume_history import commit, note_resume
 
 
@@ -94,21 +94,8 @@ def wrap(job: FlatJob, net: Net) -> FullyShardedDataParallel:
 def train(job: FlatJob, rank: int) -> None:
     """One rank of the attempt."""
     logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
-    if job.nodes:
-        os.environ[NODE_VARIABLE] = f"node{rank}"
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.directory}/store",
-            rank=rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
-        )
-    except RuntimeError as error:
-        print(error)
-        os._exit(NO_PROCESS_GROUP)
+    become(rank, job.number, f"node{rank}" if job.nodes else None)
+    join(rank, job.world_size, job.directory / "store")
     deaths = {(death.step, death.place) for death in job.deaths if death.who in (rank, "all")}
 
     def at(step: int, place: str) -> None:
@@ -192,10 +179,4 @@ def _step(
 
 def run(lab: Lab, job: FlatJob) -> list[int]:
     """Run one attempt; returns the exit codes of its ranks."""
-    for _ in range(TRIES):
-        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
-        codes = [child.wait() for child in ranks]
-        if NO_PROCESS_GROUP not in codes:
-            break
-        (job.directory / "store").unlink(missing_ok=True)
-    return codes
+    return ddp_cases.run(lab, job, train)

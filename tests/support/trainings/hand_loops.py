@@ -20,11 +20,10 @@ import memckpt
 from tests.support.faults.check_lines import REASONS
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import NO_PROCESS_GROUP, join, wait
+from tests.support.trainings.rank_group import fresh_directory, join, run_ranks
 
 #: Where a process dies, and the how-manieth time that it comes by.
 Kill = tuple[str, int]
-_TRIES = 4
 
 
 class Unprotected:
@@ -143,9 +142,9 @@ def survives(
         The output of the first rank's processes of the killed run.
     """
 
-    def body(noted: Path, protected: bool, seed: int, kill: Kill | None, rank: int, store: Path) -> None:
+    def body(noted: Path, protected: bool, seed: int, kill: Kill | None, store: Path, rank: int) -> None:
         if ranks > 1:
-            join(rank, ranks, store)
+            join(rank, ranks, store / "store", launched=True)
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -153,15 +152,9 @@ def survives(
         loop(kind(lab.run_dir if protected else None, noted.with_suffix(f".{rank}"), dies, check))
 
     def run(noted: Path, protected: bool, seed: int, kill: Kill | None) -> str:
-        for _ in range(_TRIES):
-            store = lab.directory / f"store-{os.urandom(4).hex()}"
-            children = [
-                lab.fork(partial(body, noted, protected, seed, kill, rank, store), f"loop-{rank}")
-                for rank in range(ranks)
-            ]
-            codes = wait(children)
-            if NO_PROCESS_GROUP not in codes:
-                break
+        store = fresh_directory(lab)
+        children = run_ranks(lab, ranks, partial(body, noted, protected, seed, kill, store), store, name="loop-")
+        codes = [child.wait() for child in children]
         log = children[0].log.read_text()
         assert codes[-1] == (0 if kill is None else -signal.SIGKILL), children[-1].log.read_text()[-6000:]
         assert kill is not None or not any(codes), log[-6000:]
