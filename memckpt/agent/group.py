@@ -77,7 +77,7 @@ class Group:
             siblings.hurry,
             host.note_event,
         )
-        self.generations = HeldGenerations(ranks, self.saver.forget)
+        self.generations = HeldGenerations(ranks, self.saver.drop_generation)
 
     def _tell(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
         """Send a message to the trainers of these ranks."""

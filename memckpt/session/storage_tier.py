@@ -280,7 +280,7 @@ class StorageTier:
         for problem in problems:
             _log.warning("memckpt: passed over: %s", problem)
         if unread:
-            self._note(add=[candidates[chosen].checkpoint.key])
+            self._note_passed(add=[candidates[chosen].checkpoint.key])
             raise self._not_read(
                 unread, [one for one in candidates[chosen + 1 :] if one.step != candidates[chosen].step]
             )
@@ -288,7 +288,7 @@ class StorageTier:
         if newer:
             passed = [place.key for path in newer if (place := place_of(path)) is not None]
             # A batch is kept with the checkpoint that its records are redone on.
-            self._note(add=[*passed, *(one.checkpoint.key for one in candidates[:1])])
+            self._note_passed(add=[*passed, *(one.checkpoint.key for one in candidates[:1])])
         if newer and not by_hand:
             raise self._not_read(self.catalog.unreadable[newer[0]], candidates[chosen:] if chosen >= 0 else ())
         self.log_unread()
@@ -298,7 +298,7 @@ class StorageTier:
                 "resume='never' to start over"
             )
         if not newer:  # neither the chosen candidate nor damaged ones have to be kept any more
-            self._note(drop=[one.checkpoint.key for one in candidates[: chosen + 1]])
+            self._note_passed(drop=[one.checkpoint.key for one in candidates[: chosen + 1]])
         opened = self.open(candidates[chosen], spec, self._ranks.rank)
         if all(self._ranks.gather(opened.exact)):
             return opened
@@ -314,10 +314,10 @@ class StorageTier:
             "Retention keeps it"
         )
 
-    def _note(self, add: Collection[Key] = (), drop: Collection[Key] = ()) -> None:
+    def _note_passed(self, add: Collection[Key] = (), drop: Collection[Key] = ()) -> None:
         """Add checkpoints to those that retention keeps as they could not be read, or drop them; written by rank 0."""
 
-        def note() -> None:
+        def write_note() -> None:
             if self._ranks.rank != 0 or PASSED in self.catalog.unreadable or PASSED in self.catalog.damaged:
                 return
             assert self._store is not None
@@ -326,7 +326,7 @@ class StorageTier:
             except StorageError as error:
                 _log.warning("memckpt: what retention has to keep is not noted: %s", error)
 
-        self._ranks.together(note)
+        self._ranks.together(write_note)
 
     def before(self, point: StoredPoint) -> tuple[StoredPoint | None, str]:
         """The state before a point, if its files are all good; otherwise None, and the reason in words."""

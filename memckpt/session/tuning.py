@@ -129,7 +129,7 @@ class Tuning:
             self._begin_window(record)
             self._next = record + FIRST_RECORDS
         if record >= self._next:
-            self._look(record)
+            self._look_at_figures(record)
 
     def _begin_window(self, record: int) -> None:
         clock = self._clock
@@ -150,7 +150,7 @@ class Tuning:
             failures_per_second=self._rate.per_second,
         )
 
-    def _look(self, record: int) -> None:
+    def _look_at_figures(self, record: int) -> None:
         now = time.monotonic()
         self._rate.passed(now - self._counted_at)
         self._counted_at = now

@@ -261,7 +261,7 @@ class RecordReader:
             ahead: Future[dict[str, torch.Tensor]] | None = None
             for batch, following in itertools.zip_longest(wanted, wanted[1:]):
                 if ahead is not None:
-                    self._hold(batch, ahead.result())
+                    self._use_batch(batch, ahead.result())
                 else:
                     self._load(batch)
                 ahead = reading.submit(self._read, following) if following is not None else None
@@ -270,9 +270,9 @@ class RecordReader:
     def _load(self, batch: Batch) -> None:
         if self._batch is not batch and self._batch != batch:
             self._batch, self._tensors = None, {}
-            self._hold(batch, self._read(batch))
+            self._use_batch(batch, self._read(batch))
 
-    def _hold(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> None:
+    def _use_batch(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> None:
         self._batch, self._tensors = batch, tensors
         self._encodings = dict(self._find_encodings())
 

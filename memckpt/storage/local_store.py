@@ -46,7 +46,7 @@ class LocalStore(Store):
         target = self.root / path
         partial = target.with_name(partial_name(target.name))
         try:
-            with self._begin(partial) as file:
+            with self._open_partial(partial) as file:
                 draining = Draining(file)
                 yield cast("IO[bytes]", draining)
                 draining.finish()
@@ -60,7 +60,7 @@ class LocalStore(Store):
         target = self.root / path
         partial = target.with_name(partial_name(target.name))
         try:
-            with self._begin(partial) as file:
+            with self._open_partial(partial) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -78,7 +78,7 @@ class LocalStore(Store):
         sync_directory(target.parent)
         return True
 
-    def _begin(self, partial: Path) -> IO[bytes]:
+    def _open_partial(self, partial: Path) -> IO[bytes]:
         """Open a new file. A directory that another process removed as empty meanwhile is created once more."""
         if self._is_away:
             raise store_is_away(self.url, self._witness)
@@ -89,9 +89,9 @@ class LocalStore(Store):
             self._make_directory(partial.parent)
             return partial.open("wb")
 
-    def let_go(self, path: str) -> None:
+    def drop_cached(self, path: str) -> None:
         with self.open(path) as file:
-            let_go(file.fileno())
+            drop_cached_pages(file.fileno())
 
     def _free(self) -> int | None:
         if self._is_away:
@@ -189,7 +189,7 @@ _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _REFUSED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ESPIPE, errno.EBADF)
 
 
-def let_go(fd: int) -> None:
+def drop_cached_pages(fd: int) -> None:
     """Drop a file's clean pages from the page cache, so that the next read comes from the medium."""
     with contextlib.suppress(OSError):  # only advice; tmpfs, for one, has nothing but the cache
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -244,4 +244,4 @@ class Draining:
         """Sync the file and drop its pages."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        let_go(self._file.fileno())
+        drop_cached_pages(self._file.fileno())

@@ -166,7 +166,7 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
     spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
     if free + spare.nbytes < needed:
         raise no_room(what, store.url, needed, free, spare.nbytes)
-    _let_go(store, spare, needed)
+    _delete_for_room(store, spare, needed)
 
 
 def keep_room(store: Store, catalog: Catalog, needed: int, keep_every_steps: int | None, good: Part) -> None:
@@ -181,16 +181,16 @@ def keep_room(store: Store, catalog: Catalog, needed: int, keep_every_steps: int
     if free is not None and free < needed and newest is not None:
         if newest.checkpoint.parts.get(good.node) != good:
             newest = _newest_good(store, stored_points(catalog))
-        _let_go(store, _spare(store, catalog, newest, keep_every_steps), needed)
+        _delete_for_room(store, _spare(store, catalog, newest, keep_every_steps), needed)
 
 
-def let_go_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None) -> int:
+def delete_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None) -> int:
     """Delete everything spare after a write failed although bytes were free (a quota). Returns the bytes deleted."""
     points = stored_points(catalog)
     if not points or not _spare(store, catalog, points[0], keep_every_steps).nbytes:
         return 0
     spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
-    _let_go(store, spare, None)
+    _delete_for_room(store, spare, None)
     return spare.nbytes
 
 
@@ -224,7 +224,7 @@ def _newest_good(store: Store, points: Sequence[StoredPoint]) -> StoredPoint:
     raise StorageError(f"nothing is deleted, as no state in storage is intact: {problems[0]}")
 
 
-def _let_go(store: Store, spare: _Spare, needed: int | None) -> None:
+def _delete_for_room(store: Store, spare: _Spare, needed: int | None) -> None:
     """Delete spare checkpoints and batches until `needed` bytes are free; None: all of them."""
 
     def enough() -> bool:

@@ -148,7 +148,7 @@ class Store(ABC):
         with _errors("move", self, path), contextlib.suppress(FileNotFoundError):
             self._move(path, to)
 
-    def let_go(self, path: str) -> None:
+    def drop_cached(self, path: str) -> None:
         """Drop a file from the page cache."""
         return
 

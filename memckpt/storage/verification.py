@@ -83,4 +83,4 @@ def read_back(store: Store, files: Sequence[StoredFile]) -> None:
     if problems:
         raise StorageError(f"files just written cannot be read back: {'; '.join(problems)}")
     for file in files:
-        store.let_go(file.path)
+        store.drop_cached(file.path)

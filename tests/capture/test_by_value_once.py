@@ -329,7 +329,7 @@ def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: 
         snapshots = Snapshots(lambda message, fd: orders.append(message))
 
         async def take() -> None:
-            outcomes.append(await snapshots.take(Run(""), held, 5))
+            outcomes.append(await snapshots.take_snapshot(Run(""), held, 5))
 
         carry_on(take())
         for rank in (0, 1):

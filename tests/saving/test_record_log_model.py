@@ -97,7 +97,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def _begin_generation(self, base: int) -> None:
         if self.filled is not None:
-            self.log.forget(self.filled.held)
+            self.log.drop_generation(self.filled.held)
             self.filled.close()
         self.number += 1
         self.filled = Filled(self.number, spec_of(), base)

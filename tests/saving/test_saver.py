@@ -118,7 +118,7 @@ def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_
     node = make(every_steps=10, mode="replica")
     record = node.train_until_ordered()
     late = SnapshotTaken(record, node.order_of(record), 0.1)
-    node.saver.forget(node.held)
+    node.saver.drop_generation(node.held)
     node.saver.after_commit(node.held, node.attempt)
     again = node.orders[-1]
     assert again.record == record
@@ -151,7 +151,7 @@ def test_several_nodes_log_where_that_is_asked_for(make: Any) -> None:
 def test_a_generation_whose_records_cannot_be_logged_is_not(make: Any) -> None:
     node = logging_node(make)
     assert node.mode == "log"
-    node.saver.forget(node.held)
+    node.saver.drop_generation(node.held)
     node.filled.close()
     node.filled = Filled(2, spec_of(dtype="complex128"), base=node.attempt.at)
     node.train()

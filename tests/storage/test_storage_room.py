@@ -123,7 +123,7 @@ def test_a_writer_s_traceback_is_told_once(
 ) -> None:
     disk.room = 1000
     region = Region.create("test", Layout(SPEC).snapshot_bytes)
-    writer._complaints.forget()
+    writer._complaints.reset()
 
     def attempt(record: int) -> Saved | SaveFailed:
         job = Save(store.url, part_of(record), SPEC, "snapshot", 1, {0: b""}, 2, None)

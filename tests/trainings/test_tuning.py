@@ -113,7 +113,7 @@ def test_failures_are_counted_across_attempts(lab: Lab) -> None:
 
 
 def test_switched_off_nothing_is_measured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning.Tuning, "_look", lambda *arguments: pytest.fail("a look"))
+    monkeypatch.setattr(tuning.Tuning, "_look_at_figures", lambda *arguments: pytest.fail("a look"))
     ended = lab.train(PLAIN, replace(FREE, tuning="off"))
     lab.check_same(PLAIN, ended)
 

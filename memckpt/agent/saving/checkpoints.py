@@ -75,7 +75,7 @@ class Checkpoints:
     async def save_ahead(self, asker: Run | Export, generation: Generation, record: int) -> None:
         """Save the state after a record that lies ahead."""
         try:
-            snapshot = await self.snapshots.take(asker, generation, record)
+            snapshot = await self.snapshots.take_snapshot(asker, generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
             snapshot = SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
         match snapshot:
@@ -84,7 +84,7 @@ class Checkpoints:
                     self._storage.schedule.copied(snapshot.seconds)
                 await self._write(asker, self.maker.of_snapshot(snapshot, asker.url))
             case SaveFailed():
-                self._tell(asker, snapshot)
+                self._report_outcome(asker, snapshot)
             case None if isinstance(asker, Run):
                 self._storage.schedule.again()
             case None:
@@ -98,7 +98,7 @@ class Checkpoints:
             taken(None)
             return
         try:
-            snapshot = await self.snapshots.take(Peers(), generation, record)
+            snapshot = await self.snapshots.take_snapshot(Peers(), generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
             snapshot = SaveFailed(generation.newest_step or 0, str(error))
         if isinstance(snapshot, SaveFailed):
@@ -113,7 +113,7 @@ class Checkpoints:
         try:
             job = self.maker.of_held(generation, record, asker.url, last=last)
         except MemckptError as error:
-            self._tell(asker, SaveFailed(generation.newest_step or 0, str(error)))
+            self._report_outcome(asker, SaveFailed(generation.newest_step or 0, str(error)))
         else:
             await self._write(asker, job)
 
@@ -138,11 +138,11 @@ class Checkpoints:
             replace(job, save=storage.add_terms(job)), asker, storage.schedule.limit_seconds
         )
         if outcome is not None:
-            self._tell(asker, outcome)
+            self._report_outcome(asker, outcome)
         elif isinstance(asker, Export):  # of the run's own nobody need know: memory has it
             asker.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
 
-    def _tell(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:
+    def _report_outcome(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:
         match asker, outcome:
             case Export(), _:
                 asker.done(outcome)
@@ -155,7 +155,7 @@ class Checkpoints:
 
     # What takes their memory away
 
-    def forget(self, generation: Generation) -> None:
+    def drop_generation(self, generation: Generation) -> None:
         """Use nothing more of a generation that is about to be closed."""
         self.snapshots.drop_of(generation)
         self.held = deque(one for one in self.held if one[0] is not generation)

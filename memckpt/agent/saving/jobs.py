@@ -244,33 +244,35 @@ class WriterJobs:
         """
         queued = _Queued(job, asker, limit, Answer())
         self._waiting.append(queued)
-        self._begin()
+        self._begin_job()
         return await queued.answer
 
-    def _begin(self) -> None:
+    def _begin_job(self) -> None:
         while self._waiting and self._current is None:
             self._current = self._waiting.popleft()
             job = self._current.job
             self._deadline = time.monotonic() + self._current.limit()
             abandoned = tuple(part for url, part in self._abandoned if url == job.save.url)
-            self._say(msgspec.structs.replace(job.save, abandoned=abandoned), job.regions)
+            self._send_to_writer(msgspec.structs.replace(job.save, abandoned=abandoned), job.regions)
 
     # What else it does
 
     def announce(self, message: Announce) -> None:
         """Let the agents of other nodes know after which record a checkpoint will be taken."""
-        self._say(message)
+        self._send_to_writer(message)
 
-    def look(self, message: LookForAnnounced | LookForRoom) -> None:
+    def look_into_store(self, message: LookForAnnounced | LookForRoom) -> None:
         """Have the writer look into a store, if it is idle; Announced or Room comes back."""
         if self._current is None and self._looking_since is None:
             self._looking_since = time.monotonic()
-            self._say(message)
+            self._send_to_writer(message)
 
     def looked(self) -> None:
         self._looking_since = None
 
-    def _say(self, message: Save | Announce | LookForAnnounced | LookForRoom, regions: Sequence[Region] = ()) -> None:
+    def _send_to_writer(
+        self, message: Save | Announce | LookForAnnounced | LookForRoom, regions: Sequence[Region] = ()
+    ) -> None:
         try:
             if self._writer is None:
                 self._writer = self._open_writer()
@@ -289,7 +291,7 @@ class WriterJobs:
             self._abandoned = [one for one in self._abandoned if one[0] != queued.job.save.url]
         self._close_current()
         queued.answer.give(message)
-        self._begin()
+        self._begin_job()
 
     def ended(self, reason: str) -> None:
         """End the writer process, which is gone or has to go: its jobs fail."""
@@ -316,7 +318,7 @@ class WriterJobs:
             self._end_writer()
         for one in given_up:
             one.answer.give(None)
-        self._begin()
+        self._begin_job()
 
     def _abandon(self, job: Job) -> None:
         self._abandoned.append((job.save.url, job.save.part))

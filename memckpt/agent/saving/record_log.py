@@ -199,7 +199,7 @@ class RecordLog:
             self._break("the storage does not keep up with the records")
         self._pump()
 
-    def forget(self, generation: Generation) -> None:
+    def drop_generation(self, generation: Generation) -> None:
         """Let go of a generation that is about to be closed: what has not been handed on of it is lost."""
         if self._generation is generation:
             self._generation = None

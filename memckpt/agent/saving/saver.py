@@ -73,7 +73,7 @@ class Saver:
         decided: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._tell_siblings = announce
-        self._schedule = Schedule(self._announce, self._look, decided)
+        self._schedule = Schedule(self._announce, self._look_for_announced, decided)
         self._storage = RunStorage(
             node, self._schedule, lambda: start_writer("records", self._records_said, self._records_ended), tell
         )
@@ -190,7 +190,7 @@ class Saver:
             carry_on(self._checkpoints.save_ahead(export, generation, record))
             return
         if self._storage.look_is_due():
-            self._jobs.look(LookForRoom(self._storage.url, self._storage.witness))
+            self._jobs.look_into_store(LookForRoom(self._storage.url, self._storage.witness))
         due = self._storage.due_record(generation, attempt, self.snapshots.lead)
         if due is not None:
             carry_on(self._checkpoints.save_ahead(Run(self._storage.url), generation, due))
@@ -210,9 +210,9 @@ class Saver:
         """Note the record after which the saver of the first rank takes a checkpoint."""
         self._schedule.announced(record)
 
-    def _look(self) -> None:
+    def _look_for_announced(self) -> None:
         assert self._storage.timeline is not None
-        self._jobs.look(LookForAnnounced(self._storage.url, self._storage.timeline))
+        self._jobs.look_into_store(LookForAnnounced(self._storage.url, self._storage.timeline))
 
     def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
         """Have the state after a record that lies ahead copied; `taken` gets the copy, which it then owns, or None."""
@@ -370,10 +370,10 @@ class Saver:
             if now >= limit:
                 end("the storage took too long")
 
-    def forget(self, generation: Generation) -> None:
+    def drop_generation(self, generation: Generation) -> None:
         """Use nothing more of a generation that is about to be closed."""
-        self._checkpoints.forget(generation)
-        self._log.forget(generation)
+        self._checkpoints.drop_generation(generation)
+        self._log.drop_generation(generation)
         if self._flushing is not None and self._flushing[0] is generation:
             self._flushing = None
 

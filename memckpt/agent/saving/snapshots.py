@@ -143,7 +143,7 @@ class Snapshots:
         """Who wants the one that is being taken; None while none is."""
         return self._current.asker if self._current is not None else None
 
-    async def take(self, asker: Asker, generation: Generation, record: int) -> Snapshot | SaveFailed | None:
+    async def take_snapshot(self, asker: Asker, generation: Generation, record: int) -> Snapshot | SaveFailed | None:
         """Have the state after `record` copied, which lies ahead.
 
         Returns:
@@ -153,7 +153,7 @@ class Snapshots:
         Raises:
             MemoryBudgetError, OSError, RuntimeError: there is no memory for a copy.
         """
-        order = self._begin(asker, generation, record)
+        order = self._order_copy(asker, generation, record)
         taken = await order.answer if order is not None else None
         if isinstance(taken, Snapshot) and not generation.ledger.knows(record):
             # So late that its rank states have been let go of.
@@ -162,7 +162,7 @@ class Snapshots:
             return None
         return taken
 
-    def _begin(self, asker: Asker, generation: Generation, record: int) -> _Order | None:
+    def _order_copy(self, asker: Asker, generation: Generation, record: int) -> _Order | None:
         """Order a copy; None if the record has passed."""
         layout = generation.layout
         check_budget(layout.snapshot_bytes, 0, None, "a copy of the state on its way to storage")

@@ -31,7 +31,7 @@ class LimitedDisk:
         self.root = root
         self.room: int | None = None
         self.written = self.refused = 0
-        begin = LocalStore._begin
+        begin = LocalStore._open_partial
 
         @contextlib.contextmanager
         def beginning(store: LocalStore, partial: Path) -> Iterator[IO[bytes]]:
@@ -39,7 +39,7 @@ class LimitedDisk:
                 yield cast("IO[bytes]", _Limited(self, file))
 
         monkeypatch.setattr(os, "fsync", lambda fd: None)  # slow, and the power stays on
-        monkeypatch.setattr(LocalStore, "_begin", beginning)
+        monkeypatch.setattr(LocalStore, "_open_partial", beginning)
         monkeypatch.setattr(LocalStore, "free", lambda store: self.free() if counted else None)
 
     def used(self) -> int:

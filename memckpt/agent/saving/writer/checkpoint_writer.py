@@ -47,7 +47,7 @@ from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.dcp import write_merged
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
-from memckpt.storage.retention import keep_room, leftovers, let_go_blindly, make_room, no_room, read_pins, superseded
+from memckpt.storage.retention import delete_blindly, keep_room, leftovers, make_room, no_room, read_pins, superseded
 from memckpt.storage.store import Store, is_missing, store_is_away
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import read_back
@@ -105,12 +105,12 @@ def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
     try:
         saved = save(job, regions)
     except (MemckptError, OSError, RuntimeError, MemoryError) as error:
-        _complaints.tell(f"saving step {job.part.step} failed", error)
+        _complaints.log_failure(f"saving step {job.part.step} failed", error)
         missing = error.missing if isinstance(error, StorageFullError) else None
         if isinstance(error, StorageAwayError):
             missing = 0  # it is back as soon as it says at all how much is free
         return SaveFailed(job.part.step, f"{type(error).__name__}: {error}", missing)
-    _complaints.forget()
+    _complaints.reset()
     return saved
 
 
@@ -161,7 +161,7 @@ def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.T
         return _write_once(store, job, state, tensors)
     except StorageFullError as error:
         # Others were faster, or less may be written than is free: a quota.
-        if not let_go_blindly(store, _catalog_for(store, job.part), job.keep_every_steps):
+        if not delete_blindly(store, _catalog_for(store, job.part), job.keep_every_steps):
             raise no_room(what, store.url, needed, store.free(), refused=str(error)) from error
     try:
         return _write_once(store, job, state, tensors)

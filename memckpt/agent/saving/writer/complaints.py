@@ -12,13 +12,13 @@ class Complaints:
         self._log = log
         self._last: object = None
 
-    def tell(self, what: str, error: BaseException) -> None:
+    def log_failure(self, what: str, error: BaseException) -> None:
         """Log an error that is being handled; `what` has failed, in words."""
         cause = error.__cause__
         kind = (type(error), type(cause), getattr(cause, "errno", None))
         self._log.error("%s: %s: %s", what, type(error).__name__, error, exc_info=kind != self._last)
         self._last = kind
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Take the next failure for a new one: the work has succeeded."""
         self._last = None

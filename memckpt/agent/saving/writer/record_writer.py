@@ -97,13 +97,13 @@ class RecordWriter:
         nbytes, started = 0, time.perf_counter()
         try:
             for record in message.records:
-                nbytes += self._take(record)
+                nbytes += self._copy_record(record)
             if self._taken and message.flush:
                 self._not_before = float("-inf")
                 nbytes += self._write_if_there_is_room()
         except (MemckptError, OSError, MemoryError) as error:
             if not self._short:
-                _complaints.tell("a batch of records was not written", error)
+                _complaints.log_failure("a batch of records was not written", error)
             self._lose(f"{type(error).__name__}: {error}")
         hole, late, self._hole, self._late = self._hole, self._late, "", False
         written = self._written
@@ -133,7 +133,7 @@ class RecordWriter:
                 self._write_if_there_is_room()
             except (MemckptError, OSError, MemoryError) as error:
                 if not self._short:
-                    _complaints.tell("a batch of records was not written", error)
+                    _complaints.log_failure("a batch of records was not written", error)
                 self._lose(f"{type(error).__name__}: {error}")
 
     def _write_if_there_is_room(self) -> int:
@@ -147,14 +147,14 @@ class RecordWriter:
                 return self._write()
             except (StorageFullError, StorageAwayError) as error:
                 if not self._short:
-                    _complaints.tell("records wait", error)
+                    _complaints.log_failure("records wait", error)
                 self._short = str(error)
                 self._not_before = time.monotonic() + self._backoff.died()
         if sum(taken.copy.nbytes for taken in self._taken) > self._opened.batch_bytes:
             raise StorageError(self._short)
         return 0
 
-    def _take(self, record: LogRecord) -> int:
+    def _copy_record(self, record: LogRecord) -> int:
         """Copy one record, and write the batch if that makes it full; returns the bytes written."""
         nbytes = 0
         if self._last is not None and record.record != self._last + 1:
@@ -224,7 +224,7 @@ class RecordWriter:
         self._taken.clear()
         self._short, self._not_before = "", float("-inf")
         self._backoff.reset()
-        _complaints.forget()
+        _complaints.reset()
         self._follows = opened.timeline
         self._written = last
         _log.debug("records %d to %d are in storage (pid %d)", batch.first, batch.last, os.getpid())
@@ -241,7 +241,7 @@ class RecordWriter:
             if write and self._taken:
                 self._write()
         except (MemckptError, OSError, MemoryError) as error:
-            _complaints.tell("a batch of records was not written", error)
+            _complaints.log_failure("a batch of records was not written", error)
             return f"{type(error).__name__}: {error}"
         finally:
             self._taken.clear()
