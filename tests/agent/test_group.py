@@ -1,4 +1,4 @@
-"""What a node holds of several sets of shards: whenever a job dies, all of them can produce one record in common."""
+"""What a node holds of several sets of shards, from one attempt to the next."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
@@ -19,7 +17,6 @@ from memckpt.processes.attempt import Attempt
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Commit, Configure, GenerationCommit, Hello, Launcher, Prepare, Resume
-from memckpt.recovery.plan import common_records
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import StateSpec
 from tests.support.cluster.host import QuietHost
@@ -70,64 +67,6 @@ class Unit:
         held.ring.seal(record, rank)
         message = Commit(held.number, record, record, b"state", meta if rank == self.ranks[0] else b"")
         self.group.commit(rank, message, self.attempt)
-
-
-@pytest.mark.promise("a rank that dies while it writes a generation costs no other rank its state")
-@pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)]], ids=["a-rank-each", "two-share"])
-@given(data=st.data())
-@settings(max_examples=120, deadline=None)
-def test_whenever_a_job_dies_all_ranks_can_go_back_to_the_newest_record_of_all(
-    units: list[tuple[int, ...]], data: st.DataObject
-) -> None:
-    """A rank is in no record before all ranks are through the last but one: a backward of them all lies between."""
-    world = sum(len(unit) for unit in units)
-    job = [Unit(unit, world) for unit in units]
-    unit_of = {rank: one for one in job for rank in one.ranks}
-    # What becomes of each record, for all ranks of a unit alike. One that could not be staged is followed by a start;
-    # that happens now and then, and not at every other record.
-    length = data.draw(st.integers(1, 9))
-    fates: dict[tuple[int, ...], list[str]] = {one.ranks: ["begins"] for one in job}
-    last_void = -3
-    for record in range(1, length):
-        for one in job:
-            fate = fates[one.ranks]
-            choices = ["commits", "commits", "begins", *(["void"] if record - last_void > 3 else [])]
-            fate.append("begins" if fate[-1] == "void" else data.draw(st.sampled_from(choices)))
-            if fate[-1] == "void":
-                last_void = record
-    done = dict.fromkeys(range(world), 0)
-    kept: dict[int, set[int]] = {rank: set() for rank in range(world)}
-    try:
-        for _ in range(data.draw(st.integers(0, length * world))):
-            slowest = min(done.values())
-            ready = [rank for rank in done if done[rank] == slowest and slowest < length]
-            if not ready:
-                break
-            rank = data.draw(st.sampled_from(ready))
-            one = unit_of[rank]
-            record = done[rank] + 1
-            match fates[one.ranks][record - 1]:
-                case "begins":
-                    one.begins(rank, record)
-                    kept[rank].add(record)
-                case "commits":
-                    one.commits(rank, record)
-                    kept[rank].add(record)
-            done[rank] = record
-        expected = max(set.intersection(*kept.values()), default=None)
-        found = common_records([one.group.inventory(None) for one in job])
-        assert max(found, default=None) == expected, (fates, done)
-        if expected is not None:
-            for one in job:
-                one.group.begin_attempt()
-                _, prepared = one.group.resume(Resume(expected, Timeline(2, "b"), 1.0))
-                assert prepared.record == expected
-                assert len(prepared.metas) == one.spec.period
-                assert list(one.group.generations.standing_still())[-1] == expected
-                assert not one.group.generations.before
-    finally:
-        for one in job:
-            one.group.close()
 
 
 def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_one() -> None:
