@@ -80,7 +80,10 @@ default_role = "literal"
 smartquotes = False
 # Types in signatures that have no page: other libraries', and ours that are not public.
 nitpick_ignore_regex = [
-    ("py:.*", r"(accelerate|argparse|collections|lightning|numpy|omegaconf|os|pathlib|torch|transformers|typing)\..*"),
+    (
+        "py:.*",
+        r"(accelerate|argparse|collections|lightning|msgspec|numpy|omegaconf|os|pathlib|torch|transformers|typing)\..*",
+    ),
     ("py:.*", r"memckpt\.(capture|compression|config|recovery|session|state|storage)\.\w+\..*"),
     ("py:.*", r".*\.?(LoaderT|ResumeChoice|Parts)"),
     # A piece of `tuple[str, ...]` as Sphinx splits the type of a field that has a default.
