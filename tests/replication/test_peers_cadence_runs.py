@@ -72,14 +72,14 @@ def test_a_node_is_lost_that_could_not_send_every_record(lab: Lab, redo: str, da
 
 
 @slow
-@pytest.mark.parametrize(("ack", "rate"), [("wait", 200_000), ("proceed", 700_000)])
-def test_states_are_sent_where_links_prove_to_be_slow(lab: Lab, ack: str, rate: int) -> None:
+@pytest.mark.parametrize(("ack", "rate", "steps"), [("wait", 400_000, 75), ("proceed", 700_000, 105)])
+def test_states_are_sent_where_links_prove_to_be_slow(lab: Lab, ack: str, rate: int, steps: int) -> None:
     """N is chosen once the links are measured."""
     config = peers_config(1, 1, ack=ack, rate_bytes_per_second=rate)
-    job = peers_job(lab, Setup(world_size=2), config, last_step=105)
+    job = peers_job(lab, Setup(world_size=2), config, last_step=steps)
     expected = reference(lab, job)
-    acts = [Act(0, 80, "forward", until_states_are_sent), Act(0, 97, "forward", until_one_is_there)]
-    died = fail(lab, replace(job, acts=acts, protected_at=(0,)), Death("node1", 100, "backward"))
+    acts = [Act(0, steps - 15, "forward", until_states_are_sent), Act(0, steps - 5, "forward", until_one_is_there)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(0,)), Death("node1", steps - 3, "backward"))
     low, high = bounds(died)
     assert 32 < low < high
     assert "states are sent in place of records" in told(lab)
