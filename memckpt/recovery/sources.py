@@ -202,7 +202,7 @@ class Sources:
             steps = self._on_history(held)
             if held.problem or not steps:
                 continue
-            self._know(held.ranks, held.world_size, held.sharding, max(steps))
+            self._add_unit(held.ranks, held.world_size, held.sharding, max(steps))
             if self._counts(held.history, held.newest):
                 self.newest = max(self.newest, held.newest)
             if BadSource(held.node, held.ranks) in without:
@@ -223,7 +223,7 @@ class Sources:
             if held.problem or not held.history:
                 continue
             if steps:
-                self._know(held.owner, held.world_size, held.sharding, max(steps))
+                self._add_unit(held.owner, held.world_size, held.sharding, max(steps))
             if (held.node, held.owner, held.generation) in bad:
                 continue
             period = 1 if held.private else held.period
@@ -238,7 +238,7 @@ class Sources:
             known = [one for one in generations.values() if one.steps]
             self._coded[unit] = sorted(known, key=lambda one: one.order, reverse=True)
 
-    def _know(self, unit: RankGroup, world_size: int, sharding: str, newest: int) -> None:
+    def _add_unit(self, unit: RankGroup, world_size: int, sharding: str, newest: int) -> None:
         self.units.add(unit)
         self.held.add((unit, world_size, sharding))
         self.newest = max(self.newest, newest)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memckpt.replication.keeping.watermark import Leader
-from memckpt.replication.pacing.cadence import Cadence, LinkMeter
+from memckpt.replication.pacing.watermark import Cadence, Leader, LinkMeter
 from memckpt.replication.transport.wire import Acknowledged, Watermark
 
 NAMES = ("a", "b", "c")

@@ -1,4 +1,4 @@
 """When bytes may go, and which.
 
-`pace` (what may be sent now), `governor` (what sending costs training), `cadence` (N: every record, or states).
+`pace` (what may be sent now), `governor` (what sending costs training), `watermark` (what every node has, and N).
 """

@@ -16,10 +16,9 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
-from memckpt.replication.keeping.watermark import Leader
 from memckpt.replication.keeping.windows import sizes_of
-from memckpt.replication.pacing.cadence import Cadence, LinkMeter
 from memckpt.replication.pacing.pace import Pacer
+from memckpt.replication.pacing.watermark import Cadence, Leader, LinkMeter
 from memckpt.replication.process.node_plan import NodePlan
 from memckpt.replication.process.send import Mail, OwnGenerations, Pump
 from memckpt.replication.process.states_by_value import StatesByValue

@@ -270,7 +270,7 @@ class Reader:
         if problem:
             stripe.useless.add(peer)
             self._note_bad(partial, peer, problem)
-            self._want(partial, message.stripe, now)
+            self._ask_for(partial, message.stripe, now)
         else:
             stripe.here[peer] = (message.fragment, payload)
         self._go_on(now)
@@ -319,7 +319,7 @@ class Reader:
         self._note_bad(partial, peer, reason)
         partial.lost[peer] = reason
         for number in sorted(partial.stripes):
-            self._want(partial, number, now)
+            self._ask_for(partial, number, now)
         self._go_on(now)
 
     def _note_bad(self, partial: PartialRecord, peer: str, reason: str) -> None:
@@ -380,9 +380,9 @@ class Reader:
         while partial.next_asked < limit and self.result is None:
             number, partial.next_asked = partial.next_asked, partial.next_asked + 1
             partial.stripes[number] = Stripe(partial.needed)
-            self._want(partial, number, now)
+            self._ask_for(partial, number, now)
 
-    def _want(self, partial: PartialRecord, number: int, now: float) -> None:
+    def _ask_for(self, partial: PartialRecord, number: int, now: float) -> None:
         """Ask sources for a stripe that were not asked yet, as many as it needs fragments."""
         stripe = partial.stripes[number]
         missing = stripe.wanted - len(stripe.here) - len(partial.waiting(stripe))
@@ -467,7 +467,7 @@ class Reader:
                 self._note_bad(partial, peer, "its fragment is damaged")
             stripe.suspects = set() if error.bad else set(stripe.here)
             stripe.wanted = len(stripe.here) + 1
-            self._want(partial, number, now)
+            self._ask_for(partial, number, now)
             return None
         for peer in bad:
             self._note_bad(partial, peer, "its fragment is damaged")
