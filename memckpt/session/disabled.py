@@ -20,8 +20,7 @@ from memckpt.errors import UsageError
 from memckpt.processes.address import node_name
 from memckpt.session.loop import LoaderT
 from memckpt.session.rank_state import Parts
-from memckpt.session.report import HeldState, RestoreReport
-from memckpt.session.resume_check import ResumeCheck
+from memckpt.session.resume.report import HeldState, RestoreReport, ResumeCheck
 from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")

@@ -18,7 +18,7 @@ from memckpt.config.arguments import disabled_by_environment, with_environment
 from memckpt.config.observers import observers_from_environment
 from memckpt.errors import ConfigurationError
 from memckpt.session.disabled import DisabledSession
-from memckpt.session.fabric import bare_model, bare_optimizer
+from memckpt.session.loop import bare_model, bare_optimizer
 from memckpt.session.observed import ObservedSession
 from memckpt.session.session import Session
 

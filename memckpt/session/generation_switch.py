@@ -35,13 +35,12 @@ import time
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.processes.log import Seldom
 from memckpt.protocol.trainer import Begin, Drift
-from memckpt.session.changes import Changes
 from memckpt.session.connection import PreparedRegions
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.mode import ModeChoice
 from memckpt.session.ranks import LocalTraining
-from memckpt.session.staging import RestorePoint, Staging
+from memckpt.session.staging import Changes, RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from memckpt.config.arguments import ProtectionArguments
 from memckpt.config.observers import Committed, Observer, Watched
-from memckpt.session.report import RestoreReport
+from memckpt.session.resume.report import RestoreReport
 from memckpt.session.session import Session
 from memckpt.state import codec
 

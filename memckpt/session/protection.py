@@ -16,12 +16,11 @@ from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
 from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
-from memckpt.session.changes import Changes
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
-from memckpt.session.staging import RestorePoint, Staging
+from memckpt.session.staging import Changes, RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
 #: Number of consecutive records with an exception in our hooks after which protection pauses.

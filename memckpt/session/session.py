@@ -29,16 +29,13 @@ from memckpt.errors import (
 )
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.trainer import Commit, Void
-from memckpt.session.changes import Changes
-from memckpt.session.compression import CompressedAverages
 from memckpt.session.generation_switch import GenerationSwitch
-from memckpt.session.gradient_tap import GradientTap
+from memckpt.session.gradient_tap import CompressedAverages, GradientTap
 from memckpt.session.link import AgentLink
 from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.protection import PreemptionNotice, Protection
-from memckpt.session.proven import ProvenEnvironments
 from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import (
     LocalTraining,
@@ -49,12 +46,11 @@ from memckpt.session.ranks import (
     refuse_uneven,
     refuse_unordered,
 )
-from memckpt.session.report import HeldState, RestoreReport, describe_protection
-from memckpt.session.restoration import Restoration
-from memckpt.session.resume import Resumption
-from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck
-from memckpt.session.resume_proof import ResumeProof
-from memckpt.session.staging import RestorePoint, Staging
+from memckpt.session.resume.proof import ProvenEnvironments, ResumeProof
+from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreReport, ResumeCheck, describe_protection
+from memckpt.session.resume.restoration import Restoration
+from memckpt.session.resume.resume import Resumption
+from memckpt.session.staging import Changes, RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
 
 _log = logging.getLogger("memckpt")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from memckpt.errors import UnsupportedError
-from memckpt.session.fabric import bare_loader, bare_model, bare_optimizer
+from memckpt.session.loop import bare_loader, bare_model, bare_optimizer
 from tests.support.trainings.data_jobs import NONE
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Kill, Process, survives

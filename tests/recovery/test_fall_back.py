@@ -10,8 +10,7 @@ from torch import nn
 
 from memckpt.config import StorageConfig
 from memckpt.recovery.restore import Restorer
-from memckpt.session.changes import Changes
-from memckpt.session.staging import Staging
+from memckpt.session.staging import Changes, Staging
 from memckpt.state.redo import RedoGroup
 from tests.support.storage.stored_runs import until_ordered, until_stored
 from tests.support.trainings.engine_cases import PLAIN

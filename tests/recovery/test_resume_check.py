@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memckpt.recovery.comparison import ComparedKind, Comparison, Findings
-from memckpt.session.resume_check import ResumeCheck, judge
+from memckpt.session.resume.report import ResumeCheck, judge
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_agent, kill_self

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memckpt.capture.copier import HostCopier
-from memckpt.session import witness
+from memckpt.session.resume import witness
 from tests.support.cluster import sharded_lab
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.faults.deferred_copier import defer

@@ -12,7 +12,7 @@ from memckpt.errors import AgentError, NothingHeldError, PeerError
 from memckpt.protocol.recovery import BadSourceSeen, FromFragments, Recover, Recovered
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.recovery.sources import BadSource, Fetch
-from memckpt.session.peer_recovery import PeerRecovery
+from memckpt.session.peers import PeerRecovery
 from memckpt.state.records import Timeline
 from tests.support.trainings.recovery_lab import SPEC
 

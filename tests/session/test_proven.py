@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from memckpt.config import MemckptConfig
-from memckpt.session import proven
-from memckpt.session.proven import AGAIN, ProvenEnvironments
 from memckpt.session.ranks import Ranks
+from memckpt.session.resume import proof as proven
+from memckpt.session.resume.proof import AGAIN, ProvenEnvironments
 
 
 def begin(run_dir: Path, **settings: int) -> ProvenEnvironments:

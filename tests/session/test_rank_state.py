@@ -13,7 +13,7 @@ from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import HostCopier
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import RankState
-from memckpt.session.report import RestoreReport
+from memckpt.session.resume.report import RestoreReport
 
 
 class Counter:

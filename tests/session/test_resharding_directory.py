@@ -9,7 +9,7 @@ import pytest
 
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.cluster.sharded_job import plain, rows, train

@@ -15,7 +15,7 @@ from memckpt.memory.region import Region
 from memckpt.protocol.storing import SaveFailed
 from memckpt.protocol.writer import Announce, LookForRoom, Save
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
-from memckpt.session.storage_tier import StorageTier, plan_patiently
+from memckpt.session.resume.storage_tier import StorageTier, plan_patiently
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog

@@ -16,7 +16,7 @@ from memckpt.errors import ConfigurationError, DamagedStateError, ForeignStateEr
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.writer import Save
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore

@@ -9,8 +9,8 @@ import pytest
 
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError
-from memckpt.session import storage_tier
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.resume import storage_tier
+from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.verification import matches

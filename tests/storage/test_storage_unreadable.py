@@ -20,8 +20,8 @@ from memckpt.errors import DamagedStateError, StorageError
 from memckpt.memory.region import Region
 from memckpt.protocol.writer import Save
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
-from memckpt.session import storage_tier
-from memckpt.session.storage_tier import StorageTier, plan_patiently
+from memckpt.session.resume import storage_tier
+from memckpt.session.resume.storage_tier import StorageTier, plan_patiently
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, read_catalog
 from memckpt.storage.local_store import LocalStore

@@ -7,7 +7,7 @@ import torch
 
 from memckpt.compression import CompressionConfig, PowerSGD, Quantized8, RandomK, TopK, reducer_for
 from memckpt.compression.reduction import Bucket
-from memckpt.session.compression import _Settings
+from memckpt.session.gradient_tap import _Settings
 from tests.gpu.cases import alone
 from tests.support.trainings.engine_harness import Lab
 

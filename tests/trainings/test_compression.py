@@ -9,7 +9,7 @@ import pytest
 
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
-from memckpt.session.compression import DROPPED
+from memckpt.session.gradient_tap import DROPPED
 from tests.support.storage.stored_runs import catalog_of
 from tests.support.trainings.ddp_cases import Job, check_verdicts, run
 from tests.support.trainings.ddp_runs import job_of, reference, survives

@@ -19,8 +19,7 @@ from memckpt.errors import ConfigurationError, UnsupportedError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.session.mode import choose_redo
-from memckpt.session.report import RestoreReport
-from memckpt.session.resume_check import ResumeCheck
+from memckpt.session.resume.report import RestoreReport, ResumeCheck
 from memckpt.user_messages import show_by_default
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.engine_harness import Lab

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.session.compression import LATE_POWER_SGD
+from memckpt.session.gradient_tap import LATE_POWER_SGD
 from tests.support.trainings.ddp_cases import Job, check_verdicts, run
 from tests.support.trainings.ddp_runs import job_of, survives
 from tests.support.trainings.engine_harness import Lab

@@ -20,7 +20,7 @@ from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.recovery import Recover, Recovered
-from memckpt.session.peer_recovery import PeerRecovery
+from memckpt.session.peers import PeerRecovery
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.processes import command, kill_and_wait

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from memckpt.config import StorageConfig
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.resume.storage_tier import StorageTier
 from tests.support.cluster.thread_ranks import on_ranks
 
 

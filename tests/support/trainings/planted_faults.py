@@ -25,10 +25,9 @@ from memckpt.capture.watch import StaticWatch
 from memckpt.memory.region import Region
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
-from memckpt.session import restoration
-from memckpt.session.changes import Changes
 from memckpt.session.rank_state import RankState
-from memckpt.session.staging import Staging
+from memckpt.session.resume import restoration
+from memckpt.session.staging import Changes, Staging
 from memckpt.state import codec, redo, rng
 from memckpt.state.redo import RedoGroup, tensor_at
 from tests.support.trainings.engine_child import Control

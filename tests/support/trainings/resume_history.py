@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from memckpt import Session
 from memckpt.config import MemckptConfig
-from memckpt.session.report import RestoreReport
+from memckpt.session.resume.report import RestoreReport
 
 Events = list[dict[str, Any]]
 

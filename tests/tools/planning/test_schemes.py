@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, TopK
 from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
-from memckpt.session.compression import period_for
+from memckpt.session.gradient_tap import period_for
 from memckpt_hydra import protection
 from memckpt_tools.planning.expectation import expect
 from memckpt_tools.planning.intervals import ettr_asynchronous, wall_seconds

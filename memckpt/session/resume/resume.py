@@ -32,17 +32,16 @@ from memckpt.recovery.plan import (
     must_reshard,
 )
 from memckpt.recovery.sources import BadSource
-from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining, Ranks
-from memckpt.session.repeat_choice import RepeatChoice
-from memckpt.session.report import HeldState
-from memckpt.session.resharding import Resharding
-from memckpt.session.restoration import Restoration
-from memckpt.session.resume_check import Proof, ResumeCheck
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.resume.proof import RepeatChoice
+from memckpt.session.resume.report import HeldState, Proof, ResumeCheck
+from memckpt.session.resume.resharding import Resharding
+from memckpt.session.resume.restoration import Restoration
+from memckpt.session.resume.storage_tier import StorageTier, plan_patiently
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state import codec, rng
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec

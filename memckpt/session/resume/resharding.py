@@ -14,7 +14,7 @@ from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
-from memckpt.session.storage_tier import RESHARDING
+from memckpt.session.resume.storage_tier import RESHARDING
 from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
 

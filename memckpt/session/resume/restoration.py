@@ -18,13 +18,12 @@ from memckpt.capture.taps.tap import Tap
 from memckpt.journal.events import Recovered
 from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.restore import replica_digest
-from memckpt.session.chosen import Chosen, ChosenInMemory
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import LocalTraining
-from memckpt.session.repetition import Repetition, any_accelerator, compare_sample
-from memckpt.session.report import RestoreReport
-from memckpt.session.resume_check import Proof, prove
-from memckpt.session.resume_proof import ResumeProof
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory
+from memckpt.session.resume.proof import ResumeProof
+from memckpt.session.resume.repetition import Repetition, any_accelerator, compare_sample
+from memckpt.session.resume.report import Proof, RestoreReport, prove
 from memckpt.session.staging import Staging
 from memckpt.state import rng
 from memckpt.state.tensors import local

@@ -19,7 +19,7 @@ from memckpt.recovery.plan import RestoreRecord
 from memckpt.recovery.restore import Restorer
 from memckpt.session.connection import PreparedRegions
 from memckpt.session.link import AgentLink
-from memckpt.session.report import HeldState
+from memckpt.session.resume.report import HeldState
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec
 from memckpt.state.layout import Layout

@@ -18,10 +18,10 @@ from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import AgentGoneError, DamagedStateError
 from memckpt.recovery.comparison import Comparison, Findings
-from memckpt.session.chosen import Chosen
 from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import Ranks
+from memckpt.session.resume.chosen import Chosen
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import hyperparameters

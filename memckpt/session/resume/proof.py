@@ -1,0 +1,427 @@
+"""The resume check: whether the last step is repeated, the comparison of an attempt's first steps, and its verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memckpt import dataloader
+from memckpt.capture.evidence import Evidence
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.taps.ddp import BucketTap
+from memckpt.capture.taps.tap import Tap
+from memckpt.config import MemckptConfig
+from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
+from memckpt.memory.budget import available_bytes
+from memckpt.protocol.trainer import Checked
+from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.live_copies import copied_bytes
+from memckpt.session.link import AgentLink
+from memckpt.session.rank_state import RankState
+from memckpt.session.ranks import LocalTraining, Ranks
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.resume.repetition import Repetition, any_accelerator, compare_following
+from memckpt.session.resume.report import RestoreReport, ResumeCheck, judge, judge_witness, prove
+from memckpt.session.resume.storage_tier import StorageTier
+from memckpt.session.resume.witness import Witness
+from memckpt.session.staging import RestorePoint
+from memckpt.state import codec
+from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec
+from memckpt.user_messages import show_by_default
+
+_log = logging.getLogger("memckpt")
+#: Logger of verdicts, shown unless the application configures logging otherwise.
+_check_log = logging.getLogger("memckpt.check")
+
+
+class ResumeProof:
+    """Compares the first steps of a resumed training with those of the dead attempt.
+
+    There are three comparisons:
+
+    - *repetition*: the resumed step is repeated, and the whole state after it is compared.
+    - *witness*: the first gradients of the next step are compared with those that had been staged in its slot.
+    - *following*: the step after a captured state is compared by its rank state and its sample.
+
+    Args:
+        training: training that is resumed.
+        link: connection to the agent, which reports the verdict.
+        rank_state: compares rank states part by part.
+        proven: notes that a repeated step was equal.
+
+    Attributes:
+        check: the verdict, and the differences that led to it.
+        repetition: the step that is being repeated; None while none is.
+        report: report of the restore; None before it.
+    """
+
+    def __init__(
+        self, training: LocalTraining, link: AgentLink, rank_state: RankState, proven: ProvenEnvironments
+    ) -> None:
+        self._training = training
+        self._ranks = training.ranks
+        self._recorder = training.recorder
+        self._link = link
+        self._rank_state = rank_state
+        self._proven = proven
+        choice = training.config.resume_check
+        self.check = ResumeCheck(choice, "off" if choice == "off" else "pending")
+        self.repetition: Repetition | None = None
+        self.report: RestoreReport | None = None
+        self._witness: Witness | None = None
+        #: Whether gradients come in buckets, reduced over all ranks.
+        self._reduces = False
+        self._following: dict[int, bytes] = {}
+        self._evidence: Evidence | None = None
+
+    @property
+    def repeated(self) -> int | None:
+        """The step that is repeated, from the state before it; None if no step is."""
+        check = self.check
+        return check.step if check.kind in ("replay", "require") and check.verdict == "pending" else None
+
+    # The restore
+
+    def set_gradients_aside(self, chosen: ChosenInMemory, writer: SlotWriter, tap: Tap) -> None:
+        """Copy the gradients that the dead attempt had staged of the next record, before its slot is reused."""
+        self._evidence = writer.evidence
+        if self.check.kind == "off" or chosen.following:
+            return
+        self._witness = witness = Witness(self._training.copier)
+        if writer.snapshots:
+            witness.decline("state is copied, gradients are not, and no step behind the captured one is known")
+        elif isinstance(tap, BucketTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
+            witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
+        elif self._rank_state.never_repeatable:
+            witness.decline(self._rank_state.never_repeatable)
+        else:
+            self._reduces = isinstance(tap, BucketTap)
+            witness.set_aside(writer, chosen.plan.record + 1, tap.name)
+
+    def begin(self, chosen: Chosen) -> None:
+        """Begin the comparison, after the restore of tensors and gradients."""
+        dataloader.departures.append(self._depart)
+        if isinstance(chosen, ChosenInMemory):
+            self._following = chosen.following
+        if self.repetition is not None:
+            self._recorder.begin(None, self.repetition.record)
+            steps = self.repetition.steps
+            self._recorder.compare_steps(steps.stepping if steps is not None else None)
+        elif self.check.verdict not in ("pending", "off"):
+            self.tell()
+        if self._witness is not None:
+            self._witness.note_left(self._reduces)
+            if self._witness.waits:
+                self._recorder.compare_gradients(self._witness.gradient)
+
+    def _depart(self, reason: str) -> None:
+        """Correct the report: a loader has gone on with other data than it was left at."""
+        if self.report is not None:
+            self.report.because(reason)
+
+    # The first records
+
+    def end_repetition(self, point: RestorePoint) -> tuple[SlotWriter | None, str]:
+        """Compare the state after the repeated step, and put the held one back; collective.
+
+        Returns:
+            Writer of the generation that holds the record, which the caller closes, None where a new one begins; and
+            why the agent is lost, in words, empty if it is not.
+        """
+        repetition, self.repetition = self.repetition, None
+        self._recorder.compare_steps(None)
+        assert repetition is not None
+        self._link.finish_sending()
+        found = None
+        try:
+            self._training.copier.wait_before_changes()
+            found = repetition.finish(point.rank_state, self._rank_state)
+        except MemckptError:
+            self._proven.put_off()
+            raise
+        finally:
+            if found is None:
+                repetition.close()
+        what = f"step {repetition.step} was repeated"
+        if found is None:
+            self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
+            return None, "the agent has gone"
+        everybody, sampled = found
+        accelerated = any_accelerator(self._training.live, self._ranks)
+        proof = prove(sampled, accelerated, repetition.step, "where it was put back")
+        if proof.differs:
+            self.check.prove(proof)
+        judge(self.check, everybody, accelerated, what)
+        if self.check.verdict in ("equal", "rounding"):
+            self._proven.note_equal()
+        return repetition.held.take_writer(), ""
+
+    def end_record(self, point: RestorePoint) -> None:
+        """Compare the first records after the resumed one.
+
+        Raises:
+            ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
+        """
+        self._compare_following(point)
+        self._hear_witness(point)
+
+    def _compare_following(self, point: RestorePoint) -> None:
+        """Compare the rank state of the step after a captured state, of which no more is known."""
+        held = self._following.pop(point.record, None)
+        if held is None:
+            return
+        assert self._evidence is not None
+        everybody = compare_following(point.rank_state, held, self._evidence, self._rank_state, self._ranks)
+        what = f"step {point.step} was taken again, and compared by a sample"
+        judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
+        self.tell()
+
+    def _hear_witness(self, point: RestorePoint) -> None:
+        """Compare gradients, at the end of the first record after the resumed one."""
+        witness, self._witness = self._witness, None
+        self._recorder.compare_gradients(None)
+        if witness is None or self.check.refuted:
+            return
+        everybody = self._ranks.gather(witness.testify())
+        # A verdict "none" has been logged already if the step could not be repeated.
+        if self.check.verdict == "pending" or any(one.gradients for one in everybody):
+            judge_witness(self.check, everybody, any_accelerator(self._training.live, self._ranks), point.step)
+            self.tell()
+
+    def tell(self) -> None:
+        """Log the verdict, and send it to the agent.
+
+        Raises:
+            ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
+        """
+        check, config = self.check, self._training.config
+        if check.verdict == "different":
+            # Later resumes go on from a state that has this difference in it, and would call themselves exact.
+            self._rank_state.carry([f"an earlier resume was not exact: {check.line.partition(';')[0]}"])
+        if self._ranks.rank == 0:
+            level = logging.WARNING if check.verdict == "different" else logging.INFO
+            show_by_default(_check_log)
+            _check_log.log(level, "memckpt: resume check: %s", check.line)
+            if self._link.up:
+                with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
+                    self._link.send(Checked(check.verdict, check.line))
+        if check.verdict != "different" or config.resume_check != "require":
+            return
+        if config.accept_changes:
+            _log.warning("memckpt: training goes on all the same, as accept_changes says")
+            return
+        raise ResumeMismatchError(
+            f"resume_check='require': expected training to repeat what is held, found: {check.line}. What was "
+            "held is still held: mend the script and start again, or start once with accept_changes=True"
+        )
+
+    def close(self) -> None:
+        """Release states and gradients that were not compared."""
+        if self._depart in dataloader.departures:
+            dataloader.departures.remove(self._depart)
+        self._witness = None
+        repetition, self.repetition = self.repetition, None
+        if repetition is not None:
+            repetition.close()
+
+
+class RepeatChoice:
+    """Decides with all ranks whether the step is repeated; if so, the state before it is restored.
+
+    Args:
+        training: training that is resumed.
+        link: connection to the agent, whose replica advances where no step is repeated.
+        check: gets the step, or the reason why nothing is compared.
+    """
+
+    def __init__(self, training: LocalTraining, link: AgentLink, check: ResumeCheck) -> None:
+        self._ranks = training.ranks
+        self._link = link
+        self._check = check
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the step is repeated where that is possible."""
+        return self._check.kind in ("replay", "require")
+
+    def do_without(self, reason: str) -> None:
+        """Settle the check: nothing is compared, for this reason."""
+        if self._check.verdict == "pending":
+            self._check.step = None
+            self._check.settle("none", f"no step was compared: {reason}")
+
+    def give_up(self, reason: str) -> None:
+        """Repeat no step, although that was decided; for this reason."""
+        self._check.step = None
+        self.do_without(reason)
+
+    def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:
+        """Decide on a record in memory; collective.
+
+        Args:
+            chosen: the record.
+            asked: the user's choice of an older record, in words; empty without one.
+        """
+        if self._check.kind == "off":
+            return
+        message = chosen.message
+        chosen.following = self._following(message.following)
+        if not self.wanted:
+            return
+        before, rank = message.before, self._ranks.rank
+        own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
+        if not own and before is not None:
+            own = self._why_not_reduced_alike(chosen.state, codec.decode(before.rank_states[rank]))
+        reason = next(filter(None, self._ranks.gather(own)), "")
+        if reason:
+            # A node that has fetched its state has no replica to advance.
+            self._ranks.together(lambda: chosen.advance_replica(self._link) if before is not None else None)
+        if reason and not chosen.following:
+            self.do_without(reason)
+        elif not reason:
+            assert before is not None
+            self._check.step = chosen.plan.step
+            chosen.repeat_from(before, rank)
+
+    def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+        """Why a repeated step would add gradients in another order, in words; empty if it would not.
+
+        The second step of a process is reduced in the buckets that DDP lays out after the first one. The state after
+        the first one does not have that layout.
+        """
+        if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
+            return "DDP of three or more ranks had not laid out its buckets for good before that step"
+        return ""
+
+    def _following(self, states: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
+        """This rank's first state behind a captured record that every rank has."""
+        own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
+        common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
+        return {record: own[record] for record in sorted(common)[:1]}
+
+    def decide_in_storage(self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str) -> None:
+        """Decide on a state in a store, which also has to have the state before the step; collective.
+
+        Args:
+            chosen: the state.
+            tier: the store.
+            spec: layout of the live state.
+            asked: the user's choice of an older record, in words; empty without one.
+        """
+        if not self.wanted:
+            self.do_without(f"what {tier.name} has is one state, without gradients of the step behind it")
+            return
+        stored = chosen.stored
+        changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
+        own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
+        reason = next(filter(None, self._ranks.gather(own)), "")
+        before = None
+        if not reason:
+            before, reason = tier.before(stored.point)
+        if before is not None:
+            opened = tier.open(before, spec, self._ranks.rank)
+            known = codec.decode(opened.rank_state)
+            reason = next(filter(None, self._ranks.gather(self._why_not_reduced_alike(chosen.state, known))), "")
+            reason = reason or self._why_not_compared(stored, opened, spec)
+            if not reason:
+                self._check.step = stored.point.step
+                chosen.repeat_from(opened, known)
+                return
+        self.do_without(reason)
+
+    def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
+        """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
+        layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
+        changed = any(held.structure() != former.structure() for held, former in layouts)
+        copies = copied_bytes(stored.state.spec, stored.own.spec)
+        known = self._ranks.gather((changed, copies, Layout(spec).total_bytes // len(self._ranks.unit)))
+        here = [known[rank] for rank in self._ranks.local_ranks]
+        copies, protection = (sum(each[index] for each in here) for index in (1, 2))
+        tight = copies + protection > available_bytes()
+        if any(each[0] for each in known):
+            return f"the layout of the state has changed with step {stored.point.step}"
+        if any(self._ranks.gather(tight)):
+            return (
+                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
+            )
+        return ""
+
+
+#: File in the run directory; each line: digest of an environment, and its attempts since a repeated step was equal.
+FILE = "proven"
+#: Number of attempts after which a step is repeated again.
+AGAIN = 10
+#: Number of environments that are kept.
+_MOST = 64
+_LIBRARIES = ("memckpt", "torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
+
+
+class ProvenEnvironments:
+    """Resolves ``"auto"`` for one attempt: a step is repeated until one was equal, and each tenth time; collective.
+
+    Args:
+        config: settings of the attempt.
+        run_dir: the run directory.
+        ranks: ranks of the job; the first one's directory counts.
+
+    Attributes:
+        config: the settings, with ``"replay"`` or ``"witness"`` in place of ``"auto"``.
+    """
+
+    def __init__(self, config: MemckptConfig, run_dir: Path, ranks: Ranks) -> None:
+        self._file = run_dir / FILE
+        self._digest = ""
+        self._writes = ranks.rank == 0
+        self.config = config
+        if config.resume_check != "auto":
+            return
+        self._digest = _digest(config, ranks.world_size)
+        attempts = ranks.gather(self._noted().get(self._digest, AGAIN))[0]
+        self.config = replace(config, resume_check="witness" if attempts < AGAIN else "replay")
+        if attempts < AGAIN:
+            self._write(attempts + 1)
+
+    def _noted(self) -> dict[str, int]:
+        try:
+            lines = [line.split() for line in self._file.read_text(errors="replace").splitlines()]
+        except OSError:  # nothing is proven; the other ranks wait for this one's answer
+            return {}
+        return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+
+    def note_equal(self) -> None:
+        """Note that a repeated step was equal in this environment."""
+        self._write(1)
+
+    def put_off(self) -> None:
+        """Have the next attempt repeat no step: this one could not go on behind it."""
+        self._write(AGAIN - 1)
+
+    def _write(self, attempts: int) -> None:
+        if not self._digest or not self._writes:
+            return
+        noted = self._noted()
+        noted.pop(self._digest, None)
+        noted[self._digest] = attempts
+        written = self._file.with_name(f"{FILE}.new")
+        try:
+            written.write_text("".join(f"{one} {count}\n" for one, count in list(noted.items())[-_MOST:]))
+            written.replace(self._file)
+        except OSError as error:
+            _log.info("memckpt: each resume repeats its last step, as that it was equal cannot be noted: %s", error)
+
+
+def _digest(config: MemckptConfig, world_size: int) -> str:
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
+    libraries = [(name, getattr(sys.modules[name], "__version__", "")) for name in _LIBRARIES if name in sys.modules]
+    known = [script.name, sys.argv[1:], platform.python_version(), libraries, repr(config), world_size]
+    digest = hashlib.blake2b(repr(known).encode(), digest_size=16)
+    digest.update(script.read_bytes() if script.is_file() else b"")
+    return digest.hexdigest()
