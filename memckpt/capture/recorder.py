@@ -81,7 +81,7 @@ class Recorder:
         self._sub_steps: list[NotedSubStep] = []
         self._steps_taken: dict[int, int] = {}
 
-    def begin(self, writer: SlotWriter | None, record: int) -> None:
+    def begin_record(self, writer: SlotWriter | None, record: int) -> None:
         """Start collecting `record`."""
         self.writer = writer
         self.record = record

@@ -133,7 +133,7 @@ class GenerationSwitch:
             self.begin_record(record + 1)
             return
         # Other settings than the last attempt's, or a state that has grown, or peers that need all of it.
-        self._recorder.begin(None, record + 1)
+        self._recorder.begin_record(None, record + 1)
         same = (writer.spec.mode, writer.spec.every) == (self.request.mode, self.request.every)
         self.after = self._turn(record + 1) if same else record + 1
 
@@ -273,7 +273,7 @@ class GenerationSwitch:
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
-        self._staging.adopt(writer)
+        self._staging.adopt_writer(writer)
         self.tell_left_out()
         self.after, self.began = None, record
         self._changes.problem = None
@@ -294,7 +294,7 @@ class GenerationSwitch:
         if not writer.whole:
             if not self._link.make_slots(writer.generation):
                 self._staging.drop()
-                self._recorder.begin(None, record)
+                self._recorder.begin_record(None, record)
                 return
             writer.use_all_slots()
         self._training.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)

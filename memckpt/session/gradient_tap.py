@@ -71,7 +71,7 @@ class GradientTap:
             training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer
         )
         if isinstance(self._tap, BucketTap):
-            self._tap.adopted = compression.adopt
+            self._tap.adopted = compression.adopt_hook
         self._recorder.use_tap(self._tap.name, not isinstance(self._tap, (StepTap, FlatParameterTap)))
 
     @property
@@ -383,7 +383,7 @@ class CompressedAverages:
         live.growth.changing |= names
         rank_state.register(RESIDUALS, self._settings)
 
-    def adopt(self, state: object, hook: Callable[..., Any]) -> None:
+    def adopt_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Take a communication hook of the user's for what it is: torch's own are known."""
         carried = carried_by(state, device_of(self._live.tensors()))
         if carried is not None:

@@ -117,7 +117,7 @@ class AgentLink:
 
     # Start
 
-    def begin(self, spec: StateSpec) -> Inventory:
+    def connect(self, spec: StateSpec) -> Inventory:
         """Connect when an attempt begins, and have all in storage that is on its way there; what the node holds.
 
         An agent of this node that was told to end answers no more, while it writes what it holds. One that was told so
@@ -127,26 +127,26 @@ class AgentLink:
             RunBusyError: another live trainer holds the run.
         """
         try:
-            inventory = self.connect(spec, next_record=0, rejoining=False)
+            inventory = self._introduce(spec, next_record=0, rejoining=False)
         except AgentGoneError:
             serving = self._address.serving()
             if serving is not None and serving.pid == self.agent_pid and not serving.ends(within=_DYING_SECONDS):
                 raise
             self.abandon()
-            inventory = self.connect(spec, next_record=0, rejoining=False)
+            inventory = self._introduce(spec, next_record=0, rejoining=False)
         # An agent that holds something has come later than one that leaves, which then has nothing newer.
         if not any(each.records for each in inventory.held):
             grace = self._storage.grace_seconds if self._storage is not None else 0.0
             self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
         return inventory
 
-    def begin_again(self, spec: StateSpec, before: Inventory) -> Inventory:
-        """Do what :meth:`begin` does once more, unless the agent that has answered `before` is the node's still."""
+    def connect_again(self, spec: StateSpec, before: Inventory) -> Inventory:
+        """Do what :meth:`connect` does once more, unless the agent that has answered `before` is the node's still."""
         serving = self._address.serving()
         if serving is not None and serving.pid == before.agent_pid:
             return before
         self.abandon()
-        return self.begin(spec)
+        return self.connect(spec)
 
     def reconnect(self, spec: StateSpec, next_record: int) -> None:
         """Connect to another agent in the same attempt, starting it if there is none.
@@ -156,10 +156,10 @@ class AgentLink:
             next_record: number of the current record.
         """
         assert self._timeline is not None
-        self.connect(spec, next_record, rejoining=True)
+        self._introduce(spec, next_record, rejoining=True)
         self.configure(self._timeline)
 
-    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> Inventory:
+    def _introduce(self, spec: StateSpec, next_record: int, rejoining: bool) -> Inventory:
         """Connect to the agent, starting it if there is none, and introduce this rank; what the node holds."""
         self._connection = connection = AgentConnection.open(self._address, self._config)
         hello = Hello(

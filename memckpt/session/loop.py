@@ -49,7 +49,7 @@ class Loop:
         epoch: the current or next epoch of `epochs`.
         batch: number of batches of this epoch before the last commit.
         counts_batches: whether the user's loop counts them, too.
-        found: why the place that is held is not taken up exactly, as far as :meth:`hold` has found.
+        found: why the place that is held is not taken up exactly, as far as :meth:`continue_at` has found.
     """
 
     def __init__(self, rank_state: RankState, ranks: Ranks, restore_rng: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class Loop:
 
     # Resume
 
-    def hold(self, held: HeldState | None) -> None:
+    def continue_at(self, held: HeldState | None) -> None:
         """Continue at the place of `held`, once; leaves the global generators as they are.
 
         Raises:

@@ -166,7 +166,7 @@ class ModeChoice:
                 self._redo()
                 return
 
-    def begin(self) -> None:
+    def install_test(self) -> None:
         """Start the self-test, if there is one, as training begins."""
         if self._test is not None:
             self._test.install()
@@ -254,12 +254,12 @@ class ModeChoice:
         )
 
     def _capture(self, reason: str) -> None:
-        self.end()
+        self.remove_test()
         self.mode, self.reason, self.every = "snapshot", reason, self._config.snapshot_every_steps
         self.not_redoable = reason
 
     def _redo(self) -> None:
-        self.end()
+        self.remove_test()
         self.mode, self.reason = self._redone
         self.every = 1
 
@@ -267,7 +267,7 @@ class ModeChoice:
         """Use lazy redo from now on: the agent's redo has failed."""
         self.mode, self.reason = "lazy", reason
 
-    def end(self) -> None:
+    def remove_test(self) -> None:
         """Remove the self-test's hooks from the user's optimizers."""
         test, self._test = self._test, None
         if test is not None:

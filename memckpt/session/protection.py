@@ -124,7 +124,7 @@ class Protection:
         except MemoryBudgetError as error:
             # The dead attempt had written the start of the generation, and its slots do not fit.
             self._lose(record, str(error))
-            self._recorder.begin(None, record + 1)
+            self._recorder.begin_record(None, record + 1)
 
     def lose_agent(self, point: RestorePoint, reason: str) -> None:
         """Close the connection, and try a new agent if that is due."""
@@ -154,7 +154,7 @@ class Protection:
     def leave_record(self, record: int) -> None:
         """Begin the next record, with nothing staged, unless it has begun already."""
         if self._recorder.record == record:
-            self._recorder.begin(None, record + 1)
+            self._recorder.begin_record(None, record + 1)
 
     # The agent: notices, loss, return
 

@@ -160,12 +160,12 @@ class Session:
         self._mode.resume(resumed.held_mode, resumed.not_redoable)
         self._tuning.resume_rate(held.rank_state if held is not None else None)
         self._switch.use_mode()
-        self._recorder.begin(None, start.record)
+        self._recorder.begin_record(None, start.record)
         self._switch.start(start.record if start.anew else None)
 
         self._step_hooks.install()
         self._live.strangers.install()
-        self._mode.begin()
+        self._mode.install_test()
         self._tap.install()
         # Gradients are taken after the step where an attempt before did; ranks that share slots do alike.
         self._rank_state.provide(_LATER, lambda: self._tap.later, parts=lambda value: {})
@@ -270,7 +270,7 @@ class Session:
         filled = self._resumption.fill(self._has_told)
         chosen = filled.chosen
         if filled.start is not None:
-            self._recorder.begin(None, filled.start.record)
+            self._recorder.begin_record(None, filled.start.record)
             self._switch.start(filled.start.record)
         report = self._restoration.go_on(chosen, filled.proof, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._restoration.record_redo_seconds)
@@ -281,7 +281,7 @@ class Session:
         report = report.because(*(one for one in self._rank_state.reasons if one not in known))
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._refuse_inexact(report)
-        self._proof.begin(chosen)
+        self._proof.begin_comparison(chosen)
         return report
 
     def _refuse_inexact(self, report: RestoreReport) -> None:
@@ -295,7 +295,7 @@ class Session:
 
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
-        self._loop.hold(self._resumption.held)
+        self._loop.continue_at(self._resumption.held)
         self._restore_rng()
 
     def _restore_rng(self) -> None:
@@ -450,12 +450,12 @@ class Session:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
         writer, lost = self._proof.end_repetition(point)
         if writer is not None:
-            self._restoration.adopt(writer)
+            self._restoration.adopt_writer(writer)
             try:
                 self._protection.resume(writer, point.record)
             except AgentGoneError as error:
                 lost = str(error)
-        self._proof.tell()
+        self._proof.tell_verdict()
         if lost:
             self._protection.lose_agent(point, lost)
         self._protection.leave_record(point.record)
@@ -610,7 +610,7 @@ class Session:
         self._peers.stop_marking(self._recorder)
         self._step_hooks.remove()
         self._live.strangers.remove()
-        self._mode.end()
+        self._mode.remove_test()
         self._preemption.remove()
 
     def _close_parts(self) -> None:

@@ -87,7 +87,7 @@ class Staging:
         message = regions.message
         return SlotWriter(regions, message.generation, self._live, self._rank, self._copier, message.whole)
 
-    def adopt(self, writer: SlotWriter) -> None:
+    def adopt_writer(self, writer: SlotWriter) -> None:
         """Make this the writer of the current generation, and close the former one."""
         self.drop()
         self.writer = writer
@@ -97,7 +97,7 @@ class Staging:
         """Close the writer of the current generation."""
         writer, self.writer = self.writer, None
         self._recorder.drop_writer()
-        self._changes.forget()
+        self._changes.unwatch()
         if writer is not None:
             writer.close()
 
@@ -129,13 +129,13 @@ class Staging:
         assert writer is not None
         if writer.snapshots:
             # Gradients and steps are not recorded: the state is copied at the end of the record.
-            self._recorder.begin(None, record)
+            self._recorder.begin_record(None, record)
             return
         started = time.perf_counter()
         writer.ring.open_for_writing(record, self._rank)
         assert writer.landings is not None
         writer.landings.open(record, self._recorder.tap)
-        self._recorder.begin(writer, record)
+        self._recorder.begin_record(writer, record)
         try:
             with torch.no_grad():
                 self._anchored = writer.stage_anchors(record)
@@ -348,7 +348,7 @@ class Changes:
         self._recorder.watch_parameters(self._watch, self.look_before_step)
         self._static = StaticWatch(writer)
 
-    def forget(self) -> None:
+    def unwatch(self) -> None:
         self._watch = self._static = None
         self._recorder.watch_parameters(None)
 

@@ -37,7 +37,7 @@ class Bench:
     def begin(self, record: int) -> None:
         assert self.writer.landings is not None
         self.writer.landings.open(record, "streaming")
-        self.recorder.begin(self.writer, record)
+        self.recorder.begin_record(self.writer, record)
 
     def stage(self, index: int, value: float) -> None:
         param = self.params[index]

@@ -51,7 +51,7 @@ class Notes:
             compiled="",
             check=SimpleNamespace(restart=lambda: None),
             pending=SimpleNamespace(regroup=lambda: None),
-            begin=self._begin,
+            begin_record=self._begin,
             fail=lambda reason: setattr(self.recorder, "problem", reason),
             record_steps=lambda needed: None,
         )
@@ -64,7 +64,7 @@ class Notes:
             stage_by_value=lambda record: None,
             take_prepared=lambda spec: None,
             write_generation=lambda regions, point: (self._writer(), WRITTEN),
-            adopt=lambda writer: setattr(self.staging, "writer", writer),
+            adopt_writer=lambda writer: setattr(self.staging, "writer", writer),
             drop=lambda: setattr(self.staging, "writer", None),
             seal=lambda point: lambda: COMMITTED,
             begin_record=lambda record: self._begin(None, record),
@@ -226,7 +226,7 @@ def test_a_held_generation_goes_on_with_the_same_settings(
     notes.switch.start(None)
     writer = notes._writer()
     writer.spec = SimpleNamespace(mode=held, every=1)
-    notes.staging.adopt(writer)
+    notes.staging.adopt_writer(writer)
     notes.switch.resume(writer, 5, anew)
     assert (notes.switch.state, notes.switch.after, notes.recorder.record) == (state, after, 6)
 

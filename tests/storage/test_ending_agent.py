@@ -167,10 +167,10 @@ def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(
     assert run(lab, died) == [-signal.SIGKILL] * 2
 
     def prepare(rank: int) -> None:
-        original = AgentLink.begin
+        original = AgentLink.connect
 
-        def begin(link: AgentLink, spec: StateSpec) -> Inventory:
-            AgentLink.begin = original  # type: ignore[method-assign]
+        def connect(link: AgentLink, spec: StateSpec) -> Inventory:
+            AgentLink.connect = original  # type: ignore[method-assign]
             serving = link._address.serving()
             assert serving is not None
             until(lambda: (status := ask_status(link._address)) is not None and len(status.trainers) == 1)
@@ -179,7 +179,7 @@ def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(
             return original(link, spec)
 
         if rank == 1:
-            AgentLink.begin = begin  # type: ignore[method-assign]  # in a forked child
+            AgentLink.connect = connect  # type: ignore[method-assign]  # in a forked child
 
     last = replace(job, directory=fresh_directory(lab), number=1, prepare=prepare)
     assert run(lab, last) == [0, 0], logs(lab)[-6000:]

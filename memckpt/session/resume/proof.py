@@ -106,17 +106,17 @@ class ResumeProof:
             self._reduces = isinstance(tap, BucketTap)
             witness.set_aside(writer, chosen.plan.record + 1, tap.name)
 
-    def begin(self, chosen: Chosen) -> None:
+    def begin_comparison(self, chosen: Chosen) -> None:
         """Begin the comparison, after the restore of tensors and gradients."""
         dataloader.departures.append(self._depart)
         if isinstance(chosen, ChosenInMemory):
             self._following = chosen.following
         if self.repetition is not None:
-            self._recorder.begin(None, self.repetition.record)
+            self._recorder.begin_record(None, self.repetition.record)
             steps = self.repetition.steps
             self._recorder.compare_steps(steps.stepping if steps is not None else None)
         elif self.check.verdict not in ("pending", "off"):
-            self.tell()
+            self.tell_verdict()
         if self._witness is not None:
             self._witness.note_left(self._reduces)
             if self._witness.waits:
@@ -182,7 +182,7 @@ class ResumeProof:
         everybody = compare_following(point.rank_state, held, self._evidence, self._rank_state, self._ranks)
         what = f"step {point.step} was taken again, and compared by a sample"
         judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
-        self.tell()
+        self.tell_verdict()
 
     def _hear_witness(self, point: RestorePoint) -> None:
         """Compare gradients, at the end of the first record after the resumed one."""
@@ -194,9 +194,9 @@ class ResumeProof:
         # A verdict "none" has been logged already if the step could not be repeated.
         if self.check.verdict == "pending" or any(one.gradients for one in everybody):
             judge_witness(self.check, everybody, any_accelerator(self._training.live, self._ranks), point.step)
-            self.tell()
+            self.tell_verdict()
 
-    def tell(self) -> None:
+    def tell_verdict(self) -> None:
         """Log the verdict, and send it to the agent.
 
         Raises:

@@ -104,7 +104,7 @@ class RepeatedSteps:
         name = type(self._live.optimizers[number]).__name__
         return f"step {index + 1} of {name} (optimizer {number})"
 
-    def end(self) -> None:
+    def end_steps(self) -> None:
         """End the record: recorded steps that were not taken are differences, too."""
         if self.problem:
             return
@@ -198,7 +198,7 @@ class Repetition:
     def _put_back(self, rank_state: bytes, states: RankState) -> tuple[Findings, Evidence]:
         comparison = Comparison()
         if self.steps is not None:
-            self.steps.end()
+            self.steps.end_steps()
             comparison = self.steps.comparison
             comparison.problem = self.steps.problem
         held = self.held.state

@@ -109,7 +109,7 @@ class Resharding:
             url = storage.url or str(self._run_dir.resolve() / "storage")
             self._link.save_record(record, url, storage.timeout_seconds, name)
 
-    def forget(self) -> None:
+    def delete_store(self) -> None:
         """Delete the store in the run directory, as training has finished."""
         between = self._run_dir / _DIRECTORY
         if self._config is None and self._ranks.rank == self._ranks.local_ranks[0] and between.is_dir():

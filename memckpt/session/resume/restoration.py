@@ -165,17 +165,17 @@ class Restoration:
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
-        self._staging.adopt(writer)
+        self._staging.adopt_writer(writer)
         resume(writer, chosen.plan.record)
 
-    def adopt(self, writer: SlotWriter) -> None:
+    def adopt_writer(self, writer: SlotWriter) -> None:
         """Adopt the writer of a held generation, after a repeated step."""
         try:
             self._agree_on_replicas(writer)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
-        self._staging.adopt(writer)
+        self._staging.adopt_writer(writer)
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Make replicas equal: other kernels or thread counts may give other bits. The first rank's replica wins."""

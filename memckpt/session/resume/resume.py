@@ -211,12 +211,12 @@ class Resumption:
             AgentError: agents end faster than ranks come.
         """
         ranks = self._ranks
-        found = ranks.together(lambda: self._link.begin(spec))
+        found = ranks.together(lambda: self._link.connect(spec))
         for _ in range(_MOST_AGENTS):
             if _one_for_each_node(ranks, found):
                 return found
             _log.warning("memckpt: the agent ended while ranks of its node came to it: they go to the next one")
-            found = ranks.together(partial(self._link.begin_again, spec, found[ranks.rank]))
+            found = ranks.together(partial(self._link.connect_again, spec, found[ranks.rank]))
         raise AgentError(
             f"expected one agent for the ranks of a node, found that {_MOST_AGENTS} have ended one after the other as "
             "ranks came to them: see the agent's log in the run directory for who ends them"
@@ -463,7 +463,7 @@ class Resumption:
 
     def forget_resharding(self) -> None:
         """Delete the survivors' checkpoint in the run directory, as training has finished."""
-        self._resharding.forget()
+        self._resharding.delete_store()
 
     def close(self) -> None:
         """Close the chosen state, unless it is restored."""
