@@ -1,28 +1,33 @@
-"""Entry point of the engine: :func:`attach`."""
+"""Entry point of the engine: :func:`attach`, and the session that it returns where protection is disabled."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.config import AgentConfig, MemckptConfig, ResumeChoice
-from memckpt.config.arguments import disabled_by_environment, with_environment
-from memckpt.config.observers import observers_from_environment
-from memckpt.errors import ConfigurationError
-from memckpt.session.disabled import DisabledSession
-from memckpt.session.loop import bare_model, bare_optimizer
-from memckpt.session.observed import ObservedSession
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.stall_clock import StallClock
+from memckpt.config import AgentConfig, MemckptConfig, RedoMode, ResumeChoice
+from memckpt.config.arguments import DISABLE, disabled_by_environment, with_environment
+from memckpt.config.observers import Committed, Observer, Watched, observers_from_environment
+from memckpt.errors import ConfigurationError, UsageError
+from memckpt.processes.address import node_name
+from memckpt.session.loop import LoaderT, bare_model, bare_optimizer
+from memckpt.session.resume.report import ResumeCheck
 from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")
+_DISABLED = f"disabled by {DISABLE}"
 
 
 def attach(
@@ -67,16 +72,113 @@ def attach(
     observers = observers_from_environment()
     if disabled_by_environment():
         return DisabledSession(model, bare, extra_modules or {}, observers)
-    session = (partial(ObservedSession, observers) if observers else Session)(
+    session = Session(
         model,
         bare,
         arguments,
         data_parallel=data_parallel if wrapper is None else wrapper,
         extra_modules=extra_modules or {},
         replicated=replicated,
+        observers=observers,
     )
     _raise_oom_score()
     return session
+
+
+class DisabledSession(Session):
+    """A session that protects nothing: MEMCKPT_DISABLE=1 measures a script without protection, unchanged.
+
+    It starts over always, and counts steps as a session counts records. No part of a session is made.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers.
+        extra_modules: modules outside of the model.
+        observers: called behind each step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        extra_modules: Mapping[str, nn.Module],
+        observers: Sequence[Observer],
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self._closed = self._stepped = False
+        self._step = self._record = 0
+        self._hooks = [each.register_step_post_hook(self._note_step) for each in optimizers]
+        self._observers = observers
+        for each in observers:
+            live = LiveState(model, optimizers, extra_modules)
+            each.begin(Watched(model, live.optimizers, live.tensors, None, node_name(), rank, world_size, None))
+        if rank == 0:
+            _log.warning("memckpt: %s: this training is not protected; it starts over, and nothing is held", _DISABLED)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def _do_nothing(self, *_: Any, **__: Any) -> None: ...
+
+    provide = unrepeatable = register = inexact = carried = announce_accumulation = _do_nothing
+    restore = restore_tensors = restore_rng = _do_nothing
+    held = report = stored_step = agent_pid = None
+    mode: RedoMode = "lazy"
+    mode_reason = tap_reason = _DISABLED
+    check = ResumeCheck("off", "off")
+    drift_ulp = 0.0
+    logs_metrics = False
+    epoch = batch = 0
+
+    @property
+    def caveats(self) -> list[str]:
+        return [_DISABLED]
+
+    @property
+    def stall(self) -> StallClock:
+        return StallClock()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def describe(self) -> str:
+        return f"memckpt: protecting nothing: {_DISABLED}"
+
+    def loader(self, loader: LoaderT) -> LoaderT:
+        return loader
+
+    def epochs(self, total: int) -> Iterator[int]:
+        while self.epoch < total:
+            yield self.epoch
+            self.epoch += 1
+            self.batch = 0
+
+    def commit(
+        self, step: int | None = None, gradients_pending: bool | None = None, *, epoch_over: bool = False
+    ) -> bool:
+        if self._closed:
+            raise UsageError("commit() after close(): attach again to go on")
+        self._step = self._step + 1 if step is None else step
+        if gradients_pending or (gradients_pending is None and not self._stepped):
+            return False
+        self._stepped = False
+        self._record += 1
+        self.batch += 1
+        for each in self._observers:
+            each.see_committed(
+                Committed(self._step, self._record, lambda: (), sys._getframe(1), 0.0, False, None, ("", ""))
+            )
+        return True
+
+    def close(self, finished: bool = True) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        for each in self._observers:
+            each.close()
 
 
 def _check_metrics(config: AgentConfig) -> None:

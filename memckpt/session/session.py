@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
+from memckpt.config.observers import Committed, Observer, Watched
 from memckpt.errors import (
     AgentGoneError,
     ForeignStateError,
@@ -52,6 +55,7 @@ from memckpt.session.resume.restoration import Restoration
 from memckpt.session.resume.resume import Resumption
 from memckpt.session.staging import Changes, RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
+from memckpt.state import codec
 
 _log = logging.getLogger("memckpt")
 _LATER = OWN + "later"
@@ -73,8 +77,10 @@ class Session:
         data_parallel: DistributedDataParallel | None,
         extra_modules: Mapping[str, nn.Module],
         replicated: Sequence[str] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._closed = self._has_told = False
+        self._observers = observers
         self._last: RestorePoint | None = None
         #: The step number of the last commit, restore point or not; None before the first.
         self._number: int | None = None
@@ -84,6 +90,10 @@ class Session:
         self._wire_parts(Path(arguments.run_dir), optimizers, proven)
         try:
             self._start(arguments.resume)
+            ranks = self._ranks
+            place = (arguments.run_dir, ranks.node, ranks.rank, ranks.world_size, self.agent_pid)
+            for each in observers:
+                each.begin(Watched(model, self._live.optimizers, self._live.tensors, *place))
         except BaseException as error:  # an interrupt, too: the caller has no session to close
             self._unhook()
             self._close_parts()
@@ -282,6 +292,8 @@ class Session:
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._refuse_inexact(report)
         self._proof.begin_comparison(chosen)
+        for each in self._observers:
+            each.see_restored(report.step, report.record, report.tier, report.seconds, report.repeated)
         return report
 
     def _refuse_inexact(self, report: RestoreReport) -> None:
@@ -366,6 +378,7 @@ class Session:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
         self._refuse_unrestored("commit()")
+        repeated = self._proof.repetition is not None
         with self._clock.in_commit():
             self._loop.count_commit()
             refuse_uneven(self._data_parallel)
@@ -378,7 +391,7 @@ class Session:
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
             point = RestorePoint(self._recorder.record, self._number, rank_state)
             self._end_step(point)
-            if self._proof.repetition is not None:
+            if repeated:
                 # The step has been taken before: it is compared, and the state that it led to then is put back.
                 self._end_repetition(point)
             else:
@@ -386,7 +399,9 @@ class Session:
                 # Calls _bring_record. Errors make a gap in protection, and end no training.
                 self._protection.end_record(point)
             self._recorder.end_step_marks(point.record)
-            return True
+        if self._observers:
+            self._tell_observers(point, repeated, sys._getframe(1))
+        return True
 
     def _bring_record(self, point: RestorePoint) -> None:
         """Stage what the record lacks, seal it and tell the agent; or write the whole state, where a generation is due.
@@ -439,6 +454,21 @@ class Session:
         self._last = point
         self._rank_state.unrepeatable = ""
         self._loop.end_commit()
+
+    def _tell_observers(self, point: RestorePoint, repeated: bool, caller: FrameType) -> None:
+        check, states = (self.check.verdict, self.check.line), self._rank_state
+        committed = Committed(
+            point.step,
+            point.record,
+            lambda: states.parts(codec.decode(point.rank_state)),
+            caller,
+            self.stall.total,
+            repeated,
+            self.agent_pid,
+            check,
+        )
+        for each in self._observers:
+            each.see_committed(committed)
 
     def _next_step(self) -> int:
         """The step number behind the last call's, or behind the restored one; the record's where there is neither."""
@@ -587,6 +617,8 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        for each in self._observers:
+            each.close()
         if finished and self._last is None and self._recorder.graphs.stepped:
             _log.warning(
                 "memckpt: training has ended without a single commit, and nothing of it was protected: call "

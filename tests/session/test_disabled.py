@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import memckpt
 from memckpt.config.arguments import DISABLE, disabled_by_environment
 from memckpt.errors import ConfigurationError, UsageError
-from memckpt.session.disabled import DisabledSession
+from memckpt.session.entry import DisabledSession
 
 
 def test_every_member_of_a_session_is_there_without_the_parts_of_one() -> None:
