@@ -12,11 +12,8 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch.distributed as dist
 
 import memckpt
 from memckpt.config import MemckptConfig
@@ -25,7 +22,7 @@ from memckpt.processes import launch
 from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.netns import Network
 from tests.support.cluster.sharded_cases import Distributed, Setup
-from tests.support.trainings.rank_group import NO_PROCESS_GROUP
+from tests.support.trainings.rank_group import join
 
 #: Seconds without a step after which a rank hangs: it dumps its stack, and ends.
 HANG_SECONDS = 120
@@ -123,17 +120,7 @@ class _Rank:
     def _join(self) -> None:
         if self.attempt.setup.world_size == 1:
             return
-        try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{self.attempt.store}",
-                rank=self.rank,
-                world_size=self.attempt.setup.world_size,
-                timeout=timedelta(seconds=_GROUP_SECONDS),
-            )
-        except RuntimeError as error:
-            print(error)  # gloo's ranks do not always find each other: the attempt is retried
-            os._exit(NO_PROCESS_GROUP)
+        join(self.rank, self.attempt.setup.world_size, self.attempt.store, _GROUP_SECONDS)
 
     def _begin(self) -> int:
         attempt = self.attempt

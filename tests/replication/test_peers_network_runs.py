@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
@@ -37,7 +38,7 @@ from tests.support.cluster.peers_lab import (
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.cluster.sharded_lab import logs, noted, reference
 from tests.support.trainings.engine_harness import Child, Lab
-from tests.support.trainings.rank_group import NO_PROCESS_GROUP, TRIES, Death
+from tests.support.trainings.rank_group import Death, run_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -190,15 +191,8 @@ def test_training_waits_for_peers_that_are_away(lab: Lab, network: Network, trou
 
 def cut_off(lab: Lab, job: PeersJob, lost: int) -> Child:
     """Run an attempt until a node is cut off and all other ranks are dead; the rank that is left."""
-    for _ in range(TRIES):
-        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
-        codes = [child.wait(PATIENCE_SECONDS * 3) for rank, child in enumerate(ranks) if rank != lost]
-        if NO_PROCESS_GROUP not in codes:
-            break
-        ranks[lost].wait()
-        for left in job.directory.iterdir():
-            left.unlink()
-    assert set(codes) == {-signal.SIGKILL}, told(lab)
+    ranks = run_ranks(lab, job.world_size, partial(train, job), job.directory, patience=None, hangs=lost)
+    assert {child.wait() for rank, child in enumerate(ranks) if rank != lost} == {-signal.SIGKILL}, told(lab)
     return ranks[lost]
 
 

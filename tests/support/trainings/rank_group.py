@@ -122,6 +122,8 @@ def run_ranks(
         awaited = [child for rank, child in enumerate(children) if rank != hangs]
         if NO_PROCESS_GROUP not in wait(awaited, patience, limit):
             break
+        if hangs is not None:
+            children[hangs].wait()
         for left in directory.iterdir():
             left.unlink()
     return children
