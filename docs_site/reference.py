@@ -101,7 +101,7 @@ def _setting(setting: Setting, kinds: tuple[type, ...]) -> Iterator[str]:
     facts += [f"unit {unit}"] if (unit := unit_of(_name(setting))) else []
     facts += [f"only {', '.join(f'`{kind.__name__}`' for kind in of)}"] if len(of) < len(kinds) else []
     yield "; ".join(facts) + "."
-    yield f"Variable `{setting.variable}`, option `{setting.option}`."
+    yield f"Expected: {_escaped(setting.expected)}. Variable `{setting.variable}`, option `{setting.option}`."
     yield ""
     yield _sentence(setting.help)
 

@@ -78,8 +78,7 @@ class StorageConfig(Checked):
         url: a directory, or a URL of fsspec (``s3://bucket/run``); None: ``storage`` in the run directory. With several
             nodes all of them must share it.
         mode: ``"replica"`` writes checkpoints; ``"log"`` also every record between them, in batches, so that at most a
-            batch and the records waiting for the writer are lost; ``"auto"`` logs if all ranks are on one node and
-            records are small compared to checkpoints and to the storage's bandwidth, and reports why.
+            batch and the records waiting for the writer are lost.
         every_steps: interval of checkpoints in steps; None: as often as the two limits below allow.
         min_seconds: minimum interval of checkpoints in seconds, if `every_steps` is None.
         overhead: the share of training time that taking and writing checkpoints may cost, if `every_steps` is None.
