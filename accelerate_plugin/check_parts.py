@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memckpt import ComparedKind, dataloader
+from memckpt import ComparedKind
+from memckpt.capture import data as dataloader
 
 
 def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:

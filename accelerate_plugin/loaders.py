@@ -1,8 +1,8 @@
 """Data positions of prepared loaders: followed in place, read at each step, restored on a resume.
 
 Accelerate's loaders take one round of batches from an ordinary DataLoader ahead of the user. So the DataLoader inside
-is grafted (`memckpt.dataloader`) and counts fetched batches, and the loader around it counts batches given to the user.
-It keeps its identity; while it is followed its class is a subclass of its own.
+is grafted (`memckpt.capture.data`) and counts fetched batches, and the loader around it counts those given to the
+user. It keeps its identity; while it is followed its class is a subclass of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
 from accelerate_plugin.support import other_objects
-from memckpt import dataloader
-from memckpt.dataloader.followers import FollowedLoaders
-from memckpt.dataloader.iteration import drop_iterator
-from memckpt.dataloader.places import Place
-from memckpt.dataloader.prefetch import Prefetch
+from memckpt.capture import data as dataloader
+from memckpt.capture.data.follower import FollowedLoaders
+from memckpt.capture.data.iteration import drop_iterator
+from memckpt.capture.data.places import Place
+from memckpt.capture.data.prefetch import Prefetch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"

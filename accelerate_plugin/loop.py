@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from memckpt.dataloader.places import Place, PlaceWatch
+from memckpt.capture.data.places import Place, PlaceWatch
 from memckpt.errors import UsageError
 
 _log = logging.getLogger("accelerate_plugin")

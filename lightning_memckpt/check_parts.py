@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_memckpt.user_state import callbacks_by_key
-from memckpt import ComparedKind, dataloader
+from memckpt import ComparedKind
+from memckpt.capture import data as dataloader
 
 Parts = dict[tuple[ComparedKind, str], Any]
 

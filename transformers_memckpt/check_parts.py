@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memckpt import ComparedKind, dataloader
+from memckpt import ComparedKind
+from memckpt.capture import data as dataloader
 from transformers_memckpt.trainer_state import History
 
 #: Name suffixes of values that the Trainer derives from the clock: `train_runtime`, `train_tokens_per_second`.

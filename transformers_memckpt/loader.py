@@ -12,7 +12,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from torch.utils.data import DataLoader
 
-from memckpt import dataloader
+from memckpt.capture import data as dataloader
 from memckpt.errors import UnsupportedError
 
 
@@ -51,7 +51,7 @@ class Follower:
         """Make the next epoch continue at the position `held`; global generators may move until training restores them.
 
         Raises:
-            DataPositionError: see :func:`memckpt.dataloader.resume`.
+            DataPositionError: see :func:`memckpt.capture.data.resume`.
         """
         self._held = held
         start = dataloader.recreate_persistent_iterator if held["between"] else dataloader.resume

@@ -26,7 +26,7 @@ def main() -> int:
     if not detach(arguments.ready_fd):
         return 0
     # Only now: what is imported here may start threads, which a fork does not take along.
-    from memckpt.agent.serve import serve
+    from memckpt.agent.server import serve
     from memckpt.errors import MemckptError
     from memckpt.processes.address import AgentAddress
     from memckpt.processes.launch import report_failure, report_ready

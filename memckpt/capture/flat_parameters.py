@@ -16,7 +16,7 @@ from torch import nn
 
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers
-from memckpt.capture.taps.step import StepTap
+from memckpt.capture.taps.tap import StepTap
 from memckpt.errors import UnsupportedError
 
 #: FSDP1's mark on parameters that are views of a flat parameter.

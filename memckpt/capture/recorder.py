@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.capture import graphs
 from memckpt.capture.copier import Copier
 from memckpt.capture.gradient_staging import GradientStaging
-from memckpt.capture.graphs import GraphNotes
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.pending import PendingGradients
 from memckpt.capture.phases import PhaseMarks
@@ -27,13 +25,17 @@ from memckpt.capture.staging_check import StagingCheck, unknown_change
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.sub_steps import NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.watch import ParameterWatch
-from memckpt.errors import UnsupportedError
+from memckpt.errors import UnsupportedError, UsageError
 from memckpt.state import codec
 from memckpt.state.ambient import ambient_of
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import SubStep
 
 _log = logging.getLogger("memckpt")
+_GRAPHED_STEP = (
+    "an optimizer's step is being recorded into a CUDA graph, and its replays run no hooks: no record would hold them; "
+    "step outside of the graph, or have the state copied (redo='snapshot')"
+)
 
 
 class Recorder:
@@ -227,7 +229,7 @@ class Recorder:
         """
         if self._copier.recording_graph():
             if self._needs_steps:
-                raise UnsupportedError(graphs.STEP)
+                raise UnsupportedError(_GRAPHED_STEP)
             self.graphs.step = True
             return
         try:
@@ -327,3 +329,45 @@ class Recorder:
         """A function that encodes the record's steps: it reads operands from the device, so the sender calls it."""
         steps, self._sub_steps = self._sub_steps, []
         return lambda: tuple(step.encode() for step in steps if step.had_effect)
+
+
+class GraphNotes:
+    """Graph recordings seen in this session: recorded work runs later, without the hooks that observe training.
+
+    A forward in a graph is harmless: gradients are accumulated outside of it. A whole backward runs its hooks only
+    while it is recorded; the gradients of its replays are taken after the step.
+
+    Attributes:
+        backward, step: whether a backward or a step has been recorded.
+        stepped: whether an optimizer has stepped, outside of graphs, since the last commit.
+    """
+
+    def __init__(self) -> None:
+        self.backward = False
+        self.step = False
+        self.stepped = False
+
+    def refuse_unseen(self, world_size: int, told: bool) -> None:
+        """Refuse a commit if replays hide whether it is a restore point.
+
+        Args:
+            world_size: number of ranks.
+            told: whether the caller has declared if gradients are pending.
+
+        Raises:
+            UnsupportedError: several ranks, whose reductions are hidden.
+            UsageError: gradients may be waiting for a step.
+        """
+        stepped, self.stepped = self.stepped, False
+        if not self.backward:
+            return
+        if world_size > 1:
+            raise UnsupportedError(
+                f"a backward was recorded into a CUDA graph, with {world_size} ranks: its replays run no hooks, so "
+                "it is unknown when all ranks have reduced; record the forward alone, or use one rank"
+            )
+        if not (told or stepped or self.step):
+            raise UsageError(
+                "commit(): a backward was recorded into a CUDA graph, whose replays cannot be seen, and no optimizer "
+                "has stepped: expected commit(gradients_pending=True) inside an accumulation, False otherwise"
+            )

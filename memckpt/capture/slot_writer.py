@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.capture.anchor_copies import AnchorCopies
 from memckpt.capture.by_value import ByValueTensors, LayoutChangedError, LiveTensor
 from memckpt.capture.copier import Copier
 from memckpt.capture.digests import Digests
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.gradient_places import GradientPlaces
 from memckpt.capture.live_state import LiveState, state_of
+from memckpt.capture.views import AnchorCopies
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.landings import Landings
 from memckpt.memory.region import Region

@@ -75,7 +75,7 @@ def agent(
     when it stops. Takes over from an agent that a running trainer has started. Exit status 0 when training has
     finished, no trainer has come back, or it was told to leave; 7 if this node has another agent of the run.
     """
-    from memckpt.agent.serve import serve
+    from memckpt.agent.server import serve
     from memckpt.processes.launch import make_run_dir
     from memckpt.processes.log import logging_to_stderr
     from memckpt.processes.sd_notify import READY, STOPPING, ServiceManager

@@ -21,9 +21,7 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.shards import ShardTap
-from memckpt.capture.taps.step import StepTap
-from memckpt.capture.taps.streaming import StreamingTap
-from memckpt.capture.taps.tap import Tap
+from memckpt.capture.taps.tap import StepTap, StreamingTap, Tap
 from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
 from memckpt.compression.accepted import refuse_dtypes, refuse_sparse
 from memckpt.compression.hook import reducer_for

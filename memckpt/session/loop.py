@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from memckpt.dataloader.follower import Followers, check_parts
-from memckpt.dataloader.places import PlaceWatch
+from memckpt.capture.data.follower import Followers, check_parts
+from memckpt.capture.data.places import PlaceWatch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 from memckpt.recovery.comparison import ComparedKind
 from memckpt.session.rank_state import OWN, RankState

@@ -13,10 +13,10 @@ import pytest
 from accelerate_plugin import object_states
 from accelerate_plugin.loaders import Follower
 from accelerate_plugin.plugin import MemCheckpointPlugin
+from memckpt.capture.data.passes import Pass
 from memckpt.compression import RandomK
 from memckpt.config import StorageConfig
 from memckpt.config.arguments import config_from_environment
-from memckpt.dataloader.passes import Pass
 from tests.support.trainings.accelerate_cases import (
     ALL_ALONG,
     BRIEFLY,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memckpt.capture.copier import HostCopier, device_of
-from memckpt.capture.graphs import GraphNotes
+from memckpt.capture.recorder import GraphNotes
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.session import session
 from tests.support.trainings.engine_child import config

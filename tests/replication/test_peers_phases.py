@@ -21,8 +21,7 @@ from memckpt.capture.copier import copier_for
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.taps.ddp import BucketTap
-from memckpt.capture.taps.step import StepTap
-from memckpt.capture.taps.streaming import StreamingTap
+from memckpt.capture.taps.tap import StepTap, StreamingTap
 from memckpt.errors import DamagedStateError
 from memckpt.memory.phases import Phase, PhaseReader, PhasesPage, PhaseWriter
 from memckpt.memory.region import Region

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import memckpt
-from memckpt.capture.taps.streaming import StreamingTap
+from memckpt.capture.taps.tap import StreamingTap
 from memckpt.config import AgentConfig
 from memckpt.errors import (
     UnsupportedStateError,

@@ -12,8 +12,7 @@ from torch import nn
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import is_fsdp2
-from memckpt.capture.taps.streaming import StreamingTap
-from memckpt.capture.taps.tap import OncePerBackward, survives
+from memckpt.capture.taps.tap import OncePerBackward, StreamingTap, survives
 from memckpt.state.tensors import is_dtensor
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
+from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -120,3 +121,37 @@ class ParameterHooks(ABC):
 
     @abstractmethod
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None: ...
+
+
+class StepTap(ParameterHooks):
+    """Stages nothing during backward; notes that it has run: a batch inside an accumulation is no restore point."""
+
+    name = "step"
+
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._recorder.gradient_seen(param)
+
+
+class StreamingTap(ParameterHooks):
+    """Stages the accumulated gradient that a parameter's hook sees.
+
+    With accumulation it fires for every micro-batch and the last firing counts.
+    """
+
+    name = "streaming"
+
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
+        super().__init__(params, recorder)
+        self._copier = copier
+        self._at_end = OncePerBackward(self._backward_ended)
+
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._recorder.stage(param, gradient)
+        if self._copier.asynchronous:
+            # Gradients may be changed in place as soon as backward has ended.
+            self._at_end.ask()
+
+    @survives("ending a backward")
+    def _backward_ended(self) -> None:
+        with self._recorder.clock.in_hook():
+            self._copier.wait_before_changes()

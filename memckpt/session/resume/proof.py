@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memckpt import dataloader
+from memckpt.capture import data as dataloader
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap

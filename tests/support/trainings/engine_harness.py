@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from memckpt.agent.serve import serve
+from memckpt.agent.server import serve
 from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import stop_agent

@@ -36,7 +36,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from memckpt import Session, dataloader
+from memckpt import Session
+from memckpt.capture import data as dataloader
 from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from memckpt.dataloader.own_state import OwnObjects
-from memckpt.dataloader.passes import Phase, WorkerStates
+from memckpt.capture.data.own_state import OwnObjects
+from memckpt.capture.data.passes import Phase, WorkerStates
 from memckpt.state import rng
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from memckpt.dataloader import own_state
-from memckpt.dataloader.own_state import OwnObjects
-from memckpt.dataloader.passes import Pass, Phase
-from memckpt.dataloader.sampler_tap import content_digest, tap
-from memckpt.dataloader.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
+from memckpt.capture.data import own_state
+from memckpt.capture.data.own_state import OwnObjects
+from memckpt.capture.data.passes import Pass, Phase
+from memckpt.capture.data.sampler_tap import content_digest, tap
+from memckpt.capture.data.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
 from memckpt.state.rng import RngState

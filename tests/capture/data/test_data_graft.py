@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from memckpt import dataloader as data
-from memckpt.dataloader.sampler_tap import index_digest
+from memckpt.capture import data
+from memckpt.capture.data.sampler_tap import index_digest
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import NONE, TWO, each_kind_of_workers, in_child
 from tests.support.trainings.loader_cases import BATCHES, Workers, make

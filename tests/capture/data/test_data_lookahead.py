@@ -16,7 +16,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler
 
-from memckpt import dataloader as data
+from memckpt.capture import data
 from memckpt.state import codec, rng
 from tests.support.trainings.data_jobs import NONE
 from tests.support.trainings.loader_cases import BATCH, Augmented, OwnGenerator, ShuffledBatches, make

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from memckpt.dataloader.passes import Pass, Phase
+from memckpt.capture.data.passes import Pass, Phase
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
 

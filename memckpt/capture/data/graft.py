@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from memckpt.dataloader.iteration import (
+from memckpt.capture.data.iteration import (
     FORMAT,
     RECORD,
     GraftedLoader,

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from memckpt.dataloader.sampler_tap import index_digest
+from memckpt.capture.data.sampler_tap import index_digest
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from memckpt import dataloader as data
+from memckpt.capture import data
 from memckpt.state import rng
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import (

@@ -10,12 +10,11 @@ and no skipped sample is loaded.
     worker_rng.py   in the workers: sends their generators' states with each batch, restores them
     own_state.py    generators and sampler counters of the loader's own objects
     passes.py       bookkeeping of one pass
-    followers.py    the loaders of one training, whichever adapter follows them
-    follower.py     the same for loops written by hand: `Followers` know which iterations the user is in
+    follower.py     the loaders of one training, and of loops written by hand
     places.py       places of a loop in its loaders, and whether a restart there would be exact
 """
 
-from memckpt.dataloader.graft import (
+from memckpt.capture.data.graft import (
     comparable,
     derived,
     global_generators,
@@ -33,7 +32,7 @@ from memckpt.dataloader.graft import (
     under_generators,
     unreplayable,
 )
-from memckpt.dataloader.iteration import departures
+from memckpt.capture.data.iteration import departures
 from memckpt.errors import DataPositionError
 
 __all__ = [
