@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class LiveState:
         self._by_name: dict[str, torch.Tensor] = {}
         self._told: set[str] = set()
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
+        self._views: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._shards: dict[str, torch.Tensor] = {}
         # FSDP1 replaces parameters in the modules temporarily.
         self._flattened: dict[str, torch.Tensor] = {}
@@ -464,6 +465,7 @@ class LiveState:
                 by_value.append(described)
             else:
                 static.append(described)
+        self._views = self._find_views()
         keys = self._state_dict_keys()
         once = request.held_once(by_value, self.growth.apart)
         slots = request.slots_with(once)
@@ -546,6 +548,33 @@ class LiveState:
             sub_steps=self.growth.sub_steps.get(index, 1),
         )
 
+    # Buffers in parameters' memory
+
+    def views(self) -> list[str]:
+        """Names of the buffers that are, as when the layout was made, in a parameter's memory."""
+        return [name for name, buffer, param in self._views if _overlap(buffer, param)]
+
+    def part_views(self, kept: Collection[str]) -> None:
+        """Give memory of their own to buffers that only a new process has in a parameter's: a step moved that one."""
+        for name, buffer, _ in self._find_views():
+            if name not in kept:
+                buffer.data = buffer.detach().clone()
+
+    def _find_views(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each with its name and the parameter."""
+        plain = [(name, one) for name, one in self.tensors().items() if type(one) in (torch.Tensor, nn.Parameter)]
+        params: dict[int, list[torch.Tensor]] = {}
+        for _, tensor in plain:
+            if isinstance(tensor, nn.Parameter):
+                params.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        return [
+            (name, buffer, param)
+            for name, buffer in plain
+            if not isinstance(buffer, nn.Parameter) and not buffer.is_inference()
+            for param in params.get(buffer.untyped_storage().data_ptr(), ())
+            if _overlap(buffer, param)
+        ]
+
     # State captured beside the tensors in slots
 
     def capture_optimizers(self, spec: StateSpec) -> list[Any]:
@@ -579,3 +608,16 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     """An optimizer's state for a parameter, without creating an entry."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return state
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have memory in common, as far as their first and last elements tell."""
+    (begin, end), (other_begin, other_end) = map(_extent, (one, other))
+    return max(begin, other_begin) < min(end, other_end)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -183,6 +183,7 @@ class RankState:
             "provided": {name: capture() for name, capture in self._captures.items()},
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact, *unknown],
+            "views": self._live.views(),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 

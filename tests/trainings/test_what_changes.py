@@ -162,6 +162,25 @@ def test_what_changes_while_training_runs(lab: Lab, change: Change, check: str) 
     survives(lab, lambda process: process.train(change), KILLS, check, kind=Changing)
 
 
+class Viewed(Changing):
+    """A buffer is in the memory of a weight."""
+
+    def objects(self) -> tuple[Any, Any]:
+        model, optimizer = super().objects()
+        model.late = model.last.weight.detach()[0]
+        return model, optimizer
+
+
+def weight_moved(process: Changing, step: int) -> None:
+    if step == 4:
+        process.model.last.weight.data = process.model.last.weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [nothing, weight_moved], ids=lambda one: one.__name__)
+def test_a_buffer_in_the_memory_of_a_weight_that_moves(lab: Lab, change: Change) -> None:
+    survives(lab, lambda process: process.train(change), KILLS, kind=Viewed)
+
+
 class Replaced(Changing):
     """From the fourth step on another optimizer takes the place of the given one, or nothing that torch knows."""
 

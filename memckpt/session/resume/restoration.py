@@ -93,6 +93,7 @@ class Restoration:
         """
         state = chosen.state
         restore_groups(self._live, state)
+        self._live.part_views(state["views"])
         if isinstance(chosen, ChosenInMemory) and chosen.writer is None:
             chosen.writer = self._staging.open(chosen.regions)
         with rng.preserved():

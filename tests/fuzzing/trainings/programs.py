@@ -23,10 +23,7 @@ _OVER = "for x, y in loader:"
 _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transforms")
 
 #: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
-KNOWN: dict[str, str] = {
-    "odd buffers + rebinding weights": "a buffer that was a view of a weight is one again in a new process",
-    "odd buffers + weights moved": "the same",
-}
+KNOWN: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
