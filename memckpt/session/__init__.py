@@ -1,4 +1,10 @@
-"""Interface of the engine to a training process: :func:`attach` and the :class:`Session` it returns."""
+"""The trainer's side of the engine: :func:`attach`, and the :class:`Session` that it returns, one for each rank.
+
+Read `session` first (its three phases, and `commit`), then `generation_switch` (when a base begins), `staging` (what is
+written of a record) and `protection` (what an error does). The agent: `link` (what is asked of it) over `connection`.
+The training: `ranks`, `mode` (of redo), `gradient_tap`, `rank_state`, `loop`. `resume/`: what an attempt goes on from.
+Frameworks' adapters call it, through `memckpt`; `tuning` advises, `peers` takes its part in the peers tier.
+"""
 
 from memckpt.session.entry import attach
 from memckpt.session.resume.report import HeldState, RestoreReport
