@@ -139,7 +139,7 @@ class Checkpoints:
         )
         if outcome is not None:
             self._report_outcome(asker, outcome)
-        elif isinstance(asker, Export):  # of the run's own nobody need know: memory has it
+        elif isinstance(asker, Export):  # a checkpoint of the run itself was not waited for: memory has its state
             asker.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
 
     def _report_outcome(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:

@@ -84,7 +84,7 @@ class JobMaker:
         assert generation.replica is not None
         try:
             missing, plain = generation.replica.copy_ahead(record, region)
-        except BaseException:  # raised again: nobody else knows of the region
+        except BaseException:  # raised again; the region has no other owner yet
             region.close()
             raise
         job = self._of_copy(generation, record, url, region, missing, plain)
@@ -229,7 +229,7 @@ class WriterJobs:
         return None if self._looking_since is None else self._looking_since + _LOOK_LIMIT_SECONDS
 
     def warm(self) -> None:
-        """Start the process now: it takes seconds to import what it needs, and at a training's end somebody waits."""
+        """Start the process now: its imports take seconds, and the end of a training waits for them."""
         try:
             if self._writer is None:
                 self._writer = self._open_writer()

@@ -56,7 +56,7 @@ class Saver:
         tell: sends them one without.
         start_writer: starts a process that writes.
         failed: called when a checkpoint could not be written, and nothing that is held is still to be written.
-        announce: tells whoever saves other shards on this node that a checkpoint is taken after a record.
+        announce: tells the savers of other shards on this node that a checkpoint is taken after a record.
         decided: gets each change of the interval that measurements have made.
         hurried: tells them how many records ahead an order has to be.
     """
@@ -159,7 +159,7 @@ class Saver:
         self._schedule.observe(observed)
 
     def preempt(self, ending: bool = False) -> bool:
-        """Save at once, within the grace period: somebody got SIGTERM; if `ending`, the agent.
+        """Save at once, within the grace period: a trainer got SIGTERM, or with `ending` the agent.
 
         Returns:
             False where nothing is to be written.
@@ -243,7 +243,7 @@ class Saver:
             return
         if storage.mode == "log":
             self._log.collect(generation)
-            # Of several nodes each knows of its own part only: a checkpoint is the surer way.
+            # One of several nodes knows its own part only: a checkpoint is the surer way.
             enough = alone(generation) and self._log.reaches(records[-1])
             if not as_checkpoint and enough and self._flushing is None:
                 carry_on(self._flush_held(generation, records[-1]))
@@ -282,7 +282,7 @@ class Saver:
             carry_on(self._checkpoints.save_standing(Export(url, done), generation, record))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
-        """Write the newest record to a place that somebody has named; training goes on beside it.
+        """Write the newest record to a place that a command or the script has named; training goes on beside it.
 
         Args:
             url: of an empty store.
@@ -292,14 +292,14 @@ class Saver:
             record: the one to write, where other groups of ranks write the same; None: the newest.
         """
         if self._checkpoints.asked:
-            done(SaveFailed(0, "somebody else is waiting for the same; try again"))
+            done(SaveFailed(0, "another export of this state is still being written; try again when it is there"))
         else:
             self._checkpoints.asked.append(Export(url, done, record))  # from the next commit on
             if not training:
                 self.save_asked(generation)
 
     def save_asked(self, generation: Generation, record: int | None = None) -> None:
-        """Write what stands still for whoever has asked; no trainer runs.
+        """Write what stands still to the places that were asked for; no trainer runs.
 
         Args:
             generation: the one that is held.

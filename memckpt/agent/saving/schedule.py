@@ -282,7 +282,7 @@ class Schedule:
             step = generation.ledger.step_of(newest)
             offset = step - newest if step is not None else 0
             record = ahead + (-(ahead + offset)) % config.every_steps
-            # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.
+            # Not long before: memory for the copy is taken when it is ordered, and an export or peers may want one.
             return record if record - ahead <= _ORDER_RECORDS + lead else None
         if not one and 0 not in generation.spec.local_ranks:
             return self._announced_record(ahead, look=0 not in attempt.local_ranks)

@@ -94,7 +94,7 @@ def _save(job: Save, fds: list[int], background: ThreadPoolExecutor) -> Saved | 
 
 
 def warm_up() -> None:
-    """Import what torch imports with the first optimizer, while nobody waits for this process."""
+    """Import what torch imports with the first optimizer, before the first job is waited for."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.1).step()
@@ -133,7 +133,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
     part = _write(store, job, state, tensors)
     tensors.clear()
     untidy = Untidy()
-    with untidy:  # it is committed, whatever becomes of the rest
+    with untidy:  # the part is committed; errors of the rest are counted
         if _is_last(store, part):
             _tidy_up(store, part, job, untidy)
         if job.reserve:
@@ -203,7 +203,7 @@ def announced(job: LookForAnnounced) -> int | None:
 
 
 def free(job: LookForRoom) -> int | None:
-    """Bytes that are free in a store; None where nobody says."""
+    """Bytes that are free in a store; None where the store does not say."""
     try:
         return open_store(job.url, job.witness).free()
     except StorageError as error:
