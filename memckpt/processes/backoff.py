@@ -1,4 +1,4 @@
-"""Pauses before a process that died is restarted."""
+"""Pauses before what failed is tried again: a process that died, a connection, a full disk, a store."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Restart pauses: none at first, then twice as long after each death, up to a limit.
+    """Pauses: none at first, then twice as long after each failure, up to a limit. A failure is a death here.
 
-    It never gives up: training that waits for the process would hang for ever.
+    It never gives up: training that waits for a process would hang for ever. A caller that gives up has a deadline.
 
     Args:
         clock: clock in seconds.
-        at_once: number of deaths in a row that are followed by an immediate restart.
+        at_once: number of deaths in a row that are followed by an immediate new try.
         first: the shortest pause, in seconds.
         longest: the longest pause, in seconds.
         steady: lifetime, in seconds, from which on a death does not count as a failed start.
