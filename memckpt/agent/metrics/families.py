@@ -1,4 +1,4 @@
-"""The metrics of an agent, as families of prometheus-client. `docs/observability.md` lists them.
+"""The metrics of an agent, as families of prometheus-client. `docs/reference/metrics.md` lists them.
 
 Moments are shown as times (seconds since 1970), and not as ages: those are true of a scrape only, and never of a file.
 """
