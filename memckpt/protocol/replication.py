@@ -45,23 +45,23 @@ class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
     rank_states: dict[int, bytes]
 
 
-class TakeState(msgspec.Struct, frozen=True, tag="take state"):
+class CopyState(msgspec.Struct, frozen=True, tag="copy state"):
     """From the replicator: have the state after a record, which lies a little ahead, copied for peers.
 
-    Answer: StateTaken or StateMissed, for each set of ranks that share their shards.
+    Answer: StateCopied or StateNotCopied, for each set of ranks that share their shards.
     """
 
     record: int
 
 
-class StateMissed(msgspec.Struct, frozen=True, tag="state missed"):
+class StateNotCopied(msgspec.Struct, frozen=True, tag="state not copied"):
     """To the replicator: the state after that record has not been copied, as the order came too late, or something else
     is being copied."""
 
     record: int
 
 
-class StateTaken(msgspec.Struct, frozen=True, tag="state taken"):
+class StateCopied(msgspec.Struct, frozen=True, tag="state copied"):
     """To the replicator: the state after a record; its copy comes along, laid out as a snapshot, then the static region
     where there is one.
 
@@ -193,7 +193,7 @@ class ReplicatorLost(msgspec.Struct, frozen=True, tag="replicator lost"):
 
 AgentToTrainer = WatermarkAdvanced | ReplicatorLost
 AgentToReplicator = (
-    KeepRoom | ListFragments | SendGeneration | SendRecord | Deserted | StateTaken | StateMissed | GiveUp | Holds |
+    KeepRoom | ListFragments | SendGeneration | SendRecord | Deserted | StateCopied | StateNotCopied | GiveUp | Holds |
     Drain | Halt
 )  # fmt: skip
-ReplicatorToAgent = Fragments | Halted | Drained | KeepRoom | LetGoOfRoom | WatermarkAdvanced | TakeState | GivenUp
+ReplicatorToAgent = Fragments | Halted | Drained | KeepRoom | LetGoOfRoom | WatermarkAdvanced | CopyState | GivenUp

@@ -31,18 +31,18 @@ def begun(every: int | None) -> Cadence:
 def test_states_follow_each_other_every_n_records() -> None:
     cadence = begun(30)
     assert cadence.advance(said(), newest=20, watermark=10) == 10
-    assert (cadence.every, cadence.cut) == (30, 22)  # the first one at once
-    assert cadence.advance([*said(cut=22)[:2], said()[2]], newest=24, watermark=10) == 10
-    assert cadence.cut == 22
-    assert cadence.advance(said(cut=22), newest=26, watermark=10) == 22
-    assert (cadence.reached, cadence.cut) == (22, 0)
-    assert cadence.advance(said(22, cut=22), newest=49, watermark=22) == 22
-    assert cadence.cut == 0
-    cadence.advance(said(22, cut=22), newest=50, watermark=22)
-    assert cadence.cut == 52
+    assert (cadence.every, cadence.due) == (30, 22)  # the first one at once
+    assert cadence.advance([*said(state=22)[:2], said()[2]], newest=24, watermark=10) == 10
+    assert cadence.due == 22
+    assert cadence.advance(said(state=22), newest=26, watermark=10) == 22
+    assert (cadence.reached, cadence.due) == (22, 0)
+    assert cadence.advance(said(22, state=22), newest=49, watermark=22) == 22
+    assert cadence.due == 0
+    cadence.advance(said(22, state=22), newest=50, watermark=22)
+    assert cadence.due == 52
     # Links that do not carry a state in N records: the next one is named when the last one is there.
-    assert cadence.advance(said(22, cut=52), newest=200, watermark=22) == 52
-    assert cadence.cut == 202
+    assert cadence.advance(said(22, state=52), newest=200, watermark=22) == 52
+    assert cadence.due == 202
     assert cadence.every == 30
 
 
@@ -51,7 +51,7 @@ def test_n_is_chosen_when_all_have_measured_and_stays_until_a_generation_begins(
     cadence.advance([*said(needed=1)[:2], *said()[2:]], newest=20, watermark=10)
     assert (cadence.every, cadence.needed) == (1, 0)
     cadence.advance([*said(needed=1)[:2], *said(needed=7)[2:]], newest=20, watermark=10)
-    assert (cadence.every, cadence.needed, cadence.cut) == (7, 7, 22)
+    assert (cadence.every, cadence.needed, cadence.due) == (7, 7, 22)
     cadence.advance(said(needed=40), newest=20, watermark=10)
     assert (cadence.every, cadence.needed) == (7, 40)
     cadence.begin_generation(snapshots=False)
@@ -59,7 +59,7 @@ def test_n_is_chosen_when_all_have_measured_and_stays_until_a_generation_begins(
     assert cadence.every == 40
     cadence.begin_generation(snapshots=False)
     cadence.advance(said(needed=1), newest=20, watermark=10)
-    assert (cadence.every, cadence.cut) == (1, 0)
+    assert (cadence.every, cadence.due) == (1, 0)
 
 
 def test_a_configured_n_stays() -> None:
@@ -74,19 +74,19 @@ def test_snapshots_are_states_by_themselves() -> None:
     cadence = Cadence(5)
     cadence.begin_generation(snapshots=True)
     cadence.advance(said(), newest=20, watermark=10)
-    assert (cadence.every, cadence.cut) == (1, 0)
+    assert (cadence.every, cadence.due) == (1, 0)
     cadence.begin_generation(snapshots=False)
     cadence.advance(said(), newest=20, watermark=10)
-    assert (cadence.every, cadence.cut) == (5, 22)
+    assert (cadence.every, cadence.due) == (5, 22)
 
 
 def test_a_leader_that_takes_the_place_of_another_goes_on_with_its_choice() -> None:
     cadence = begun(None)
-    nodes = [Acknowledged("a", 0, 0, True), *said(50, every=9, ordered=80, cut=50)[1:]]
+    nodes = [Acknowledged("a", 0, 0, True), *said(50, every=9, ordered=80, state=50)[1:]]
     cadence.advance(nodes, newest=60, watermark=0)
-    assert (cadence.every, cadence.cut) == (9, 80)  # the state for which the others work
+    assert (cadence.every, cadence.due) == (9, 80)  # the state for which the others work
     # Who has another state than the one that is named has not reached it.
-    assert cadence.advance([*nodes[:1], *said(80, every=9, ordered=90, cut=90)[1:]], newest=95, watermark=0) == 0
+    assert cadence.advance([*nodes[:1], *said(80, every=9, ordered=90, state=90)[1:]], newest=95, watermark=0) == 0
 
 
 def test_an_order_that_came_too_late_is_given_earlier() -> None:
@@ -94,8 +94,8 @@ def test_an_order_that_came_too_late_is_given_earlier() -> None:
     cadence.advance(said(), newest=20, watermark=10)
     leads = []
     for newest in range(30, 900, 70):
-        cadence.advance([*said()[:2], Acknowledged("c", 10, 10, True, missed=cadence.cut)], newest, watermark=10)
-        leads.append(cadence.cut - newest)
+        cadence.advance([*said()[:2], Acknowledged("c", 10, 10, True, missed=cadence.due)], newest, watermark=10)
+        leads.append(cadence.due - newest)
         if len(leads) == 9:
             break
     assert leads[:4] == [4, 8, 16, 32]
@@ -108,14 +108,14 @@ def test_records_are_all_that_there_is_where_no_state_can_be_copied(configured: 
     cadence, newest = begun(configured), 20
     cadence.advance(said(needed=8), newest, watermark=10)
     for _ in range(30):
-        newest = max(newest, cadence.cut) + 1
+        newest = max(newest, cadence.due) + 1
         cadence.advance(
-            [*said(needed=8)[:2], Acknowledged("c", 10, 10, True, missed=cadence.cut, needed=8)], newest, 10
+            [*said(needed=8)[:2], Acknowledged("c", 10, 10, True, missed=cadence.due, needed=8)], newest, 10
         )
     assert cadence.every == (configured or 1)
     cadence.begin_generation(snapshots=False)
     cadence.advance(said(needed=8), newest, watermark=10)
-    assert (cadence.every, cadence.cut > newest) == (8, True)
+    assert (cadence.every, cadence.due > newest) == (8, True)
 
 
 def test_a_state_counts_until_records_reach_further_everywhere() -> None:
@@ -124,17 +124,17 @@ def test_a_state_counts_until_records_reach_further_everywhere() -> None:
     leader.committed(20)
     leader.acknowledged(Acknowledged("a", 10, 0, True, needed=6))
     leader.acknowledged(Acknowledged("b", 10, 0, True, needed=1))
-    assert leader.watermark == Watermark(10, True, every=6, cut=22, needed=6)
+    assert leader.watermark == Watermark(10, True, every=6, due=22, needed=6)
     for name in "ab":
-        leader.acknowledged(Acknowledged(name, 10, 10, True, cut=22, needed=1, every=6))
-    assert leader.watermark == Watermark(22, True, every=6, cut=0, needed=1)
+        leader.acknowledged(Acknowledged(name, 10, 10, True, state=22, needed=1, every=6))
+    assert leader.watermark == Watermark(22, True, every=6, due=0, needed=1)
     leader.begin_generation(snapshots=False)
     assert leader.watermark.every == 1
     for name in "ab":
-        leader.acknowledged(Acknowledged(name, 22, 22, True, cut=22, needed=1))
-    leader.acknowledged(Acknowledged("a", 31, 30, True, cut=22, needed=1))
+        leader.acknowledged(Acknowledged(name, 22, 22, True, state=22, needed=1))
+    leader.acknowledged(Acknowledged("a", 31, 30, True, state=22, needed=1))
     assert (leader.watermark.record, leader.watermark.whole) == (22, True)
-    leader.acknowledged(Acknowledged("b", 31, 31, True, cut=22, needed=1))
+    leader.acknowledged(Acknowledged("b", 31, 31, True, state=22, needed=1))
     assert leader.watermark == Watermark(31, True, needed=1)
 
 
@@ -148,12 +148,12 @@ def test_lag_is_bounded_at_any_rate(rate: float, every: int) -> None:
     done, due = 0, 0.0
     for _ in range(int(400 * max(rate, 1))):
         newest += 1
-        cut = cadence.cut
+        cut = cadence.due
         if cut and newest == cut:
             due = newest + rate + choose(0, 2)
         if cut and done < cut <= newest and newest >= due:
             done = cut
-        watermark = cadence.advance(said(watermark, cut=done), newest, watermark)
+        watermark = cadence.advance(said(watermark, state=done), newest, watermark)
         lags.append(newest - watermark)
     assert max(lags[int(4 * rate) + 20 :]) <= rate + max(rate, every) + 12
 

@@ -64,7 +64,7 @@ def _short_stripes() -> Iterator[None]:
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(windows, "_TAIL_BYTES", 64)
         patch.setattr(send, "PUMP_BYTES", 200)
-        patch.setattr(states_by_value, "_Taken", Taken)
+        patch.setattr(states_by_value, "_StateCopy", Taken)
         yield
 
 
@@ -224,13 +224,13 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
             for _ in range(40):  # who does not get memory asks again after some seconds
                 job.settle()
         assert min(refused.values()) > 5
-        cuts = [member.cuts for member in job.members.values()]
+        states = [member.states for member in job.members.values()]
         print(
-            [(c.acknowledged, c.missed, c.ordered, c.problem, len(c._arrived)) for c in cuts],
+            [(c.acknowledged, c.missed, c.ordered, c.problem, len(c._arrived)) for c in states],
             [(m.watermark, m._told) for m in job.members.values()],
             refused,
         )
-        assert all(one is not None and one.acknowledged > 3 and not one.missed for one in cuts), said
+        assert all(one is not None and one.acknowledged > 3 and not one.missed for one in states), said
     finally:
         job.close()
 

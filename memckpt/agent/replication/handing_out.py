@@ -13,7 +13,7 @@ from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.protocol.peer_job import PeerJob
 from memckpt.protocol.recovery import Recover
-from memckpt.protocol.replication import SendGeneration, SendRecord, StateTaken
+from memckpt.protocol.replication import SendGeneration, SendRecord, StateCopied
 from memckpt.state.records import Branch, RankGroup
 
 
@@ -41,10 +41,10 @@ def announce(group: Group, held: Generation, name: str, watermark: int) -> SendG
     )
 
 
-def by_value(group: Group, snapshot: Snapshot, name: str) -> StateTaken:
+def by_value(group: Group, snapshot: Snapshot, name: str) -> StateCopied:
     """Description of a state that was copied for peers."""
     held, record = snapshot.generation, snapshot.record
-    return StateTaken(
+    return StateCopied(
         ranks=group.ranks,
         record=record,
         generation=name,

@@ -19,7 +19,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol.messages import ReplicatorToAgent
 from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PhasesAre
 from memckpt.protocol.recovery import BadSourceSeen, Described, Filled, Recover, Recovered, RecoveryProgress
-from memckpt.protocol.replication import Deserted, GivenUp, GiveUp, StateMissed, TakeState, WatermarkAdvanced
+from memckpt.protocol.replication import CopyState, Deserted, GivenUp, GiveUp, StateNotCopied, WatermarkAdvanced
 from memckpt.protocol.status import PeersReport, PeersStatus
 from memckpt.state.records import RankGroup
 
@@ -186,7 +186,7 @@ class Peers:
             if self._replicator.process is not process:
                 return  # it died meanwhile, and one that took its place has been given all of it
 
-    def _take_state(self, record: int) -> None:
+    def _copy_state(self, record: int) -> None:
         """Have the state of this node's ranks copied after a record."""
         told = self._replicator.told
         if self._job is None or told is None:
@@ -196,13 +196,13 @@ class Peers:
             group = self._group(unit.ranks) if self._job.nodes[unit.node].name == node else None
             held = group.held if group is not None else None
             if group is not None and held is not None and held.complete and held.spec.mode != "snapshot":
-                group.saver.copy_for_peers(held, record, partial(self._state_taken, group, record))
+                group.saver.copy_for_peers(held, record, partial(self._state_copied, group, record))
             elif self._job.nodes[unit.node].name == node:
-                self._replicator.send(StateMissed(record))
+                self._replicator.send(StateNotCopied(record))
 
-    def _state_taken(self, group: Group, record: int, snapshot: Snapshot | None) -> None:
+    def _state_copied(self, group: Group, record: int, snapshot: Snapshot | None) -> None:
         if snapshot is None:
-            self._replicator.send(StateMissed(record))
+            self._replicator.send(StateNotCopied(record))
             return
         try:
             if self._job is not None:
@@ -278,8 +278,8 @@ class Peers:
             case WatermarkAdvanced():
                 self.watermark, self._newest = message.record, message
                 self._tell_watermark(message)
-            case TakeState():
-                self._take_state(message.record)
+            case CopyState():
+                self._copy_state(message.record)
             case PeersReport():
                 self._report, self._reported = message.status, self._clock()
             case GivenUp():

@@ -197,7 +197,7 @@ class FragmentStore:
         if window is None:
             return
         window.abandon(record)
-        if window.window.cut and not window.records():
+        if window.window.by_value and not window.records():
             self._drop(window)  # another state is sent instead
 
     def watermark_advanced(self, watermark: int, whole: bool) -> None:
@@ -212,14 +212,16 @@ class FragmentStore:
         newest = {
             window.window.owner: window.window.base
             for window in sorted(self.windows(), key=lambda one: one.window.base)
-            if window.window.attempt == self._attempt and window.window.base < self.watermark and not window.window.cut
+            if window.window.attempt == self._attempt
+            and window.window.base < self.watermark
+            and not window.window.by_value
         }
         for window in self.windows():
             told = window.window
             if told.attempt != self._attempt:
                 if whole:
                     self._drop(window)
-            elif told.cut:
+            elif told.by_value:
                 if told.base < self.watermark:
                     self._drop(window)  # a later state is with all its holders, or records reach further
             elif told.base < newest.get(told.owner, told.base):

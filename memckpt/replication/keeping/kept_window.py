@@ -184,7 +184,7 @@ class KeptWindow:
     ) -> None:
         self.window = window
         self.spec = read_spec(window.spec)
-        self._sizes = sizes_of(self.spec, window.private, window.cut)
+        self._sizes = sizes_of(self.spec, window.private, window.by_value)
         problem = differing(window, self.spec, self._sizes)
         if problem:
             raise ValueError(problem)

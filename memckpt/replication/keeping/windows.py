@@ -34,24 +34,24 @@ class WindowSizes(NamedTuple):
     most_static_stripes: int
 
 
-def sizes_of(spec: StateSpec, private: bool, cut: bool = False) -> WindowSizes:
+def sizes_of(spec: StateSpec, private: bool, by_value: bool = False) -> WindowSizes:
     """Sizes of a window of records with a layout.
 
     Args:
         spec: what the layout is made from.
         private: whether they have only the bytes of their ranks alone.
-        cut: whether they are virtual records of one state.
+        by_value: whether they are virtual records of one state.
     """
     layout = Layout(spec)
     period = 1 if private else spec.period
     capture = spec.mode == "snapshot"
     record_bytes = layout.by_value_area()[1]
     if not private:
-        record_bytes += layout.anchor_bytes + (0 if cut else layout.gradient_bytes)
+        record_bytes += layout.anchor_bytes + (0 if by_value else layout.gradient_bytes)
     static_bytes = 0 if private else layout.static_bytes
     return WindowSizes(
         period=period,
-        kept=period + (0 if cut else SNAPSHOTS if capture else spec.slots),
+        kept=period + (0 if by_value else SNAPSHOTS if capture else spec.slots),
         every=spec.every if capture else 1,
         record_bytes=record_bytes,
         static=static_bytes > 0,

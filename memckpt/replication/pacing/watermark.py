@@ -22,7 +22,7 @@ _MEASURED_RECORDS = 32
 
 
 class Cadence:
-    """N, and the state that is protected next. The leader's; it tells all nodes :attr:`every` and :attr:`cut`.
+    """N, and the state that is protected next. The leader's; it tells all nodes :attr:`every` and :attr:`due`.
 
     The next state is named when all nodes have the last one, N records later or more: no node plans ahead, and all
     protect the same states, however fast their links are.
@@ -33,14 +33,14 @@ class Cadence:
     Attributes:
         every: N, as it is now.
         needed: the smallest N that all links would carry; 0: not every node has measured its links.
-        cut: the record whose state is to be protected next; 0: none is named.
+        due: the record whose state is to be protected next; 0: none is named.
         reached: the last state that all nodes have protected; 0: none in this attempt.
     """
 
     def __init__(self, every: int | None) -> None:
         self._configured = every
         self.every = every or 1
-        self.needed = self.cut = self.reached = 0
+        self.needed = self.due = self.reached = 0
         self._decides = every is None
         #: Whether N has been chosen here, or taken over from a former leader; and whether states can be copied.
         self._chosen = every is not None
@@ -54,7 +54,7 @@ class Cadence:
         self._copies = not snapshots
         self._decides = self._configured is None and not snapshots
         if snapshots:
-            self.every, self.cut = 1, 0
+            self.every, self.due = 1, 0
         elif self._configured is not None:
             self.every = self._configured
 
@@ -78,22 +78,22 @@ class Cadence:
                 self.every = former if former > 1 else self.needed
                 self._chosen, self._decides = True, False
         if self.every == 1 or not self._copies:
-            self.cut = 0
+            self.due = 0
             return watermark
-        if self.cut and all(one.cut == self.cut for one in said):
+        if self.due and all(one.state == self.due for one in said):
             self._missed = 0
-            watermark = self.reached = max(watermark, self.cut)
-            self.cut = 0
-        elif self.cut and any(one.missed >= self.cut for one in said):
+            watermark = self.reached = max(watermark, self.due)
+            self.due = 0
+        elif self.due and any(one.missed >= self.due for one in said):
             self._missed += 1
             if self._missed >= _MOST_MISSED and self._configured is None:
-                self.every, self.cut, self._missed = 1, 0, 0  # records are all that can be had
+                self.every, self.due, self._missed = 1, 0, 0  # records are all that can be had
                 return watermark
             self._lead = min(2 * self._lead, _LONGEST_LEAD)
-            self.cut = max(newest + self._lead, self.cut + 1)
-        if not self.cut and (not self.reached or newest + self._lead >= self.reached + self.every):
+            self.due = max(newest + self._lead, self.due + 1)
+        if not self.due and (not self.reached or newest + self._lead >= self.reached + self.every):
             # Other nodes may work for a state that a former leader has named.
-            self.cut = max(newest + self._lead, max(one.ordered for one in said))
+            self.due = max(newest + self._lead, max(one.ordered for one in said))
         return watermark
 
 
@@ -246,14 +246,14 @@ class Leader:
         if any(one.since > record for one in self._said.values()):
             record = self._told.record  # some node has no such record: wait until all have got past its gap
         record = max(record, self._told.record)
-        every, cut, needed, reached = 1, 0, 0, 0
+        every, due, needed, reached = 1, 0, 0, 0
         if (cadence := self._cadence) is not None:
             record = cadence.advance(self._said.values(), self._newest, record)
-            every, cut, needed, reached = cadence.every, cadence.cut, cadence.needed, cadence.reached
+            every, due, needed, reached = cadence.every, cadence.due, cadence.needed, cadence.reached
         # Records that begin beyond a state that holders have: until all have got further than that, it counts.
         there = all(one.whole and (one.since <= record or record == reached) for one in self._said.values())
         whole = not self._unheard and there and not waits_suspended
-        return self._tell_change(Watermark(record, whole, waits_suspended, every, cut, needed))
+        return self._tell_change(Watermark(record, whole, waits_suspended, every, due, needed))
 
     def _tell_change(self, now: Watermark) -> Watermark | None:
         if now == self._told:

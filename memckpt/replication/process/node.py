@@ -10,7 +10,7 @@ import msgspec
 
 from memckpt.memory.region import Region
 from memckpt.protocol.peer_job import PeerJob
-from memckpt.protocol.replication import GiveUp, SendGeneration, SendRecord, TakeState, WatermarkAdvanced
+from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import Outgoing
@@ -56,7 +56,7 @@ class ReplicationNode:
     Attributes:
         plan: this node's part in the job's plan.
         mail: messages to peers, and of this node to itself.
-        cuts: states that may be sent in place of records; None where they are not.
+        states: states that may be sent in place of records; None where they are not.
         leader: puts together what all nodes have acknowledged; None on all nodes but one.
         laggards: peers that training does not wait for.
         pacer: says when records may be sent.
@@ -74,7 +74,7 @@ class ReplicationNode:
         transport: Transport,
         watermark_advanced: Callable[[WatermarkAdvanced], None],
         rejoined: bool = False,
-        ask: Callable[[TakeState], None] | None = None,
+        ask: Callable[[CopyState], None] | None = None,
     ) -> None:
         start = job.record or 0
         self.job = job
@@ -94,16 +94,16 @@ class ReplicationNode:
         self._code = Code(job.data, job.tolerate, job.backend)
         self._codes: dict[int, Code] = {job.data: self._code}
         self._senders = {ranks: self._make_sender(ranks, start, not job.wait) for ranks in plan.own}
-        self.cuts: StatesByValue | None = None
+        self.states: StatesByValue | None = None
         if job.every_steps != 1 and ask is not None:
             senders = {ranks: self._make_sender(ranks, 0) for ranks in plan.own}
-            self.cuts = StatesByValue(plan, self._code, store, senders, ask)
+            self.states = StatesByValue(plan, self._code, store, senders, ask)
         self._pump = Pump(self.all_senders, self.pacer)
         if job.forget and not rejoined:
             store.drop_all()
         store.begin_attempt(job.attempt, job.record, self._code, rejoined)
         self._generations = OwnGenerations(plan)
-        cadence = Cadence(job.every_steps) if self.cuts is not None else None
+        cadence = Cadence(job.every_steps) if self.states is not None else None
         self.leader = Leader(list(plan.addresses), start, cadence) if plan.leads else None
         self._run_ahead = RunAhead(job.wait, beyond=rejoined)
         self._meter = LinkMeter(job.overhead)
@@ -123,8 +123,8 @@ class ReplicationNode:
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
-        if self.cuts is not None:
-            self.cuts.close()
+        if self.states is not None:
+            self.states.close()
         self._generations.clear()
         for code in self._codes.values():
             code.close()
@@ -137,7 +137,7 @@ class ReplicationNode:
     @property
     def all_senders(self) -> list[Sender]:
         """Senders of records, and of states."""
-        return [*self._senders.values(), *(self.cuts.senders if self.cuts is not None else ())]
+        return [*self._senders.values(), *(self.states.senders if self.states is not None else ())]
 
     def code_for(self, data: int) -> Code:
         """The code of fragments of which `data` make a stripe whole; one of another attempt's is made for it."""
@@ -212,7 +212,7 @@ class ReplicationNode:
         led, waits_suspended = self._led, self._led.waits_suspended or self.plan.leader in self.laggards.away
         whole = led.whole and not waits_suspended and self.plan.leader not in self.unheard
         # It has got no further than this node has; its records may reach it after the leader's word has.
-        record = min(led.record, max(self._told.record, self._told.cut))
+        record = min(led.record, max(self._told.record, self._told.state))
         self._pass(msgspec.structs.replace(led, record=record, whole=whole, waits_suspended=waits_suspended))
 
     def _pass(self, watermark: Watermark) -> None:
@@ -232,7 +232,7 @@ class ReplicationNode:
 
     def _follow_cadence(self, watermark: Watermark, before: int) -> None:
         """Send records, or the state that is due in their place."""
-        if self.cuts is None:
+        if self.states is None:
             return
         if watermark.every != before:
             what = "records are sent" if watermark.every == 1 else "states are sent in place of records"
@@ -241,7 +241,7 @@ class ReplicationNode:
             self._warned_of = watermark.needed
             what = "every record" if watermark.every == 1 else f"the state after every {watermark.every}. record"
             _log.warning("links do not carry %s; peers.every_steps=%d would do", what, watermark.needed)
-        self.cuts.watermark_advanced(watermark.record)
+        self.states.watermark_advanced(watermark.record)
         for ranks, sender in self._senders.items():
             sender.proceeds = not self.job.wait or watermark.every > 1
             if watermark.every > 1 and self._generations.can_be_cut(ranks):
@@ -249,8 +249,8 @@ class ReplicationNode:
                 self._meter.stop()
             else:
                 sender.resume()
-        if watermark.cut:
-            self.cuts.order(watermark.cut)
+        if watermark.due:
+            self.states.order(watermark.due)
 
     def _forget_virtual(self, sender: Sender) -> None:
         """Give up virtual records that are not needed: once its base is acknowledged, a replica goes on."""
@@ -278,7 +278,7 @@ class ReplicationNode:
             sender.resume()
         else:
             sender.pause()
-        state = sizes_of(spec, window.private, cut=True)
+        state = sizes_of(spec, window.private, by_value=True)
         self._meter.ratio = state.period * state.record_bytes / max(1, window.record_bytes)
         sender.begin_generation(outgoing)
         if self.leader is not None:
@@ -303,8 +303,8 @@ class ReplicationNode:
         """Send some of what is due, if it may go now, and tell the leader how far this node is."""
         for sender in self.all_senders:
             sender.retry(now)
-        if self.cuts is not None:
-            self.cuts.work()
+        if self.states is not None:
+            self.states.work()
         self._note_waiting(now)
         self._measure_links(now)
         self.pacer.in_flight(self.transport.in_flight_bytes)
@@ -342,10 +342,10 @@ class ReplicationNode:
         anew = self._rejoined and any(sender.newest is None for sender in self._senders.values())
         away = any(not self.laggards.away.isdisjoint(sender.holders) for sender in self._senders.values())
         lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue or away))
-        if (cuts := self.cuts) is None:
+        if (states := self.states) is None:
             return Acknowledged(self._node, record, since, whole, lost)
         mark = self.watermark
-        held = cuts.hold_state(mark.record)
+        held = states.hold_state(mark.record)
         if (mark.every > 1 or held) and not (whole and record > mark.record):
             # Until all records are there that a later state takes, it is the one sent by value that counts.
             heard = all(self.unheard.isdisjoint(sender.holders) for sender in self._senders.values())
@@ -354,10 +354,10 @@ class ReplicationNode:
         elif mark.every > 1 or held:
             since = max(sender.reaches_from for sender in self._senders.values())
         # Not before that record: storage may be served just now, and what comes next is not to be missed, too.
-        missed = cuts.missed if self._newest >= cuts.missed else 0
+        missed = states.missed if self._newest >= states.missed else 0
         needed, every = self._meter.needed, mark.every
         return Acknowledged(
-            self._node, record, since, whole, lost, cuts.acknowledged, cuts.ordered, missed, needed, every
+            self._node, record, since, whole, lost, states.acknowledged, states.ordered, missed, needed, every
         )
 
     @property
@@ -367,10 +367,10 @@ class ReplicationNode:
 
     def _measure_links(self, now: float) -> None:
         """Measure which N the links would carry."""
-        if (cuts := self.cuts) is None:
+        if (states := self.states) is None:
             return
-        if cuts.acknowledged > self._measured:
-            self._measured = cuts.acknowledged
+        if states.acknowledged > self._measured:
+            self._measured = states.acknowledged
             self._meter.count_state(self._newest - self._measured)
         if self.watermark.every == 1:
             senders = self._senders.values()
@@ -385,15 +385,15 @@ class ReplicationNode:
     def is_late(self, ranks: RankGroup) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
         sender, watermark = self._senders[ranks], self.watermark.record
-        if self.cuts is not None and self.cuts.hold_state(watermark):
+        if self.states is not None and self.states.hold_state(watermark):
             return False
         return self._run_ahead.is_late(ranks, sender.newest, sender.acknowledged, watermark)
 
     def _tell_pacer(self) -> None:
         senders = self._senders.values()
-        if self.watermark.every > 1 and self.cuts is not None:
+        if self.watermark.every > 1 and self.states is not None:
             state = sum(sender.record_bytes for sender in senders) * self._meter.ratio
-            self.pacer.needs(state / self.watermark.every, self.cuts.waiting_bytes)
+            self.pacer.needs(state / self.watermark.every, self.states.waiting_bytes)
             return
         needed = sum(sender.bytes_per_step for sender in senders)
         record = sum(sender.record_bytes for sender in senders)
@@ -413,7 +413,7 @@ class ReplicationNode:
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""
-        if self.mail.loopback or (self.cuts is not None and self.cuts.busy):
+        if self.mail.loopback or (self.states is not None and self.states.busy):
             return 0.0
         if self._pump.wants:
             return self._pump.delay(now)

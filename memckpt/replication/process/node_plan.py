@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memckpt.protocol.peer_job import PeerJob
-from memckpt.protocol.replication import SendGeneration, StateTaken
+from memckpt.protocol.replication import SendGeneration, StateCopied
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.transport.wire import (
@@ -66,11 +66,11 @@ class NodePlan:
         """Nodes with which this one exchanges messages all the time; it may be among them."""
         return frozenset(self.addresses) if self.leads else frozenset({*self.holders, *self._owners, self.leader})
 
-    def window(self, message: SendGeneration | StateTaken) -> Window:
+    def window(self, message: SendGeneration | StateCopied) -> Window:
         """A generation of this node's records, or one of its states by value, as holders are told; for fragment 0."""
-        spec, cut = message.spec, isinstance(message, StateTaken)
-        private = message.ranks in self.private and not cut
-        sizes = sizes_of(spec, private, cut)
+        spec, by_value = message.spec, isinstance(message, StateCopied)
+        private = message.ranks in self.private and not by_value
+        sizes = sizes_of(spec, private, by_value)
         return Window(
             owner=message.ranks,
             node=self.node,
@@ -79,7 +79,7 @@ class NodePlan:
             index=0,
             data=self.job.data,
             tolerate=self.job.tolerate,
-            base=message.record if isinstance(message, StateTaken) else message.base,
+            base=message.record if isinstance(message, StateCopied) else message.base,
             period=sizes.period,
             kept=sizes.kept,
             every=sizes.every,
@@ -89,7 +89,7 @@ class NodePlan:
             static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
-            cut=cut,
+            by_value=by_value,
         )
 
     def unfit(self, peer: str, message: WireMessage) -> str:
@@ -102,7 +102,7 @@ class NodePlan:
                     return f"fragment {window.index} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self.private):
                     return f"private={window.private} is not as planned"
-                if window.cut and (window.private or job.every_steps == 1):
+                if window.by_value and (window.private or job.every_steps == 1):
                     return "no state by value of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner

@@ -44,7 +44,7 @@ def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStat
 
 def _newest_of(node: ReplicationNode, sender: Sender) -> int:
     """The newest record of a unit's that all its holders have, or whose state they have."""
-    return max(sender.acknowledged, node.cuts.acknowledged_of(sender.ranks) if node.cuts is not None else 0)
+    return max(sender.acknowledged, node.states.acknowledged_of(sender.ranks) if node.states is not None else 0)
 
 
 def _links(node: ReplicationNode) -> tuple[PeerLinkStatus, ...]:
@@ -77,8 +77,8 @@ def _problem(node: ReplicationNode) -> str:
     silent = [link.node for link in _links(node) if not link.connected]
     if silent:
         return f"nothing is heard of {', '.join(silent)}"
-    if node.cuts is not None and node.cuts.ordered > node.cuts.acknowledged and node.cuts.problem:
-        return f"the state after record {node.cuts.ordered} is not copied: {node.cuts.problem}"
+    if node.states is not None and node.states.ordered > node.states.acknowledged and node.states.problem:
+        return f"the state after record {node.states.ordered} is not copied: {node.states.problem}"
     if any(node.is_late(sender.ranks) for sender in node.senders):
         return "training is so far ahead of its peers that it cannot go back to what they have"
     if node.leader is not None and (missing := node.leader.missing()):

@@ -34,8 +34,8 @@ from memckpt.protocol.replication import (
     ListFragments,
     SendGeneration,
     SendRecord,
-    StateMissed,
-    StateTaken,
+    StateCopied,
+    StateNotCopied,
     WatermarkAdvanced,
 )
 from memckpt.protocol.status import PeersReport
@@ -207,8 +207,8 @@ class Replicator:
             case Deserted():
                 if self._member is not None:
                     self._member.deserted = "its trainers go on without their agent"
-            case StateTaken() | StateMissed():
-                self._take_state(message, regions)
+            case StateCopied() | StateNotCopied():
+                self._take_copy(message, regions)
             case GiveUp():
                 if self._member is not None:
                     self._member.give_up(message)
@@ -298,14 +298,14 @@ class Replicator:
             for region in regions:
                 region.close()
 
-    def _take_state(self, message: StateTaken | StateMissed, regions: list[Region]) -> None:
+    def _take_copy(self, message: StateCopied | StateNotCopied, regions: list[Region]) -> None:
         """A state that was ordered has been copied, or not."""
-        cuts = self._member.cuts if self._member is not None else None
-        if isinstance(message, StateMissed):
-            if cuts is not None:
-                cuts.miss(message.record, "the order came too late, or storage was being served")
-        elif cuts is not None:
-            cuts.take_copy(message, regions)
+        states = self._member.states if self._member is not None else None
+        if isinstance(message, StateNotCopied):
+            if states is not None:
+                states.miss(message.record, "the order came too late, or storage was being served")
+        elif states is not None:
+            states.take_copy(message, regions)
         else:
             for region in regions:
                 region.close()

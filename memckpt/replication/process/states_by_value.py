@@ -15,7 +15,7 @@ import msgspec
 
 from memckpt.errors import MemckptError
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import StateTaken, TakeState
+from memckpt.protocol.replication import CopyState, StateCopied
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
@@ -36,10 +36,10 @@ _COPY_BYTES = 16 << 20
 _OWN = "/own"
 
 
-class _Taken:
+class _StateCopy:
     """A copy of a state, read as virtual records. Owns its regions."""
 
-    def __init__(self, message: StateTaken, regions: list[Region]) -> None:
+    def __init__(self, message: StateCopied, regions: list[Region]) -> None:
         self.message = message
         self.layout = Layout(message.spec)
         self._regions = regions
@@ -136,7 +136,7 @@ class StatesByValue:
         code: Code,
         fragment_store: FragmentStore,
         senders: Mapping[RankGroup, Sender],
-        ask: Callable[[TakeState], None],
+        ask: Callable[[CopyState], None],
     ) -> None:
         self._plan = plan
         self._own_code = Code(1, code.tolerate)
@@ -149,8 +149,8 @@ class StatesByValue:
         #: By unit, the own copies: their records and the names under which they are kept.
         self._kept: dict[RankGroup, dict[int, str]] = {ranks: {} for ranks in senders}
         #: Copies for which memory is yet to be had, and those that are being kept.
-        self._arrived: list[_Taken] = []
-        self._copying: deque[tuple[_Taken, Iterator[int]]] = deque()
+        self._arrived: list[_StateCopy] = []
+        self._copying: deque[tuple[_StateCopy, Iterator[int]]] = deque()
         #: More memory for what is being kept is yet to be had.
         self._waits = False
 
@@ -203,7 +203,7 @@ class StatesByValue:
         for ranks, sender in self._senders.items():
             sender.withdraw_newer()
             self._drop_own(ranks, [one for one in self._kept[ranks] if one > self._watermark])
-        self._ask(TakeState(record))
+        self._ask(CopyState(record))
 
     def _drop_own(self, ranks: RankGroup, records: Sequence[int]) -> None:
         for record in records:
@@ -214,9 +214,9 @@ class StatesByValue:
         if record == self.ordered:
             self.missed, self.problem = record, problem
 
-    def take_copy(self, message: StateTaken, regions: list[Region]) -> None:
+    def take_copy(self, message: StateCopied, regions: list[Region]) -> None:
         """Take a copy of some ranks' state."""
-        taken = _Taken(message, regions)
+        taken = _StateCopy(message, regions)
         if message.ranks not in self._senders or message.record != self.ordered or self.missed == self.ordered:
             taken.close()
             return
@@ -242,7 +242,7 @@ class StatesByValue:
             self._kept[told.ranks][told.record] = own.generation
             self._copying.append((taken, self._copy(taken, window, kept, self._senders[told.ranks])))
 
-    def _copy(self, taken: _Taken, window: Window, kept: KeptWindow, sender: Sender) -> Iterator[int]:
+    def _copy(self, taken: _StateCopy, window: Window, kept: KeptWindow, sender: Sender) -> Iterator[int]:
         """Keep a state, and have it sent from there; yields the bytes of each step, 0 while there is no room yet."""
         told = taken.message
         for record in ([STATIC] if window.static else []) + list(taken.records):

@@ -32,7 +32,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
-        cut: it is the state after `base` alone, cut into T virtual records, and no record follows.
+        by_value: it is the state after `base` alone, cut into T virtual records, and no record follows.
     """
 
     owner: RankGroup
@@ -52,7 +52,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
-    cut: bool = False
+    by_value: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -110,7 +110,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     takes T records. `lost`: nobody is to wait for the node. It has lost all that it had and begins anew at one of the
     next records, or its agent or one of its holders stands still.
 
-    `cut`: the newest record whose state by value they have, and the node itself; `ordered`: the one whose state they
+    `state`: the newest record whose state by value they have, and the node itself; `ordered`: the one whose state they
     are to get next, or have; `missed`: one whose state it was to copy, and could not. `needed`: the smallest N that its
     links would carry, 0: not measured yet; `every`: N, as the node knows it.
     """
@@ -120,7 +120,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     since: int
     whole: bool
     lost: bool = False
-    cut: int = 0
+    state: int = 0
     ordered: int = 0
     missed: int = 0
     needed: int = 0
@@ -131,14 +131,14 @@ class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
 
     `waits_suspended`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another
-    record, which takes all ranks; or some node stands still for too long. `every`, `cut`, `needed`: as in Cadence.
+    record, which takes all ranks; or some node stands still for too long. `every`, `due`, `needed`: as in Cadence.
     """
 
     record: int
     whole: bool
     waits_suspended: bool = False
     every: int = 1
-    cut: int = 0
+    due: int = 0
     needed: int = 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from memckpt.protocol.replication import StateTaken
+from memckpt.protocol.replication import StateCopied
 from memckpt.replication.coding.blob import Blob, Extent, RecordTail
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.state.records import Branch, HeldRecords
@@ -175,7 +175,7 @@ class Generation:
 class Taken:
     """A copy of a unit's state, as a replicator reads it; the message's `plain` names its makers."""
 
-    def __init__(self, message: StateTaken, regions: list[Any]) -> None:
+    def __init__(self, message: StateCopied, regions: list[Any]) -> None:
         self.message = message
         self.records = range(message.record - message.spec.period + 1, message.record + 1)
 

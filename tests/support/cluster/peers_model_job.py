@@ -10,7 +10,7 @@ import msgspec
 from memckpt.memory.generation import branch_off
 from memckpt.protocol.peer_job import PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.recovery import FromFragments
-from memckpt.protocol.replication import GiveUp, StateTaken, TakeState
+from memckpt.protocol.replication import CopyState, GiveUp, StateCopied
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
 from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room
@@ -263,7 +263,7 @@ class Job:
         job = msgspec.structs.replace(self.job, record=record)
         self.ordered.pop(node.name, None)
 
-        def ask(message: TakeState) -> None:
+        def ask(message: CopyState) -> None:
             self.ordered[node.name] = message.record
 
         self.members[node.name] = ReplicationNode(node.name, job, node.fragment_store, port, passed, rejoined, ask)
@@ -341,19 +341,19 @@ class Job:
     def _copy_state(self, node: Node, unit: Unit, past: Chain) -> None:
         """Copy the state of a unit if an order names its newest record."""
         record, ordered = self.made[unit], self.ordered.get(node.name, 0)
-        cuts = self.members[node.name].cuts
-        if not ordered or cuts is None or record < ordered:
+        states = self.members[node.name].states
+        if not ordered or states is None or record < ordered:
             return
         del self.ordered[node.name]
         if record > ordered:
-            cuts.miss(ordered, "too late")
+            states.miss(ordered, "too late")
             return
         name = f"{self.attempt}/{unit}/{self._names}/{node.name}/state {record}"
         self._names += 1
         self.bases[name] = self.bases[name + "/own"] = record
         spec = self.setting.spec(unit)
         plain = msgspec.msgpack.encode(past)
-        cuts.take_copy(StateTaken(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
+        states.take_copy(StateCopied(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
 
     def slow_down(self, unit: Unit) -> None:
         """Make a unit's links too slow for its records, as far as nodes know."""
@@ -512,5 +512,5 @@ class Job:
             return 0
         state = leader._cadence.reached
         noticed = all(None not in queue for queue in self.network.queues.values()) and not self.network.unnoticed()
-        there = all(one.cuts is not None and one.cuts.hold_state(state) for one in self.members.values())
+        there = all(one.states is not None and one.states.hold_state(state) for one in self.members.values())
         return state if state and leader.watermark.record == state and noticed and there else 0
