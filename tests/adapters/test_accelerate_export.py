@@ -21,10 +21,11 @@ from memckpt.storage.export import ExportedState, export
 from memckpt.storage.local_store import LocalStore
 from tests.support.faults.frozen import differences, freeze
 from tests.support.trainings.accelerate_cases import PLAIN
-from tests.support.trainings.accelerate_runs import attempt, entries, in_child, result
+from tests.support.trainings.accelerate_runs import attempt, entries, result
 from tests.support.trainings.accelerate_training import Case, Kill, Run, Training
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.hand_loops import in_child
 
 ROOT = Path(__file__).resolve().parents[2]
 

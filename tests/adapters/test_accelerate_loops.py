@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.errors import UsageError
-from tests.support.trainings.accelerate_runs import in_child
+from tests.support.trainings import hand_loops
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-
-#: Where a process dies, and the how-manieth time that it comes by.
-Kill = tuple[str, int]
+from tests.support.trainings.hand_loops import Kill, in_child
 
 
 class _Unprotected:
@@ -43,38 +40,32 @@ class _Unprotected:
         pass
 
 
-class Process:
+class Process(hand_loops.Process):
     """One process of a run: what its loop is given.
 
     Args:
-        ckpt: the plugin, or what stands for it in the undisturbed run.
-        noted: where the values go that have to come out the same.
-        dies: as `Kill`; None to train to the end.
+        ckpt: the plugin, or what stands for it in the undisturbed run; None: made here.
     """
 
-    def __init__(self, ckpt: Any, noted: Path, dies: Kill | None) -> None:
-        self.ckpt = ckpt
-        self._noted = noted
-        self._dies = dies
-        self._visits: dict[str, int] = {}
-
-    def at(self, place: str) -> None:
-        self._visits[place] = self._visits.get(place, 0) + 1
-        if self._dies == (place, self._visits[place]):
-            os._exit(0)
+    def __init__(
+        self, run_dir: Path | None, noted: Path, dies: Kill | None, check: str = "replay", ckpt: Any = None
+    ) -> None:
+        super().__init__(None, noted, dies)
+        torch.manual_seed(3)  # some loops draw before the state is restored
+        if ckpt is None:
+            accelerator = Accelerator(cpu=True)
+            ckpt = _Unprotected(accelerator)
+            if run_dir is not None:
+                ckpt = MemCheckpointPlugin(accelerator, run_dir, config=config(resume_check=check))
+        self.ckpt: Any = ckpt
 
     def note(self, what: str, value: Any) -> None:
-        with self._noted.open("a") as file:
-            file.write(f"{what} {float(value).hex()}\n")
-
-    def objects(self) -> tuple[Any, Any]:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-        return model, torch.optim.AdamW(model.parameters(), 0.01)
+        super().note(what, float(value).hex())
 
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    def step(self, what: str, model: Any, optimizer: Any, batch: Any) -> None:
+    def train(self, what: str, model: Any, optimizer: Any, batch: Any) -> None:
         loss = self.loss(model, batch)
         self.ckpt.accelerator.backward(loss)
         optimizer.step()
@@ -88,23 +79,9 @@ def loader(samples: int, **arguments: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), 4, shuffle=True, **arguments)
 
 
-def survives(lab: Lab, loop: Callable[[Process], None], kills: list[Kill]) -> str:
+def survives(lab: Lab, loop: Callable[[Any], None], kills: list[Kill]) -> str:
     """Kill `loop` at each of `kills` in turn, let it end, and compare; what the processes have printed."""
-
-    def run(noted: Path, protected: bool, kill: Kill | None) -> str:
-        def body() -> None:
-            torch.manual_seed(3)
-            accelerator = Accelerator(cpu=True)
-            plugin = MemCheckpointPlugin(accelerator, lab.run_dir, config=config()) if protected else None
-            loop(Process(plugin or _Unprotected(accelerator), noted, kill))
-
-        return in_child(lab, body)
-
-    expected, found = lab.directory / "expected", lab.directory / "found"
-    run(expected, False, None)
-    log = "".join(run(found, True, kill) for kill in [*kills, None])
-    assert sorted(set(found.read_text().splitlines())) == sorted(expected.read_text().splitlines())
-    return log
+    return hand_loops.survives(lab, loop, kills, kind=Process)
 
 
 # Several loaders
@@ -125,7 +102,7 @@ def test_loaders_of_unequal_length_in_a_zip(lab: Lab, samples: tuple[int, int], 
         for epoch in ckpt.epochs(3):
             for number, (first, second) in enumerate(zip(one, other, strict=False), start=ckpt.batch):
                 process.note(f"second {epoch} {number}", second[0].sum())
-                process.step(f"loss {epoch} {number}", model, optimizer, first)
+                process.train(f"loss {epoch} {number}", model, optimizer, first)
                 ckpt.commit()
                 process.at("committed")
             process.at("epoch end")
@@ -142,7 +119,7 @@ def test_a_loader_that_is_given_twice_is_followed_once(lab: Lab) -> None:
         assert one is other is prepared
         for epoch in ckpt.epochs(2):
             for number, batch in enumerate(one, start=ckpt.batch):
-                process.step(f"loss {epoch} {number}", model, optimizer, batch)
+                process.train(f"loss {epoch} {number}", model, optimizer, batch)
                 ckpt.commit()
                 process.at("committed")
         ckpt.close()
@@ -234,7 +211,7 @@ def test_a_look_at_the_data_before_the_loop(lab: Lab) -> None:
         process.note("first", next(iter(batches))[0].sum())
         for epoch in ckpt.epochs(2):
             for number, batch in enumerate(batches, start=ckpt.batch):
-                process.step(f"loss {epoch} {number}", model, optimizer, batch)
+                process.train(f"loss {epoch} {number}", model, optimizer, batch)
                 ckpt.commit()
                 process.at("committed")
         ckpt.close()
@@ -245,7 +222,7 @@ def test_a_look_at_the_data_before_the_loop(lab: Lab) -> None:
 def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
     def body() -> None:
         with MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=config()) as ckpt:
-            process = Process(ckpt, lab.directory / "noted", None)
+            process = Process(None, lab.directory / "noted", None, ckpt=ckpt)
             _, _, batches = ckpt.prepare(*process.objects(), loader(12))
             looks: list[Callable[[], Any]] = [lambda: ckpt.step, lambda: ckpt.epoch, lambda: next(ckpt.epochs(1))]
             for _ in batches:
@@ -265,10 +242,10 @@ def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
 def _said(lab: Lab, epoch: Callable[[Any, Any, Any, Callable[[Any], None]], None]) -> str:
     def body() -> None:
         with MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=config()) as ckpt:
-            process = Process(ckpt, lab.directory / "noted", None)
+            process = Process(None, lab.directory / "noted", None, ckpt=ckpt)
             model, optimizer, one, other = ckpt.prepare(*process.objects(), loader(12), loader(20))
             for _ in ckpt.epochs(2):
-                epoch(ckpt, one, other, lambda batch: process.step("loss", model, optimizer, batch))
+                epoch(ckpt, one, other, lambda batch: process.train("loss", model, optimizer, batch))
 
     return in_child(lab, body)
 

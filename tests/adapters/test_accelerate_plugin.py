@@ -31,9 +31,9 @@ from memckpt.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from tests.support.trainings.accelerate_runs import in_child
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.hand_loops import in_child
 
 ROOT = Path(__file__).resolve().parents[2]
 

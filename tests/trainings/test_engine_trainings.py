@@ -65,19 +65,6 @@ def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
     lab.survives(case, config("lazy"), kills_of(case, KILLS))
 
 
-@pytest.mark.promise(
-    "exact with clipping, scaling, accumulation, groups, freezing, tied weights, buffers, averages, several optimizers"
-)
-@pytest.mark.promise("parameters, frozen ones too; `requires_grad`")
-@pytest.mark.promise(
-    "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
-    "averaged models outside the model"
-)
-@pytest.mark.promise("global generators of torch, numpy, Python; of CUDA (current device)")
-@pytest.mark.promise("the loss of every later step")
-@pytest.mark.promise("LR schedulers, gradient scaler")
-@pytest.mark.promise("CPU, fp32 or fp64")
-@pytest.mark.promise("*equal*")
 @pytest.mark.parametrize("case", cases(EAGER_FIRST))
 def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
     attempts = lab.survives(case, config("eager"), kills_of(case, KILLS))

@@ -11,7 +11,6 @@ import json
 import pickle
 import random
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,15 +37,6 @@ def _body(run: Run, store: Path, rank: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     Training(run, rank).train()
-
-
-def in_child(lab: Lab, body: Callable[[], None]) -> str:
-    """Run `body` in a new process, since an Accelerator is bound to one; returns its output."""
-    child = lab.fork(body, "child")
-    code = child.wait()
-    log = child.log.read_text()
-    assert code == 0, log[-6000:]
-    return log
 
 
 def attempt(lab: Lab, run: Run) -> list[int]:
