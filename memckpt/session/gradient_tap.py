@@ -37,6 +37,19 @@ from memckpt.state.spec import RESIDUALS
 from memckpt.state.tensors import is_dtensor
 
 _log = logging.getLogger("memckpt")
+#: How long redo of a window of compressed records may take at a restore.
+REDO_SECONDS = 5.0
+_SHORTEST, _LONGEST = 8, 512
+#: Why a step cannot be repeated where residuals are dropped.
+DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
+#: The same for torch's PowerSGD, which cannot be put back where memckpt does not see its reductions.
+LATE_POWER_SGD = "torch's PowerSGD was registered before memckpt, which does not carry its errors then: attach first"
+#: Name of what torch's PowerSGD carries in the rank state.
+_POWER_SGD = "memckpt_power_sgd"
+#: Elements that redo advances by a record in a second, on the low side: one core with Adam; an accelerator.
+_REDONE_ON_HOST, _REDONE_ON_DEVICE = 1e8, 2e10
+#: Seconds that a piece of a parameter takes for each record whatever its size: decoding, the optimizer's Python.
+_PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 
 
 class GradientTap:
@@ -175,21 +188,6 @@ def _choose_tap(
         return BucketTap(data_parallel, recorder, copier, before_reduction, reducer), reason
     reason = "a communication hook was registered before memckpt; attach first, then register it"
     return StepTap(params, recorder), reason
-
-
-#: How long redo of a window of compressed records may take at a restore.
-REDO_SECONDS = 5.0
-_SHORTEST, _LONGEST = 8, 512
-#: Why a step cannot be repeated where residuals are dropped.
-DROPPED = "what compression had left out of gradients is not kept (compression.residual)"
-#: The same for torch's PowerSGD, which cannot be put back where memckpt does not see its reductions.
-LATE_POWER_SGD = "torch's PowerSGD was registered before memckpt, which does not carry its errors then: attach first"
-#: Name of what torch's PowerSGD carries in the rank state.
-_POWER_SGD = "memckpt_power_sgd"
-#: Elements that redo advances by a record in a second, on the low side: one core with Adam; an accelerator.
-_REDONE_ON_HOST, _REDONE_ON_DEVICE = 1e8, 2e10
-#: Seconds that a piece of a parameter takes for each record whatever its size: decoding, the optimizer's Python.
-_PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 
 
 class _Carried(nn.Module):

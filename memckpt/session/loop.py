@@ -35,6 +35,11 @@ _MOVES = (
     "register('data', dataset, attributes=['{1}'])"
 )
 LoaderT = TypeVar("LoaderT")
+#: The place in a state that has none.
+_NOWHERE: Mapping[str, Any] = {"epoch": None, "batch": 0, "loaders": []}
+_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy", "FSDPStrategy")
+#: They derive from the supported ones without behaving like them.
+_UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy")
 
 
 class Loop:
@@ -236,19 +241,10 @@ class Loop:
         self._followers.release()
 
 
-#: The place in a state that has none.
-_NOWHERE: Mapping[str, Any] = {"epoch": None, "batch": 0, "loaders": []}
-
-
 def _parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
     loop = {"epoch": state["epoch"], "batch": state["batch"]}
     parts = {"loop": loop, **check_parts(state["loaders"])}
     return {("data position", name): part for name, part in parts.items()}
-
-
-_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy", "FSDPStrategy")
-#: They derive from the supported ones without behaving like them.
-_UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy")
 
 
 def bare_model(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:

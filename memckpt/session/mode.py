@@ -22,6 +22,9 @@ _log = logging.getLogger("memckpt")
 _SMALL_WINDOW_BYTES = 64 << 20
 #: Records after which ranks ask each other whether redo is still to be trusted.
 _LOOK_RECORDS = 128
+#: Share of the available memory that protection may take by itself: loader workers and their batches need the rest.
+SHARE = 0.75
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -345,11 +348,6 @@ def choose_redo(
     if cores - busy >= config.agent.threads:
         return "eager", f"training uses {busy} of {cores:g} cores"
     return "lazy", f"training uses all of the {cores:g} cores"
-
-
-#: Share of the available memory that protection may take by itself: loader workers and their batches need the rest.
-SHARE = 0.75
-_GIB = 2**30
 
 
 def node_bytes(spec: StateSpec, ranks: Ranks) -> int:

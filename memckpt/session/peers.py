@@ -31,6 +31,8 @@ from memckpt.state.records import HeldFragments, RankGroup
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
+#: Address without a host (RFC 5737); the route to it is the default route.
+_ELSEWHERE = "192.0.2.1"
 
 
 class Peers:
@@ -261,10 +263,6 @@ def _common(config: ErasureConfig) -> ErasureConfig:
     from dataclasses import replace
 
     return replace(config, host=None, port=0, rack=None, zone=None)
-
-
-#: Address without a host (RFC 5737); the route to it is the default route.
-_ELSEWHERE = "192.0.2.1"
 
 
 def own_address(host: str | None, alone: bool) -> str:

@@ -27,6 +27,9 @@ _log = logging.getLogger("memckpt")
 _MOST_BROKEN = 3
 #: Records of a generation after which all ranks have got past its begin.
 SETTLED_RECORDS = 8
+#: Drift beyond the rounding of other kernels: a first finding of so many ulp, or a growth by so large a factor.
+_MUCH_ULP = 1 << 16
+_JUMP = 1024
 
 
 class Protection:
@@ -230,11 +233,6 @@ class Protection:
             self.link.reconnection.note_failure(error)
         except Exception as error:
             self._stumble(point.record, error)
-
-
-#: Drift beyond the rounding of other kernels: a first finding of so many ulp, or a growth by so large a factor.
-_MUCH_ULP = 1 << 16
-_JUMP = 1024
 
 
 class DriftReports:

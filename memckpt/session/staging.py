@@ -27,6 +27,10 @@ from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import version
 
 _log = logging.getLogger("memckpt")
+#: Number of changes that are logged; later ones are not.
+_TELL = 3
+#: Number of records in a row with a change after which state is captured.
+_MANY = 5
 
 
 @dataclass(frozen=True)
@@ -311,12 +315,6 @@ class Staging:
         order.region.close()
         self._clock.snapshot += time.perf_counter() - started
         return taken
-
-
-#: Number of changes that are logged; later ones are not.
-_TELL = 3
-#: Number of records in a row with a change after which state is captured.
-_MANY = 5
 
 
 class Changes:

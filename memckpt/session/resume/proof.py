@@ -40,6 +40,13 @@ from memckpt.user_messages import show_by_default
 _log = logging.getLogger("memckpt")
 #: Logger of verdicts, shown unless the application configures logging otherwise.
 _check_log = logging.getLogger("memckpt.check")
+#: File in the run directory; each line: digest of an environment, and its attempts since a repeated step was equal.
+FILE = "proven"
+#: Number of attempts after which a step is repeated again.
+AGAIN = 10
+#: Number of environments that are kept.
+_MOST = 64
+_LIBRARIES = ("memckpt", "torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
 
 
 class ResumeProof:
@@ -353,15 +360,6 @@ class RepeatChoice:
                 f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
             )
         return ""
-
-
-#: File in the run directory; each line: digest of an environment, and its attempts since a repeated step was equal.
-FILE = "proven"
-#: Number of attempts after which a step is repeated again.
-AGAIN = 10
-#: Number of environments that are kept.
-_MOST = 64
-_LIBRARIES = ("memckpt", "torch", "numpy", "lightning", "pytorch_lightning", "accelerate", "transformers")
 
 
 class ProvenEnvironments:

@@ -17,6 +17,40 @@ from memckpt.state.spec import StateSpec
 from memckpt.user_messages import short_number
 
 _log = logging.getLogger("memckpt")
+Verdict = Literal["pending", "equal", "rounding", "different", "none", "off"]
+#: Values of the metric ``resume_check``.
+VERDICT_VALUES: dict[Verdict, float] = {
+    "pending": 0.0,
+    "off": 0.0,
+    "none": 0.0,
+    "equal": 1.0,
+    "rounding": 0.5,
+    "different": -1.0,
+}
+#: Largest difference, relative to a tensor's largest value, that counts as rounding on an accelerator, by dtype.
+_ROUNDING = {"float32": 1e-4, "float64": 1e-4}
+_COARSE_ROUNDING = 2e-2
+#: Kinds whose differences may be rounding.
+_TENSORS = ("parameter", "state", "buffer", "frozen", "logged values")
+#: Kinds that a verdict counts, with their plurals.
+_COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
+_ORDER = (
+    "data position",
+    "generators",
+    "hyperparameters",
+    "absences",
+    "registered",
+    "logged values",
+    "buffer",
+    "frozen",
+    "parameter",
+    "state",
+)
+_CAUSES = (
+    "the usual causes: plain attributes that are in no state_dict, a scheduler that is not registered, a loader that "
+    "is not given to the session, data read from elsewhere, code that has changed, another batch size, an optimizer of "
+    "your own that keeps something outside of its state"
+)
 
 
 @dataclass(frozen=True)
@@ -110,42 +144,6 @@ def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, cave
         f"memckpt: protecting {steps} of {short_number(whole)} parameters{shards}: {how}, "
         f"{layout.total_bytes / 2**20:.0f} MiB {where}" + "".join(f"; note: {caveat}" for caveat in caveats)
     )
-
-
-Verdict = Literal["pending", "equal", "rounding", "different", "none", "off"]
-#: Values of the metric ``resume_check``.
-VERDICT_VALUES: dict[Verdict, float] = {
-    "pending": 0.0,
-    "off": 0.0,
-    "none": 0.0,
-    "equal": 1.0,
-    "rounding": 0.5,
-    "different": -1.0,
-}
-#: Largest difference, relative to a tensor's largest value, that counts as rounding on an accelerator, by dtype.
-_ROUNDING = {"float32": 1e-4, "float64": 1e-4}
-_COARSE_ROUNDING = 2e-2
-#: Kinds whose differences may be rounding.
-_TENSORS = ("parameter", "state", "buffer", "frozen", "logged values")
-#: Kinds that a verdict counts, with their plurals.
-_COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
-_ORDER = (
-    "data position",
-    "generators",
-    "hyperparameters",
-    "absences",
-    "registered",
-    "logged values",
-    "buffer",
-    "frozen",
-    "parameter",
-    "state",
-)
-_CAUSES = (
-    "the usual causes: plain attributes that are in no state_dict, a scheduler that is not registered, a loader that "
-    "is not given to the session, data read from elsewhere, code that has changed, another batch size, an optimizer of "
-    "your own that keeps something outside of its state"
-)
 
 
 @dataclass(frozen=True)
