@@ -1,17 +1,110 @@
-"""Attempts of a training: processes that a supervisor has started, and waits for."""
+"""Attempts of a training: the command, processes that a supervisor has started, and their ties to it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Union
 
 from memckpt.errors import ConfigurationError
-from memckpt_run.kin import end_with_parent
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with_parent(number: int, parent: int) -> None:
+    """Have the kernel send a signal to this process when its parent ends, however that ends.
+
+    Args:
+        number: the signal.
+        parent: process id that the parent should have; if it has ended already, this process ends, too.
+    """
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Processes below this one become its children meanwhile when their own parents end."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+_INTERPRETER = re.compile(r"python(\d(\.\d+)?)?")
+#: Options that take a value, attached or as the next argument.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+#: Letters of options with which Python does not begin as a warm process needs it, and why not.
+_UNSUITED = {
+    "I": "-I makes it ignore PYTHONPATH",
+    "E": "-E makes it ignore PYTHONPATH",
+    "S": "-S leaves site out",
+    "i": "-i makes it interactive",
+    "h": "-h shows its help",
+    "?": "-? shows its help",
+    "V": "-V shows its version",
+}
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """A command whose program is a Python interpreter.
+
+    Attributes:
+        words: the whole command.
+        interpreter: program and options, without what it runs.
+    """
+
+    words: tuple[str, ...]
+    interpreter: tuple[str, ...]
+
+
+def python_command(words: Sequence[str]) -> PythonCommand | str:
+    """Take a command apart; a reason in words if it is no Python program that can be started warm."""
+    program = words[0]
+    if not _INTERPRETER.fullmatch(program.rpartition("/")[2]) or shutil.which(program) is None:
+        return f"{program} is not Python: expected python, python3 or a path to one"
+    index = 1
+    while index < len(words):
+        word = words[index]
+        if word in ("-", "--help", "--version", "--help-all", "--help-env", "--help-xoptions"):
+            return f"{program} {word} runs no script"
+        if word.startswith(("-c", "-m")) or not word.startswith("-"):
+            return PythonCommand(tuple(words), tuple(words[:index]))
+        if word in _WITH_VALUE:
+            index += 2
+            continue
+        if not word.startswith(("--", "-W", "-X")):
+            letters = word[1:]
+            for position, letter in enumerate(letters):
+                if letter in _UNSUITED:
+                    return _UNSUITED[letter]
+                if letter in "cm":  # -uc: the rest is what it runs
+                    return PythonCommand(
+                        tuple(words), (*words[:index], *([f"-{letters[:position]}"] if position else []))
+                    )
+                if letter in "WX":
+                    index += position == len(letters) - 1  # its value is the next word
+                    break
+        index += 1
+    return f"{program} runs no script"
+
 
 #: Signals as Python gives them: some have no name.
 Mask = set[Union[int, signal.Signals]]  # noqa: UP007

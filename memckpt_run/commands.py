@@ -25,8 +25,7 @@ def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold 
     or SIGQUIT to this command, nor an error that ends two attempts in a row at the same step. Restarts of a Python
     script need no imports: a process has imported ahead what the first start has imported from installed packages.
     """
-    from memckpt_run.attempts import ColdStarter, Starter
-    from memckpt_run.command import python_command
+    from memckpt_run.attempts import ColdStarter, Starter, python_command
     from memckpt_run.notes import Notes
     from memckpt_run.signals import end_like
     from memckpt_run.supervisor import Supervisor

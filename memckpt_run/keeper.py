@@ -20,9 +20,8 @@ from memckpt.processes.address import peer
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.processes.listener import BACKLOG
-from memckpt_run.attempts import Attempt, Given
-from memckpt_run.command import PythonCommand
-from memckpt_run.keeper_messages import Become, Begin, Ended, Started, receive_request, send, unpacked
+from memckpt_run.attempts import Attempt, Given, PythonCommand
+from memckpt_run.messages import Become, Begin, Ended, Started, receive_request, send, unpacked
 from memckpt_run.notes import Notes
 from memckpt_run.warm import WarmStarter
 

@@ -10,11 +10,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from memckpt_run.attempts import Attempt, Given, Starter
-from memckpt_run.command import PythonCommand
-from memckpt_run.kin import adopting_orphans
-from memckpt_run.notes import Notes
-from memckpt_run.warm_messages import (
+from memckpt_run.attempts import Attempt, Given, PythonCommand, Starter, adopting_orphans
+from memckpt_run.messages import (
     Fork,
     Forked,
     FromWarm,
@@ -25,6 +22,7 @@ from memckpt_run.warm_messages import (
     receive_answer,
     send,
 )
+from memckpt_run.notes import Notes
 
 _log = logging.getLogger("memckpt.run")
 _SITE = Path(__file__).parent / "warm_site"

@@ -24,9 +24,9 @@ from pathlib import Path
 import msgspec
 
 from memckpt_run import recording
-from memckpt_run.kin import end_with_parent
+from memckpt_run.attempts import end_with_parent
+from memckpt_run.messages import Fork, Forked, FromWarm, Here, Import, Ready, Refused, receive_order, send
 from memckpt_run.recording import Module, Recorded
-from memckpt_run.warm_messages import Fork, Forked, FromWarm, Here, Import, Ready, Refused, receive_order, send
 from memckpt_run.watched_imports import Traces
 
 _COMM = Path("/proc/self/comm")

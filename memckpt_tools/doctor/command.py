@@ -82,37 +82,35 @@ def _examine_software() -> Iterator[Check]:
 
 
 def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterator[Check]:
+    from memckpt_tools.doctor import checks
     from memckpt_tools.doctor import probes as facts
-    from memckpt_tools.doctor import storage_checks
 
-    driver = storage_checks.check_driver(
-        url, {name: facts.installed_version(name) for name in ("s3fs", "gcsfs", "adlfs")}
-    )
+    driver = checks.check_driver(url, {name: facts.installed_version(name) for name in ("s3fs", "gcsfs", "adlfs")})
     if driver is not None and driver.outcome == "problem":
         yield driver
         return
     try:
         store = open_store(url)
     except ConfigurationError as error:
-        yield storage_checks.check_place(str(error))
+        yield checks.check_place(str(error))
         return
     if isinstance(store, LocalStore):
         disk = facts.try_disk(store, _TRIAL_BYTES)
-        yield from storage_checks.check_disk(disk)
+        yield from checks.check_disk(disk)
     else:
         disk = None
         seconds, problem = facts.try_store(store)
-        yield storage_checks.check_store(store.url, seconds, problem)
+        yield checks.check_store(store.url, seconds, problem)
         if run is None and problem:
             return
     if run is None and disk is not None:
         return
     found = facts.look_into_store(store, run)
-    yield storage_checks.check_content(found)
+    yield checks.check_content(found)
     if found.others or found.beside:
-        yield storage_checks.check_other_runs(found)
+        yield checks.check_other_runs(found)
     if found.nbytes:
-        yield from storage_checks.check_room(found.nbytes, disk, None if agent is not None else available_bytes())
+        yield from checks.check_room(found.nbytes, disk, None if agent is not None else available_bytes())
 
 
 def doctor(run: OptionalRun = None, url: Url = None, as_json: AsJson = False) -> None:

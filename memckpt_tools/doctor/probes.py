@@ -25,7 +25,7 @@ from memckpt.storage.chain import stored_points
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.store import Store
-from memckpt_tools.doctor.storage_checks import DiskFacts, StoreFacts
+from memckpt_tools.doctor.checks import DiskFacts, StoreFacts
 
 _CHUNK_BYTES = 4 << 20
 #: Share of the free bytes that a trial of a disk takes at most: a training may need the rest meanwhile.

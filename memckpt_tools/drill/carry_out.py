@@ -1,4 +1,4 @@
-"""The runs of a drill, one after the other, and their comparison."""
+"""All runs of a drill: made with and without kills, and compared."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 from memckpt.config import ErasureConfig
 from memckpt.errors import DrillError
-from memckpt_tools.drill.draw import Instant, Kind, draw
+from memckpt_tools.drill.comparison import Overhead, Verdict, first_change, judge
 from memckpt_tools.drill.job import Start
-from memckpt_tools.drill.overhead import Overhead, first_change
-from memckpt_tools.drill.supervisor import Blow, Limits, Run
-from memckpt_tools.drill.verdict import Verdict, judge
+from memckpt_tools.drill.supervisor import Blow, Instant, Kind, Limits, Run, draw
 
 #: Names of the runs, which are those of their directories.
 FIRST, WITHOUT, SECOND, KILLED = "undisturbed-1", "unprotected", "undisturbed-2", "killed"

@@ -23,8 +23,8 @@ from memckpt.cli.common import err, out
 from memckpt.errors import DrillError
 
 if TYPE_CHECKING:
+    from memckpt_tools.drill.comparison import Verdict
     from memckpt_tools.drill.job import Start
-    from memckpt_tools.drill.verdict import Verdict
 
 Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
 Steps = Annotated[int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")]
@@ -80,7 +80,7 @@ def drill(
     """
     from memckpt_tools.drill.carry_out import FIRST, KILLED, SECOND, WITHOUT, Plan
     from memckpt_tools.drill.carry_out import drill as carry_out
-    from memckpt_tools.drill.draw import ON_ONE, ON_SEVERAL, draw, parse_kinds
+    from memckpt_tools.drill.supervisor import ON_ONE, ON_SEVERAL, draw, parse_kinds
     from memckpt_tools.drill.text import as_json, print_result, print_undisturbed
 
     chosen = parse_kinds(kinds or (ON_ONE if nodes == 1 else ON_SEVERAL), nodes)

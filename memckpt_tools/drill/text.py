@@ -14,10 +14,8 @@ from memckpt.cli.common import count, out, seconds_text
 from memckpt.config import ErasureConfig
 from memckpt_tools.drill.attributes import OF_OPTIMIZER
 from memckpt_tools.drill.carry_out import FIRST, SECOND, Result
-from memckpt_tools.drill.difference import PLAIN, RESULTS, STEPS, Difference
-from memckpt_tools.drill.overhead import Overhead
+from memckpt_tools.drill.comparison import BAND_FACTOR, PLAIN, RESULTS, STEPS, Band, Difference, Overhead, Verdict
 from memckpt_tools.drill.supervisor import Blow
-from memckpt_tools.drill.verdict import BAND_FACTOR, Band, Verdict
 
 #: Differences that are named, at most.
 _NAMED = 6

@@ -1,21 +1,120 @@
-"""``memckpt plan``: what protects a training, what it costs, and what to set."""
+"""``memckpt plan``: settings for a job that is to come."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memckpt.cli.common import AsJson, Node, err
+from memckpt.cli.common import AsJson, Node, directory_only, err
 from memckpt.errors import ConfigurationError
-from memckpt_tools.plan import options
 from memckpt_tools.planning.mapping_file import read_tree
 
-if TYPE_CHECKING:  # imported only when plan runs, so that other commands start fast
+if TYPE_CHECKING:
     from memckpt_tools.planning.job import Job
+
+_Size, _Cluster, _Rates, _Fails, _Budgets, _Out = (
+    "The model", "The cluster", "Its rates", "Failures", "Budgets", "Output",
+)  # fmt: skip
+
+Parameters = Annotated[
+    str | None, typer.Option(help="Number of parameters: 7B, 405e9, 124439808.", rich_help_panel=_Size)
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="config.json of Hugging Face, or the same as YAML: counts parameters.", rich_help_panel=_Size),
+]
+LiveRun = Annotated[
+    Path | None,
+    typer.Option("--run", help="A run directory with a live agent.", callback=directory_only, rich_help_panel=_Size),
+]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16: of parameters and gradients.", rich_help_panel=_Size)]
+Optimizer = Annotated[str, typer.Option(help="adam, adamw, lion, momentum or sgd.", rich_help_panel=_Size)]
+GradientBytes = Annotated[float | None, typer.Option(help="In place of --dtype, per parameter.", rich_help_panel=_Size)]
+StateBytes = Annotated[
+    float | None, typer.Option(help="In place of --dtype and --optimizer, per parameter.", rich_help_panel=_Size)
+]
+Nodes = Annotated[int | None, typer.Option(help="Number of nodes. Default: 1.", rich_help_panel=_Cluster)]
+Gpus = Annotated[
+    int | None, typer.Option(help="Accelerators of a node; 0: CPUs. Default: 8.", rich_help_panel=_Cluster)
+]
+Replicas = Annotated[
+    int | None,
+    typer.Option(help="Nodes that hold the same shards: 1 FSDP (default), all DDP.", rich_help_panel=_Cluster),
+]
+Domains = Annotated[
+    int | None, typer.Option(help="Racks over which nodes are spread. Default: each its own.", rich_help_panel=_Cluster)
+]
+Network = Annotated[
+    float | None, typer.Option(help="GB/s that a node sends to peers. Default: 1.", rich_help_panel=_Rates)
+]
+Disk = Annotated[
+    float | None, typer.Option(help="GB/s of storage, all nodes together. Default: 2.", rich_help_panel=_Rates)
+]
+Copy = Annotated[
+    float | None,
+    typer.Option(help="GB/s of a node into host memory. Default: 20 for each GPU; 4 without.", rich_help_panel=_Rates),
+]
+CopyOverlap = Annotated[
+    float | None,
+    typer.Option(help="Share of copying that costs no time. Default: 0.9; 0 without GPUs.", rich_help_panel=_Rates),
+]
+StepSeconds = Annotated[
+    float | None, typer.Option(help="Seconds of a step without protection. Default: 1.", rich_help_panel=_Rates)
+]
+MtbfHours = Annotated[
+    float | None, typer.Option(help="Hours between two failures of the job. Default: 24.", rich_help_panel=_Fails)
+]
+NodeMtbfHours = Annotated[
+    float | None, typer.Option(help="Hours between two failures of one node, in its place.", rich_help_panel=_Fails)
+]
+SoftwareShare = Annotated[
+    float | None, typer.Option(help="Share of failures of processes only. Default: 0.5.", rich_help_panel=_Fails)
+]
+DomainShare = Annotated[
+    float | None, typer.Option(help="Share of failures that take a rack. Default: 0.", rich_help_panel=_Fails)
+]
+ClusterShare = Annotated[
+    float | None, typer.Option(help="Share of failures that take all nodes. Default: 0.", rich_help_panel=_Fails)
+]
+Restart = Annotated[
+    float | None,
+    typer.Option(help="Seconds from a failure until processes have started. Default: 120.", rich_help_panel=_Fails),
+]
+Replacement = Annotated[
+    float | None, typer.Option(help="Seconds more, to replace a node. Default: 300.", rich_help_panel=_Fails)
+]
+RunDays = Annotated[float | None, typer.Option(help="Length of the job, in days. Default: 30.", rich_help_panel=_Fails)]
+OverheadBudget = Annotated[
+    float | None, typer.Option(help="Share of training time. Default: 0.03.", rich_help_panel=_Budgets)
+]
+MemoryBudget = Annotated[float | None, typer.Option(help="GiB of a node. Default: none.", rich_help_panel=_Budgets)]
+LossBudget = Annotated[
+    float | None,
+    typer.Option(help="Probability a month to lose more than memory holds. Default: 0.001.", rich_help_panel=_Budgets),
+]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Time this machine first: copy, redo, encode, disk.", rich_help_panel=_Rates)
+]
+Directory = Annotated[
+    Path | None, typer.Option(help="With --measure: where the disk is. Default: here.", rich_help_panel=_Rates)
+]
+Link = Annotated[
+    str | None, typer.Option(help="With --measure: HOST:PORT of a --listen, to time the link.", rich_help_panel=_Rates)
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(help="Serve one --link of another host at HOST:PORT, and end.", rich_help_panel=_Rates),
+]
+Schemes = Annotated[
+    Path | None,
+    typer.Option(help="Write the schemes into this file (JSON), for memckpt simulate.", rich_help_panel=_Out),
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw the schemes into this file.", rich_help_panel=_Out)]
+
 
 _GB, _GIB, _DAY = 1e9, 2.0**30, 86400.0
 _MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -59,40 +158,40 @@ _UNITS = {
 
 
 def plan(
-    parameters: options.Parameters = None,
-    model: options.Model = None,
-    run: options.LiveRun = None,
+    parameters: Parameters = None,
+    model: Model = None,
+    run: LiveRun = None,
     node: Node = None,
-    dtype: options.Dtype = "fp32",
-    optimizer: options.Optimizer = "adamw",
-    gradient_bytes: options.GradientBytes = None,
-    state_bytes: options.StateBytes = None,
-    nodes: options.Nodes = None,
-    gpus_per_node: options.Gpus = None,
-    replicas: options.Replicas = None,
-    domains: options.Domains = None,
-    step_seconds: options.StepSeconds = None,
-    network: options.Network = None,
-    disk: options.Disk = None,
-    copy: options.Copy = None,
-    copy_overlap: options.CopyOverlap = None,
-    measure: options.Measure = False,
-    directory: options.Directory = None,
-    link: options.Link = None,
-    listen: options.Listen = None,
-    mtbf_hours: options.MtbfHours = None,
-    node_mtbf_hours: options.NodeMtbfHours = None,
-    software_share: options.SoftwareShare = None,
-    domain_share: options.DomainShare = None,
-    cluster_share: options.ClusterShare = None,
-    restart_seconds: options.Restart = None,
-    replacement_seconds: options.Replacement = None,
-    run_days: options.RunDays = None,
-    overhead_budget: options.OverheadBudget = None,
-    memory_budget: options.MemoryBudget = None,
-    loss_budget: options.LossBudget = None,
-    schemes: options.Schemes = None,
-    plot: options.Plot = None,
+    dtype: Dtype = "fp32",
+    optimizer: Optimizer = "adamw",
+    gradient_bytes: GradientBytes = None,
+    state_bytes: StateBytes = None,
+    nodes: Nodes = None,
+    gpus_per_node: Gpus = None,
+    replicas: Replicas = None,
+    domains: Domains = None,
+    step_seconds: StepSeconds = None,
+    network: Network = None,
+    disk: Disk = None,
+    copy: Copy = None,
+    copy_overlap: CopyOverlap = None,
+    measure: Measure = False,
+    directory: Directory = None,
+    link: Link = None,
+    listen: Listen = None,
+    mtbf_hours: MtbfHours = None,
+    node_mtbf_hours: NodeMtbfHours = None,
+    software_share: SoftwareShare = None,
+    domain_share: DomainShare = None,
+    cluster_share: ClusterShare = None,
+    restart_seconds: Restart = None,
+    replacement_seconds: Replacement = None,
+    run_days: RunDays = None,
+    overhead_budget: OverheadBudget = None,
+    memory_budget: MemoryBudget = None,
+    loss_budget: LossBudget = None,
+    schemes: Schemes = None,
+    plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the ways to protect a training, and recommend a configuration.
@@ -119,7 +218,7 @@ def plan(
     }
     notes = [f"{facts['state_bytes']:g} bytes of state and {facts['gradient_bytes']:g} of gradient for each parameter"]
     if run is not None:
-        from memckpt_tools.plan.run import observe_run
+        from memckpt_tools.plan.measure import observe_run
 
         seen = observe_run(run, node, facts["state_bytes"])
         facts |= seen.facts
@@ -161,7 +260,7 @@ def plan(
     except ConfigurationError as error:
         raise ConfigurationError(_with_option(str(error))) from error
     if plot is not None:
-        from memckpt_tools.plan.plot import draw
+        from memckpt_tools.plan.table import draw
 
         draw(found, plot)
     if schemes is not None:
@@ -250,7 +349,7 @@ def _size_of(parameters: str | None, model: Path | None) -> tuple[float, str] | 
         return parse_count(parameters), f"{parameters} parameters, as given"
     if model is None:
         return None
-    from memckpt_tools.planning.model_config import count_parameters
+    from memckpt_tools.planning.job import count_parameters
 
     size = count_parameters(read_model_config(model))
     return float(size.parameters), f"{size.parameters:,} parameters by {model}: {size.how}"
@@ -273,13 +372,13 @@ def read_model_config(path: Path) -> Mapping[str, Any]:
 
 
 def _check_plot(path: Path) -> None:
-    from memckpt_tools.plan.plot import check
+    from memckpt_tools.plan.table import check
 
     check(path)
 
 
 def _serve_link(address: str) -> None:
-    from memckpt_tools.plan.link import parse_address, serve
+    from memckpt_tools.plan.measure import parse_address, serve
 
     host, port = parse_address("--listen", address)
     received, seconds = serve(host, port, lambda place: err.print(f"listening at {place}", markup=False))

@@ -1,1 +1,6 @@
-"""Formulas: memory, time and the share of effective training, for settings and failures. Pure."""
+"""Formulas: what protection takes and saves, before a job runs. Pure; torch-free.
+
+In reading order: ``scheme`` (tiers, and what they make of failures), ``job``, ``footprint`` (bytes and times),
+``planned`` (a scheme for a job), ``schemes`` (all ways to protect it), ``rendering`` (settings as text). ``papers``:
+formulas that no command shows yet. ``checks`` and ``mapping_file`` read what people write.
+"""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from memckpt.config import MemckptConfig
 from memckpt.user_messages import nbytes_text
-from memckpt_tools.planning.expectation import Expectation, expect
+from memckpt_tools.planning.checks import require_count, require_number, require_seconds
 from memckpt_tools.planning.footprint import NodeMemory
 from memckpt_tools.planning.job import Job
-from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.planning.survival import beyond_memory_rate, monthly_probability
+from memckpt_tools.planning.scheme import Expectation, Scheme, Tier, expect
+
+_MOST_NODES = 10_000_000
+_MONTH_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,3 +147,35 @@ def storage_tier(name: str, job: Job, interval_seconds: float, persist_seconds: 
         restore_seconds=restore_seconds,
         survives_cluster=True,
     )
+
+
+def beyond_memory_rate(
+    node_failures_per_second: float, nodes: int, group_nodes: int, tolerates: int, window_seconds: float
+) -> float:
+    """Rate, per second, at which a group of a running job loses more nodes than it tolerates.
+
+    Each lost node leaves its group with one node less for a window of time, until it has been replaced and is protected
+    again. REFT, equation 7, is the case of one tolerated node. For windows that are short compared to the time between
+    failures it is groups x C(n, m) (rate x window)^m x (n - m) x rate.
+
+    Args:
+        node_failures_per_second: of one node.
+        nodes: nodes of the job. group_nodes: n, nodes of a group. tolerates: m.
+        window_seconds: from the loss of a node until its group is whole again.
+    """
+    require_number("node_failures_per_second", node_failures_per_second, 0, 1e6, "per second")
+    require_count("nodes", nodes, 1, _MOST_NODES)
+    require_count("group_nodes", group_nodes, 1, nodes, "nodes (nodes)")
+    require_seconds("window_seconds", window_seconds)
+    if tolerates >= group_nodes:
+        return 0.0
+    down = node_failures_per_second * window_seconds
+    down /= 1 + down  # of the time, by repairs that take the window on average
+    worst = math.comb(group_nodes, tolerates) * down**tolerates * (1 - down) ** (group_nodes - tolerates)
+    return nodes / group_nodes * worst * (group_nodes - tolerates) * node_failures_per_second
+
+
+def monthly_probability(events_per_second: float) -> float:
+    """Probability of at least one event in 30 days, of events that come at a constant rate."""
+    require_number("events_per_second", events_per_second, 0, 1e9, "per second")
+    return -math.expm1(-events_per_second * _MONTH_SECONDS)

@@ -1,13 +1,419 @@
-"""All schemes for a job, and the recommended one."""
+"""The ways to protect a job: baselines, those of this product, and the one that is recommended."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from memckpt_tools.planning.baselines import asynchronous, synchronous, unprotected
+from memckpt.config import (
+    AgentConfig,
+    ErasureConfig,
+    MemckptConfig,
+    Quantized8,
+    RedoMode,
+    StorageConfig,
+    TopK,
+)
+from memckpt.user_messages import seconds_text
+from memckpt_tools.planning.checks import require_seconds
+from memckpt_tools.planning.footprint import (
+    PRIVATE_WIRE_BYTES,
+    Held,
+    NodeMemory,
+    compressed_gradient_bytes,
+    from_other_replica_seconds,
+    from_peers_seconds,
+    from_replica_seconds,
+    from_storage_seconds,
+    from_window_seconds,
+    node_memory,
+    redo_seconds,
+    state_wire_bytes,
+    wire_bytes,
+)
 from memckpt_tools.planning.job import Job
-from memckpt_tools.planning.planned import Planned
-from memckpt_tools.planning.protected import SAME_ETTR, compressed, copies, erasure, logged, memory_only
+from memckpt_tools.planning.planned import Planned, evaluate, peer_rate, storage_tier
+from memckpt_tools.planning.scheme import Scheme, Tier
+
+
+def node_state_bytes(job: Job) -> float:
+    """Bytes of the state that a node holds."""
+    return job.node_parameters * job.state_bytes
+
+
+def read_seconds(job: Job) -> float:
+    """Time in which all nodes read the newest checkpoint: each replica reads all of it."""
+    return from_storage_seconds(job.state_total_bytes, job.disk_bytes_per_second, job.replicas)
+
+
+def unprotected(job: Job) -> Planned:
+    """Nothing: each failure starts over."""
+    scheme = Scheme(name="none", overhead=0.0, tiers=())
+    return evaluate(job, scheme, choice="starts over", memory=NodeMemory(agent=0.0), in_memory=False)
+
+
+def synchronous(job: Job) -> Planned:
+    """``torch.save`` or DCP to storage, for which training waits, at Daly's interval."""
+    write = node_state_bytes(job) / job.copy_bytes_per_second + job.state_total_bytes / job.disk_bytes_per_second
+    interval = max(job.step_seconds, daly_interval(write, job.mtbf_seconds))
+    scheme = Scheme(
+        name="torch.save",
+        overhead=write / interval,
+        tiers=(storage_tier("storage", job, interval, 0.0, read_seconds(job)),),
+        disk_bytes=job.state_total_bytes * job.step_seconds / interval,
+    )
+    return evaluate(
+        job, scheme, choice=f"every {seconds_text(interval)}", memory=NodeMemory(agent=0.0), in_memory=False
+    )
+
+
+def asynchronous(job: Job) -> Planned:
+    """Checkpoints that are copied to host memory and persisted meanwhile, as ``dcp.async_save`` or CheckFreq.
+
+    One is persisted at a time, so the interval is Young's or the time that persisting takes, whichever is longer.
+    """
+    copy = node_state_bytes(job) / job.copy_bytes_per_second
+    persist = job.state_total_bytes / job.disk_bytes_per_second
+    interval = max(job.step_seconds, persist, young_interval(copy, job.mtbf_seconds))
+    scheme = Scheme(
+        name="async to disk",
+        overhead=copy / interval,
+        tiers=(storage_tier("storage", job, interval, persist, read_seconds(job)),),
+        memory_bytes=node_state_bytes(job),
+        disk_bytes=job.state_total_bytes * job.step_seconds / interval,
+    )
+    memory = NodeMemory(agent=0.0, snapshot=node_state_bytes(job))
+    return evaluate(job, scheme, choice=f"every {seconds_text(interval)}", memory=memory, in_memory=False)
+
+
+def young_interval(write_seconds: float, mttf_seconds: float) -> float:
+    """Young's optimal time between two checkpoints, in seconds.
+
+    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974:
+    sqrt(2 x write x MTTF). It makes the synchronous ETTR above largest, too.
+    """
+    require_seconds("write_seconds", write_seconds)
+    require_seconds("mttf_seconds", mttf_seconds, zero=False)
+    return math.sqrt(2 * write_seconds * mttf_seconds)
+
+
+def daly_interval(write_seconds: float, mttf_seconds: float) -> float:
+    """Daly's optimal computing time between two checkpoints, without the write, in seconds.
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006,
+    equation 37: with x = sqrt(write / (2 MTTF)), sqrt(2 write MTTF) (1 + x/3 + x^2/9) - write where the write takes
+    less than twice the MTTF, else the MTTF.
+    """
+    young = young_interval(write_seconds, mttf_seconds)
+    if write_seconds >= 2 * mttf_seconds:
+        return mttf_seconds
+    ratio = math.sqrt(write_seconds / (2 * mttf_seconds))
+    return young * (1 + ratio / 3 + ratio * ratio / 9) - write_seconds
+
+
+#: (mode, T) in the order in which they are preferred where others are no better; None: the default of the mode.
+_REDONE: tuple[tuple[RedoMode, int | None], ...] = (
+    ("lazy", None), ("lazy", 4), ("lazy", 16), ("lazy", 32), ("eager", None), ("eager", 16), ("eager", 32),
+)  # fmt: skip
+#: A scheme of last resort: the whole state every N steps.
+_LOCAL = (*_REDONE, ("snapshot", None))
+_DATA, _TOLERATED = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)
+#: Differences of ETTR below this one do not matter.
+SAME_ETTR = 1e-3
+#: Limits of an anchor period with compressed gradients, as ``memckpt.session.gradient_tap.period_for`` has them.
+_REDO_SECONDS, _SHORTEST, _LONGEST = 5.0, 8, 512
+#: Seconds that a piece takes for each record, on a core and on an accelerator, and the rate from which on it is one.
+_PIECE_SECONDS, _ON_ACCELERATORS, _TENSORS = (1e-4, 3e-4), 1e9, 200
+#: A parameter whose compressed size stands for all: a weight matrix of 4096 x 4096.
+_TYPICAL_SHAPE = (4096, 4096)
+#: What compression leaves out of gradients, for each parameter and rank, where the model is.
+_RESIDUAL_BYTES = 4.0
+#: Records of a batch of the log, as ``memckpt.agent.saving.record_log`` has them.
+_MOST_BATCH_STEPS, _MOST_BATCH_BYTES = 64, 64 << 20
+
+
+def memory_only(job: Job) -> Planned:
+    """Base and log in the node's own memory, checkpoints behind them."""
+    return best(_setting(job, "memory", "", mode, period) for mode, period in _LOCAL)
+
+
+def copies(job: Job) -> Planned:
+    """Records as plain copies on other nodes: as many as the budget of losses takes."""
+    return _coded(job, "copies", (1,))
+
+
+def erasure(job: Job) -> Planned:
+    """Records as fragments of a code on other nodes: k and m with the least traffic for the budget of losses."""
+    return _coded(job, "(k, m)", _DATA[1:])
+
+
+def logged(job: Job) -> Planned:
+    """Every record in storage, too, in batches."""
+    return best(_setting(job, "log", "", mode, period, log=True) for mode, period in _REDONE)
+
+
+def compressed(job: Job) -> Planned:
+    """Averages in compressed form, which are the records; all of them in storage."""
+    ranks = job.nodes * max(1, job.gpus_per_node)
+    choices = [(one, compressed_gradient_bytes(one, [_TYPICAL_SHAPE], ranks=ranks)) for one in (TopK(), Quantized8())]
+    compressor, gradient_bytes = min(choices, key=lambda choice: choice[1])
+    smaller = replace(job, gradient_bytes=min(job.gradient_bytes, gradient_bytes))
+    period = compressed_period(job, gradient_bytes)
+    residual = 0.0 if job.gpus_per_node else _RESIDUAL_BYTES * job.node_parameters  # else on the accelerators
+    found = _setting(smaller, "compressed", type(compressor).__name__, "lazy", period, log=True, residual=residual)
+    assert found.config is not None
+    problems = list(found.problems)
+    if job.replicas < job.nodes:
+        problems.append("compression: expected DistributedDataParallel (replicas = nodes)")
+    return replace(
+        found,
+        config=replace(found.config, compression=compressor, anchor_period_steps=None),
+        problems=tuple(problems),
+        notes=(*found.notes, "changes what is trained: compare the loss; a resume is not exact (residual)"),
+    )
+
+
+def compressed_period(job: Job, gradient_bytes: float) -> int:
+    """T for compressed gradients, as a session chooses it. Source: docs/compression.md, "Anchors".
+
+    12/c for gradients of c bytes, a power of two from 8 to 512, so that redo at a restore takes 5 seconds at most: a
+    time for each element, and one for each piece of a parameter, taken for a model of 200 parameter tensors.
+    """
+    each = _PIECE_SECONDS[job.redo_parameters_per_second > _ON_ACCELERATORS]
+    period = _SHORTEST
+    while period < min(_LONGEST, 12 / gradient_bytes):
+        longer = 2 * period
+        redone = job.node_parameters / job.redo_parameters_per_second + (longer + _TENSORS) * each
+        if longer / 2 * redone > _REDO_SECONDS:
+            break
+        period = longer
+    return period
+
+
+def _coded(job: Job, name: str, data: Sequence[int]) -> Planned:
+    pairs = [(k, m) for m in _TOLERATED for k in data if k + m <= job.nodes] or [(data[0], 1)]
+    return best(
+        _setting(job, name, f"k={k}, m={m}", mode, period, peers=ErasureConfig(data=k, tolerate=m))
+        for mode, period in _LOCAL
+        for k, m in pairs
+    )
+
+
+def best(found: Iterator[Planned]) -> Planned:
+    """The best of some settings, which are given in the order of preference by mode and T.
+
+    First those without problems, then those within the budget of losses, then those whose ETTR is the highest within
+    :data:`SAME_ETTR`, then exact ones. Of these the first mode and T, and with it the least traffic and memory. Where
+    none is without problems, it is the one that costs least.
+    """
+    offers = list(found)
+    kept = [one for one in offers if one.fits]
+    if not kept:
+        return min(offers, key=lambda one: (len(one.problems), one.scheme.overhead, one.memory.peak))
+    kept = [one for one in kept if one.keeps_memory] or kept
+    most = max(one.expectation.ettr for one in kept)
+    kept = [one for one in kept if one.expectation.ettr >= most - SAME_ETTR]
+    kept = [one for one in kept if one.exact] or kept
+    first = _local(kept[0])
+    return min((one for one in kept if _local(one) == first), key=lambda one: (one.scheme.wire_bytes, one.memory.total))
+
+
+def _local(one: Planned) -> tuple[str, int | None] | None:
+    return None if one.config is None else (one.config.redo, one.config.anchor_period_steps)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """What sending to peers costs, and gives.
+
+    Attributes:
+        overhead: share of training time for which training waits.
+        every_steps, lag_steps: as of a :class:`Tier`.
+        wire_bytes: bytes that a node sends for each step.
+        note: what is sent in place of records; empty: records are.
+    """
+
+    overhead: float = 0.0
+    every_steps: float = 1.0
+    lag_steps: float = 0.0
+    wire_bytes: float = 0.0
+    note: str = ""
+
+
+def _sending(job: Job, peers: ErasureConfig, held: Held, private: bool, captured_every: int) -> _Sending:
+    """Records where training need not wait for them, else the state after every N-th step."""
+    if private:
+        return _Sending(every_steps=captured_every or 1, lag_steps=1.0, wire_bytes=PRIVATE_WIRE_BYTES)
+    if captured_every:
+        state = state_wire_bytes(peers, held)
+        lag = min(float(captured_every), state / peer_rate(job) / (job.step_seconds * job.network_idle_share))
+        return _Sending(0.0, captured_every, lag, state / captured_every)
+    wire, free = wire_bytes(peers, held), job.step_seconds * job.network_idle_share
+    sends = wire / peer_rate(job)
+    waits = max(0.0, sends - free) / job.step_seconds
+    if waits <= job.overhead_budget:
+        lag = held.slots if waits else min(float(held.slots), sends / free)
+        return _Sending(waits, 1.0, lag, wire)
+    state = state_wire_bytes(peers, held)
+    every = max(1, math.ceil(state / peer_rate(job) / free))
+    copied = held.whole_bytes / job.copy_bytes_per_second / job.step_seconds / every
+    note = f"the links do not carry every record: the state after every {every} steps"
+    return _Sending(copied, every, every, state / every, note)
+
+
+def _setting(
+    job: Job,
+    name: str,
+    choice: str,
+    mode: RedoMode,
+    period: int | None,
+    *,
+    peers: ErasureConfig | None = None,
+    log: bool = False,
+    residual: float = 0.0,
+) -> Planned:
+    """One setting of this product, evaluated for the job; `residual`: bytes of left-out parts of gradients."""
+    every = capture_every(job) if mode == "snapshot" else 0
+    config = _config(job, mode, period, peers, log, every)
+    held = Held(
+        parameters=job.node_parameters,
+        gradient_bytes=job.gradient_bytes,
+        state_bytes=job.state_bytes,
+        period=config.anchor_period(mode),
+        slots=config.records_in_flight,
+    )
+    private = peers is not None and job.replicas > peers.tolerate
+    sending = _Sending() if peers is None else _sending(job, peers, held, private, every)
+    storing = _storing(job, held, log)
+    problems = [storing.problem] if storing.problem else []
+    if peers is not None and job.nodes < peers.group_nodes:
+        problems.append(f"peers: {peers.group_nodes} nodes of {job.nodes}")
+    tiers = [
+        Tier(
+            name="memory",
+            every_steps=max(1, every),
+            lag_steps=0,
+            restore_seconds=_local_seconds(job, mode, held),
+        )
+    ]
+    if peers is not None:
+        tiers.append(_peer_tier(job, peers, held, sending, private))
+    tiers.append(storing.tier)
+    memory = node_memory(mode, held, peers=peers, private=private, residual_bytes=residual, nodes=job.nodes)
+    overhead = _local_waits(job, mode, held, every) + sending.overhead + storing.overhead
+    scheme = Scheme(
+        name=name,
+        overhead=overhead,
+        tiers=tuple(tiers),
+        memory_bytes=memory.total,
+        wire_bytes=sending.wire_bytes,
+        disk_bytes=storing.disk_bytes,
+    )
+    kind = f"every {every} steps" if every else f"{mode}, T={held.period}"
+    return evaluate(
+        job,
+        scheme,
+        choice=", ".join(filter(None, [choice, kind, storing.choice])),
+        memory=memory,
+        config=config,
+        exact=not (job.gpus_per_node and mode == "eager"),
+        problems=tuple(problems),
+        notes=(sending.note,) if sending.note else (),
+    )
+
+
+def capture_every(job: Job) -> int:
+    """N of captures: Young's interval, and no less than what takes half of the overhead's budget."""
+    stall = job.node_parameters * job.state_bytes / job.copy_bytes_per_second * (1 - job.copy_overlap)
+    seconds = max(young_interval(stall, job.mtbf_seconds), stall / (job.overhead_budget / 2))
+    return min(1_000_000, max(1, math.ceil(seconds / job.step_seconds)))
+
+
+def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
+    """Share of training time that copies into this node's memory cost, and redo that is slower than training."""
+    copied = held.whole_bytes / every if every else held.record_bytes
+    copying = copied / job.copy_bytes_per_second
+    waits = max(copying * (1 - job.copy_overlap), copying - job.step_seconds)
+    if mode == "eager":
+        waits += max(0.0, job.node_parameters / job.agent_redo_parameters_per_second - job.step_seconds)
+    return waits / job.step_seconds
+
+
+def _peer_tier(job: Job, peers: ErasureConfig, held: Held, sending: _Sending, private: bool) -> Tier:
+    rate, copying = peer_rate(job), job.copy_bytes_per_second
+    if private:
+        seconds = from_other_replica_seconds(held, rate, copying)
+    else:
+        seconds = from_peers_seconds(held, rate, copying, job.redo_parameters_per_second)
+    return Tier(
+        name="replicas" if private else "peers",
+        every_steps=sending.every_steps,
+        lag_steps=sending.lag_steps,
+        restore_seconds=seconds,
+        rebuild_seconds=job.step_seconds if private else state_wire_bytes(peers, held) / rate,
+        group_nodes=job.replicas if private else peers.group_nodes,
+        tolerates=job.replicas - 1 if private else peers.tolerate,
+    )
+
+
+def _local_seconds(job: Job, mode: RedoMode, held: Held) -> float:
+    if mode == "lazy":
+        return from_window_seconds(held, job.copy_bytes_per_second, job.redo_parameters_per_second)
+    return from_replica_seconds(held, job.copy_bytes_per_second)
+
+
+@dataclass(frozen=True)
+class _Storing:
+    """What storage costs, and gives."""
+
+    tier: Tier
+    overhead: float
+    disk_bytes: float
+    choice: str = ""
+    problem: str = ""
+
+
+def _storing(job: Job, held: Held, log: bool) -> _Storing:
+    """Checkpoints as often as :class:`StorageConfig` lets them be written, with a log of records or without."""
+    settings = StorageConfig()
+    persist = job.state_total_bytes / job.disk_bytes_per_second
+    snapshot = held.whole_bytes / job.copy_bytes_per_second
+    interval = max(settings.min_seconds, persist, snapshot / settings.overhead)
+    bases = job.state_total_bytes * job.step_seconds / interval
+    read = read_seconds(job)
+    if not log:
+        tier = storage_tier("storage", job, interval, persist, read)
+        return _Storing(tier, snapshot / interval, bases)
+    record = job.parameters * (held.gradient_bytes + job.state_bytes / held.period)
+    needed, available = record / job.step_seconds, job.disk_bytes_per_second
+    if needed < available:  # bases have what records leave
+        interval = max(interval, job.state_total_bytes / (available - needed))
+    most = max(1, min(_MOST_BATCH_STEPS, int(_MOST_BATCH_BYTES / (record / job.nodes))))
+    batch = min(most, math.ceil(1 / job.step_seconds))
+    written = batch * record / available
+    redone = min(interval, job.run_seconds) / job.step_seconds / 2
+    restore = read + redone * record * job.replicas / available
+    restore += redo_seconds(redone, held.parameters, job.redo_parameters_per_second)
+    tier = replace(storage_tier("log", job, 0.0, written, restore), every_steps=batch)
+    problem = "" if needed < available else f"storage: {needed / 1e9:.3g} GB/s of {available / 1e9:.3g} GB/s"
+    return _Storing(tier, snapshot / interval, record + bases, f"batches of {batch}", problem)
+
+
+def _config(
+    job: Job, mode: RedoMode, period: int | None, peers: ErasureConfig | None, log: bool, every: int
+) -> MemckptConfig:
+    if peers is not None:
+        peers = replace(peers, overhead=job.overhead_budget)
+    budget = job.memory_budget_bytes
+    return MemckptConfig(
+        redo=mode,
+        anchor_period_steps=period,
+        snapshot_every_steps=every or MemckptConfig.snapshot_every_steps,
+        agent=AgentConfig(memory_budget_bytes=None if budget is None else int(budget)),
+        peers=peers,
+        storage=StorageConfig(mode="log" if log else "replica"),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,4 @@
-"""``memckpt report``: the story of a run as one page of HTML."""
+"""``memckpt report``: the story of a run as one page of HTML.
+
+In reading order: ``command``, ``story`` (out of journals), ``goodput``, ``figures``, ``page``.
+"""

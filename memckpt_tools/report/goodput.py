@@ -6,9 +6,8 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
-from memckpt_tools.planning.expectation import expect
 from memckpt_tools.planning.job import Failures
-from memckpt_tools.planning.scheme import Scheme, Tier
+from memckpt_tools.planning.scheme import Scheme, Tier, expect
 from memckpt_tools.report.story import Attempt, Story
 
 

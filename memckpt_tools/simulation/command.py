@@ -1,11 +1,11 @@
-"""``memckpt simulate``: what a cluster's failures leave of a training, under one scheme of protection or several."""
+"""``memckpt simulate``: failures of a cluster, and what is left of a training's time."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,8 @@ from memckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from memckpt_tools.planning.scheme import Scheme
-    from memckpt_tools.simulation import Estimate, FailureModel, Failures, Setup, Summary, Sweep
+    from memckpt_tools.simulation.failures import FailureModel, Failures
+    from memckpt_tools.simulation.run import Estimate, Setup, Summary, Sweep
 
 _CLUSTER, _FAILURES, _REPAIR, _PROTECTION, _RUN = "Cluster", "Failures", "Repair", "Protection", "Simulation"
 
@@ -154,12 +155,12 @@ def simulate(
     time (ETTR), lost steps, time without training, and the tiers that recoveries came from, as means of the repetitions
     with confidence intervals.
     """
-    from memckpt_tools.simulation import Cluster, Repair, Setup, Training, read_trace
-    from memckpt_tools.simulation import simulate as run
+    from memckpt_tools.simulation.failures import Cluster, read_trace
+    from memckpt_tools.simulation.replay import Repair, Training
+    from memckpt_tools.simulation.run import Setup
+    from memckpt_tools.simulation.run import simulate as run
 
     if plot is not None:
-        from memckpt_tools.simulation.plot import check_plot
-
         check_plot(plot)
     if repair_seconds and spares is None:
         raise ConfigurationError(
@@ -200,8 +201,7 @@ def simulate(
         summaries = run(setup, protection, **how)
     swept = None
     if plot is not None:
-        from memckpt_tools.simulation import sweep
-        from memckpt_tools.simulation.plot import draw
+        from memckpt_tools.simulation.run import sweep
 
         swept = sweep(setup, protection, **how)
         draw(swept, plot, f"{nodes:,} nodes, {days:g} days: a quarter to four times the failures, and the nodes")
@@ -232,7 +232,7 @@ def _fields_as_options() -> Iterator[None]:
 def _seconds(option: str, value: float, unit_seconds: float) -> float:
     """A time of an option in seconds; what is wrong is said in the option's unit."""
     from memckpt_tools.planning.checks import require_number
-    from memckpt_tools.simulation.checks import LONGEST_SECONDS
+    from memckpt_tools.simulation.failures import LONGEST_SECONDS
 
     unit = "days" if unit_seconds == 86400 else "hours"
     require_number(option, value, 0, LONGEST_SECONDS / unit_seconds, unit, above=True)
@@ -267,7 +267,7 @@ def _model_of(
     """Distributions of failures, from the options."""
     from dataclasses import replace
 
-    from memckpt_tools.simulation import Exponential, FailureModel
+    from memckpt_tools.simulation.failures import Exponential, FailureModel
 
     if node_hours is not None and job_hours is not None:
         raise ConfigurationError("--node-mtbf-hours, --job-mtbf-hours: expected one of them, found both")
@@ -364,3 +364,73 @@ def _as_json(setup: Setup, summaries: list[Summary], seed: int, swept: Sweep | N
             for nodes, points in swept.by_nodes
         ]
     return result
+
+
+_FORMATS = ("pdf", "png", "svg")
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a plot that cannot be drawn, before anything is simulated.
+
+    Raises:
+        ConfigurationError: matplotlib is missing, the file's name ends in no known format, or there is no such
+            directory.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--plot {path}: expected matplotlib, found none: pip install 'lightning-memckpt[plot]'"
+        ) from error
+    if path.suffix.removeprefix(".").lower() not in _FORMATS:
+        raise ConfigurationError(f"--plot {path}: expected a name that ends in .{' or .'.join(_FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--plot {path}: expected a directory that exists, found no {path.parent}")
+
+
+def draw(sweep: Sweep, path: Path, title: str) -> None:
+    """Draw a sweep: a line for each scheme, with its confidence interval as a band.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    hours = [(mtbf / 3600, summaries) for mtbf, summaries in sweep.by_mtbf]
+    sizes = [(float(nodes), summaries) for nodes, summaries in sweep.by_nodes]
+    for axes, label, points in (
+        (left, "mean time between failures of the job, hours", hours),
+        (right, "nodes", sizes),
+    ):
+        for at in range(len(points[0][1])):
+            _draw_line(axes, [(x, summaries[at]) for x, summaries in points])
+        axes.set_xscale("log")
+        axes.set_xticks([x for x, _ in points], [f"{x:,.3g}" if x < 100 else f"{x:,.0f}" for x, _ in points])
+        axes.minorticks_off()
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    left.set_ylabel("effective training time ratio")
+    left.legend()
+    figure.suptitle(title)
+    try:
+        # The same simulation makes the same file: no date, no random names.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memckpt"}):
+            figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    except OSError as error:
+        raise ConfigurationError(f"--plot {path}: expected a file that can be written, found {error}") from error
+
+
+def _draw_line(axes: object, points: Sequence[tuple[float, Summary]]) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    xs = [x for x, _ in points]
+    ettrs = [summary.ettr for _, summary in points]
+    widths = [ettr.half_width or 0.0 for ettr in ettrs]
+    (line,) = axes.plot(xs, [ettr.mean for ettr in ettrs], marker="o", markersize=4, label=points[0][1].scheme.name)
+    low = [ettr.mean - width for ettr, width in zip(ettrs, widths, strict=True)]
+    high = [ettr.mean + width for ettr, width in zip(ettrs, widths, strict=True)]
+    axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.2)

@@ -1,9 +1,13 @@
-"""Failures of a job: of processes, nodes, racks, zones, the cluster; drawn from distributions."""
+"""Failures of a cluster: drawn from lifetimes, or read from a trace."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -11,8 +15,129 @@ from numpy.typing import NDArray
 
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.checks import require_count, require_number
-from memckpt_tools.simulation.checks import LONGEST_SECONDS
-from memckpt_tools.simulation.lifetimes import Exponential, Floats, Lifetime, Weibull
+from memckpt_tools.planning.scheme import Scheme, Tier
+
+#: Longest time that is taken for meant, in seconds: 3,000 years as a mean time between failures is another unit's.
+LONGEST_SECONDS = 1e11
+#: Time of a step, in seconds: beyond these it was meant in milliseconds or microseconds.
+STEP_SECONDS = (1e-4, 300.0)
+
+
+def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
+    """Refuse schemes that a cluster of so many nodes cannot have.
+
+    Raises:
+        ConfigurationError: there is none, two have one name, or a value of one is out of range.
+    """
+    if not schemes:
+        raise ConfigurationError("schemes: expected one or more, found none")
+    names = [scheme.name for scheme in schemes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigurationError(f"schemes: expected a name of its own for each, found {min(twice)!r} twice")
+    for scheme in schemes:
+        where = f"scheme {scheme.name!r}"
+        require_number(f"{where}: overhead", scheme.overhead, 0, 100, "of training time")
+        for field in ("memory_bytes", "wire_bytes", "disk_bytes"):
+            require_number(f"{where}: {field}", getattr(scheme, field), 0, 1e18, "bytes")
+        tiers = [tier.name for tier in scheme.tiers]
+        if twice := {name for name in tiers if tiers.count(name) > 1}:
+            raise ConfigurationError(f"{where}: tiers: expected a name of its own for each, found {min(twice)!r} twice")
+        for tier in scheme.tiers:
+            _check_tier(f"{where}, tier {tier.name!r}", tier, nodes)
+
+
+def _check_tier(where: str, tier: Tier, nodes: int) -> None:
+    require_number(f"{where}: every_steps", tier.every_steps, 0, 1e12, "steps", above=True)
+    require_number(f"{where}: lag_steps", tier.lag_steps, 0, 1e12, "steps")
+    require_number(f"{where}: restore_seconds", tier.restore_seconds, 0, LONGEST_SECONDS, "seconds")
+    require_number(f"{where}: rebuild_seconds", tier.rebuild_seconds, 0, LONGEST_SECONDS, "seconds")
+    require_count(
+        f"{where}: group_nodes", tier.group_nodes, 0, nodes, "nodes of the cluster, 0 where they do not matter"
+    )
+    most = max(0, tier.group_nodes - 1)
+    require_count(f"{where}: tolerates", tier.tolerates, 0, most, f"nodes of a group of {tier.group_nodes}")
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """A rate of failures that does not depend on age.
+
+    Attributes:
+        mean_seconds: mean time between failures of one unit, in seconds.
+    """
+
+    mean_seconds: float
+
+    def __post_init__(self) -> None:
+        require_number("mean_seconds", self.mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+
+    def survival(self, seconds: float) -> float:
+        """Probability that a new unit has no failure in so many seconds."""
+        return math.exp(-seconds / self.mean_seconds)
+
+    def draw(self, count: int, stream: np.random.Generator) -> Floats:
+        """Lives of new units, in seconds."""
+        return stream.exponential(self.mean_seconds, count)
+
+    def draw_remaining(self, count: int, stream: np.random.Generator) -> Floats:
+        """What is left of the lives of units that have been in service for long, in seconds."""
+        return self.draw(count, stream)
+
+
+@dataclass(frozen=True)
+class Weibull:
+    """A rate of failures that falls with age (shape below 1: early failures) or rises (above 1: wear).
+
+    REFT (equation 1) has the probability of survival exp(-(t / scale) ** shape), with its failure rate in the place of
+    1 / scale.
+
+    Attributes:
+        shape: exponent of the survival; 1 is the exponential distribution.
+        scale_seconds: time after which exp(-1) of all units survive, in seconds.
+    """
+
+    shape: float
+    scale_seconds: float
+
+    def __post_init__(self) -> None:
+        require_number("shape", self.shape, 0.2, 20, "(no unit)")
+        require_number("scale_seconds", self.scale_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+
+    @classmethod
+    def of_mean(cls, shape: float, mean_seconds: float) -> Weibull:
+        """The distribution with a shape and a mean time between failures."""
+        require_number("shape", shape, 0.2, 20, "(no unit)")
+        require_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+        return cls(shape, mean_seconds / math.gamma(1 + 1 / shape))
+
+    @property
+    def mean_seconds(self) -> float:
+        """Mean life of a unit, in seconds."""
+        return self.scale_seconds * math.gamma(1 + 1 / self.shape)
+
+    def survival(self, seconds: float) -> float:
+        """Probability that a new unit has no failure in so many seconds."""
+        return math.exp(-((seconds / self.scale_seconds) ** self.shape))
+
+    def draw(self, count: int, stream: np.random.Generator) -> Floats:
+        """Lives of new units, in seconds."""
+        return self.scale_seconds * stream.weibull(self.shape, count)
+
+    def draw_remaining(self, count: int, stream: np.random.Generator) -> Floats:
+        """What is left of the lives of units that have been in service for long, in seconds.
+
+        The life that a moment falls into is longer than others in proportion to its length, and the moment is anywhere
+        in it. With the density x f(x) / mean, (x / scale) ** shape has a gamma distribution of 1 + 1 / shape.
+        """
+        lives = self.scale_seconds * stream.gamma(1 + 1 / self.shape, size=count) ** (1 / self.shape)
+        return lives * stream.uniform(size=count)
+
+
+Lifetime = Exponential | Weibull
+
 
 #: What fails at once: the processes of a node, whose memory stays; or nodes with their memory.
 Kind = Literal["process", "node", "rack", "zone", "cluster"]
@@ -226,3 +351,98 @@ def _draw_units(
     if not seconds:
         return np.empty(0), np.empty(0, np.int64)
     return np.concatenate(seconds), np.concatenate(units)
+
+
+COLUMNS = ("time_seconds", "kind", "node")
+
+
+def parse_trace(text: str, cluster: Cluster, name: str = "trace") -> Failures:
+    """Failures in comma-separated values.
+
+    The first line names the columns ``time_seconds``, ``kind`` and ``node``, in any order; others are left alone. Empty
+    lines are left out, and lines that begin with ``#``.
+
+    Args:
+        text: the file. `time_seconds` counts from the start of training and never falls. `kind` is process, node,
+            rack, zone or cluster. `node` is a node's number from 0; any node of the rack or zone that fails, and
+            nothing is needed for the cluster.
+        cluster: the cluster that they happen to.
+        name: name of the file, for messages.
+
+    Raises:
+        ConfigurationError: it is malformed; the line, the column, what was expected and found are named.
+    """
+    lines = [
+        (number, line)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip() and not line.startswith("#")
+    ]
+    if not lines:
+        raise ConfigurationError(f"{name}: expected a line of columns {', '.join(COLUMNS)}, found an empty file")
+    header = [column.strip() for column in next(csv.reader([lines[0][1]]))]
+    if missing := [column for column in COLUMNS if column not in header]:
+        raise ConfigurationError(
+            f"{name}, line {lines[0][0]}: expected the columns {', '.join(COLUMNS)}, found {', '.join(header)}: "
+            f"{', '.join(missing)} missing"
+        )
+    at = [header.index(column) for column in COLUMNS]
+    seconds, kinds, units = [], [], []
+    before = 0.0
+    for number, line in lines[1:]:
+        cells = [cell.strip() for cell in next(csv.reader(io.StringIO(line)))]
+        where = f"{name}, line {number}"
+        if len(cells) != len(header):
+            raise ConfigurationError(f"{where}: expected {len(header)} columns, found {len(cells)}")
+        when, kind, node = (cells[column] for column in at)
+        before = _parse_seconds(where, when, before)
+        level, unit = _parse_unit(where, kind, node, cluster)
+        seconds.append(before)
+        kinds.append(level)
+        units.append(unit)
+    return Failures(np.array(seconds, np.float64), np.array(kinds, np.int64), np.array(units, np.int64))
+
+
+def read_trace(path: Path, cluster: Cluster) -> Failures:
+    """Failures in a file; see :func:`parse_trace`.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is malformed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"trace: expected a readable text file, found {path}: {error}") from error
+    return parse_trace(text, cluster, str(path))
+
+
+def _parse_seconds(where: str, text: str, before: float) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ConfigurationError(f"{where}: time_seconds: expected seconds of 0 or more, found {text!r}")
+    if seconds < before:
+        raise ConfigurationError(
+            f"{where}: time_seconds: expected {before:g} or more, the time of the line before, found {text}; "
+            "sort the file by time"
+        )
+    return seconds
+
+
+def _parse_unit(where: str, kind: str, node: str, cluster: Cluster) -> tuple[int, int]:
+    """The kind's index, and the number of the unit."""
+    levels = {name: level for level, name in enumerate(KINDS)}
+    if kind not in levels:
+        raise ConfigurationError(f"{where}: kind: expected one of {', '.join(KINDS)}, found {kind!r}")
+    level = levels[kind]
+    size = cluster.size(level)
+    if size is None:
+        raise ConfigurationError(f"{where}: kind: expected a cluster whose {kind}s are known, found a failure of one")
+    if level == CLUSTER:
+        return level, 0
+    if not (node.isascii() and node.isdigit() and int(node) < cluster.nodes):
+        raise ConfigurationError(
+            f"{where}: node: expected a number of 0 to {cluster.nodes - 1}, the nodes of the cluster, found {node!r}"
+        )
+    return level, int(node) // size

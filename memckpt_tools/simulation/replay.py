@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation.checks import LONGEST_SECONDS, STEP_SECONDS
-from memckpt_tools.simulation.failures import KINDS, MOST_NODES, Cluster, Failures
+from memckpt_tools.simulation.failures import KINDS, LONGEST_SECONDS, MOST_NODES, STEP_SECONDS, Cluster, Failures
 
 #: Recovery where no tier holds anything: training begins anew.
 NOTHING = "nothing"

@@ -1,21 +1,103 @@
-"""Repetitions of a simulation, for one scheme or several, with the same failures for all of them."""
+"""A simulation: repetitions of one setup with intervals of confidence, and sweeps over setups."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
+from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.planning.scheme import Scheme
-from memckpt_tools.simulation.checks import check_schemes
-from memckpt_tools.simulation.failures import KINDS, Cluster, FailureModel, Failures
+from memckpt_tools.simulation.failures import (
+    KINDS,
+    Cluster,
+    Exponential,
+    FailureModel,
+    Failures,
+    Lifetime,
+    Weibull,
+    check_schemes,
+)
 from memckpt_tools.simulation.replay import NOTHING, Outcome, Repair, Training, replay
-from memckpt_tools.simulation.statistics import Estimate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of repetitions.
+
+    Attributes:
+        mean: their mean.
+        half_width: half the width of its confidence interval, by Student's t distribution; None with one repetition,
+            which has no spread.
+        confidence: probability with which such an interval has the true mean in it.
+        repetitions: how many.
+    """
+
+    mean: float
+    half_width: float | None
+    confidence: float
+    repetitions: int
+
+    @classmethod
+    def of(cls, values: Sequence[float], confidence: float) -> Estimate:
+        mean = statistics.fmean(values)
+        count = len(values)
+        if count < 2:
+            return cls(mean, None, confidence, count)
+        error = statistics.stdev(values, mean) / math.sqrt(count)
+        return cls(mean, t_quantile((1 + confidence) / 2, count - 1) * error, confidence, count)
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is in the interval."""
+        return self.half_width is not None and abs(value - self.mean) <= self.half_width
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """The value below which Student's t distribution has a probability of 0.5 or more.
+
+    Args:
+        probability: from 0.5 to less than 1.
+        degrees: degrees of freedom, 1 or more.
+    """
+    low, high = 0.0, 1.0
+    while _t_within(high, degrees) < 2 * probability - 1:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        if _t_within(middle, degrees) < 2 * probability - 1:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _t_within(t: float, degrees: int) -> float:
+    """Probability of a value between -t and t: the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    if degrees % 2 == 0:
+        term = total = 1.0
+        for i in range(1, degrees // 2):
+            term *= square * (2 * i - 1) / (2 * i)
+            total += term
+        return sine * total
+    if degrees == 1:
+        return 2 * angle / math.pi
+    term = total = math.cos(angle)
+    for i in range(1, (degrees - 1) // 2):
+        term *= square * (2 * i) / (2 * i + 1)
+        total += term
+    return 2 / math.pi * (angle + sine * total)
+
 
 DEFAULT_CONFIDENCE = 0.95
 
@@ -144,3 +226,81 @@ def _repeat(setup: Setup, schemes: Sequence[Scheme], seed: int, number: int) -> 
         child = np.random.SeedSequence(seed, spawn_key=(number,))  # what `spawn` gives the child of this number
         failures = failures.draw(setup.cluster, setup.training.duration_seconds, child)
     return [replay(scheme, failures, setup.cluster, setup.training, setup.repair) for scheme in schemes]
+
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Simulations along two axes; all else is as it was, the schemes' costs, too.
+
+    Attributes:
+        by_mtbf: mean time between failures of the job in seconds, and the summaries of all schemes.
+        by_nodes: number of nodes, and the summaries of all schemes. Each node fails as often in all of them.
+    """
+
+    by_mtbf: tuple[tuple[float, tuple[Summary, ...]], ...]
+    by_nodes: tuple[tuple[int, tuple[Summary, ...]], ...]
+
+
+def sweep(
+    setup: Setup,
+    schemes: Sequence[Scheme],
+    *,
+    factors: Sequence[float] = FACTORS,
+    repetitions: int = 20,
+    seed: int = 0,
+    workers: int = 1,
+    confidence: float = DEFAULT_CONFIDENCE,
+) -> Sweep:
+    """Simulate with times between failures, and with numbers of nodes, times each factor.
+
+    Clusters that are smaller than the largest group of a scheme are left out. For the other arguments see
+    :func:`simulate`.
+
+    Raises:
+        ConfigurationError: failures are a trace, which belongs to one cluster; or a value is out of range.
+    """
+    model = setup.failures
+    if not isinstance(model, FailureModel):
+        raise ConfigurationError("failures: expected distributions, which can be scaled, found a trace")
+
+    def run(changed: Setup) -> tuple[Summary, ...]:
+        return tuple(
+            simulate(changed, schemes, repetitions=repetitions, seed=seed, workers=workers, confidence=confidence)
+        )
+
+    least = max((tier.group_nodes for scheme in schemes for tier in scheme.tiers), default=1)
+    by_mtbf = [(factor, replace(setup, failures=with_mean_scaled(model, factor))) for factor in factors]
+    sizes = sorted({round(setup.cluster.nodes * factor) for factor in factors})
+    by_nodes = [
+        (nodes, replace(setup, cluster=with_nodes(setup.cluster, nodes))) for nodes in sizes if nodes >= max(1, least)
+    ]
+    mtbf = model.mean_seconds(setup.cluster)
+    return Sweep(
+        by_mtbf=tuple((mtbf * factor, run(changed)) for factor, changed in by_mtbf),
+        by_nodes=tuple((nodes, run(changed)) for nodes, changed in by_nodes),
+    )
+
+
+def with_mean_scaled(model: FailureModel, factor: float) -> FailureModel:
+    """All times between failures, times a factor."""
+
+    def scaled(lifetime: Lifetime | None) -> Lifetime | None:
+        if isinstance(lifetime, Weibull):
+            return Weibull(lifetime.shape, lifetime.scale_seconds * factor)
+        return lifetime and Exponential(lifetime.mean_seconds * factor)
+
+    return replace(
+        model,
+        nodes=scaled(model.nodes), processes=scaled(model.processes), racks=scaled(model.racks),
+        zones=scaled(model.zones), cluster=scaled(model.cluster),
+    )  # fmt: skip
+
+
+def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
+    """A cluster of another size, with as large racks and zones, where it has room for them."""
+    rack = None if cluster.nodes_per_rack is None else min(cluster.nodes_per_rack, nodes)
+    zone = cluster.racks_per_zone
+    return Cluster(nodes=nodes, nodes_per_rack=rack, racks_per_zone=zone and rack and min(zone, -(-nodes // rack)))

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from memckpt.processes.handles import children_of
-from memckpt_run.attempts import Attempt, ColdStarter, Given
-from memckpt_run.command import PythonCommand, python_command
+from memckpt_run.attempts import Attempt, ColdStarter, Given, PythonCommand, python_command
 from memckpt_run.notes import Notes
 from memckpt_run.warm import Warm, WarmProcess, WarmStarter
 from tests.support.trainings import start_probe, supervised_job

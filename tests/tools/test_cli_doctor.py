@@ -22,11 +22,10 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import keep_run
 from memckpt.storage.urls import open_store
 from memckpt.user_messages import short_number
-from memckpt_tools.doctor import checks, storage_checks
+from memckpt_tools.doctor import checks
 from memckpt_tools.doctor import command as doctor
 from memckpt_tools.doctor import probes as facts
-from memckpt_tools.doctor.checks import Check
-from memckpt_tools.doctor.storage_checks import DiskFacts, StoreFacts
+from memckpt_tools.doctor.checks import Check, DiskFacts, StoreFacts
 from tests.support.monitoring.checks import outcomes
 from tests.support.monitoring.statuses import an_agent, some_peers
 from tests.support.storage.stored_parts import part_of, write
@@ -144,7 +143,7 @@ def test_the_trial_of_a_disk_leaves_room(
     assert sizes == [written]
     assert (found.bytes_per_second is not None) == rated
     assert found.problem == ""
-    said = storage_checks.check_disk(found)[0].text
+    said = checks.check_disk(found)[0].text
     assert ("no rate was measured" in said) != rated
     assert list(tmp_path.iterdir()) == []
 
@@ -226,28 +225,28 @@ def test_limits_on_descriptors_are_those_of_the_kernel(monkeypatch: pytest.Monke
 
 def test_the_content_of_a_store() -> None:
     assert outcomes(
-        storage_checks.check_content(StoreFacts("/s")),
-        storage_checks.check_content(StoreFacts("/s", checkpoints=2, step=7)),
-        storage_checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
-        storage_checks.check_content(StoreFacts("/s", problem="not mounted")),
-        storage_checks.check_content(StoreFacts("/s", foreign="another's")),
+        checks.check_content(StoreFacts("/s")),
+        checks.check_content(StoreFacts("/s", checkpoints=2, step=7)),
+        checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
+        checks.check_content(StoreFacts("/s", problem="not mounted")),
+        checks.check_content(StoreFacts("/s", foreign="another's")),
     ) == ["ok", "ok", "warning", "problem", "problem"]
     assert outcomes(
-        storage_checks.check_other_runs(StoreFacts("/s", beside=("B",))),
-        storage_checks.check_other_runs(StoreFacts("/s", others=("C",))),
+        checks.check_other_runs(StoreFacts("/s", beside=("B",))),
+        checks.check_other_runs(StoreFacts("/s", others=("C",))),
     ) == ["ok", "warning"]
 
 
 def test_the_room_of_this_very_run() -> None:
     def outcome(nbytes: int, free: int, available: int | None = None) -> list[str]:
-        return outcomes(*storage_checks.check_room(nbytes, DiskFacts("/s", "ext4", free, 1e9), available))
+        return outcomes(*checks.check_room(nbytes, DiskFacts("/s", "ext4", free, 1e9), available))
 
     assert outcome(10 * GIB, 40 * GIB) == ["ok"]
     assert outcome(10 * GIB, 20 * GIB) == ["warning"]
     assert outcome(10 * GIB, 9 * GIB) == ["problem"]
     assert outcome(10 * GIB, 40 * GIB, 100 * GIB) == ["ok", "ok"]
     assert outcome(10 * GIB, 40 * GIB, 12 * GIB) == ["ok", "warning"]
-    assert outcomes(*storage_checks.check_room(10 * GIB, None, None)) == []
+    assert outcomes(*checks.check_room(10 * GIB, None, None)) == []
 
 
 def test_a_store_is_looked_into(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.protocol.status import Status, StorageStatus
 from memckpt_tools.plan import measure as plan_measure
 from memckpt_tools.plan.command import parse_count
-from memckpt_tools.plan.link import link_rate, parse_address, serve
-from memckpt_tools.plan.run import describe
+from memckpt_tools.plan.measure import describe, link_rate, parse_address, serve
 from memckpt_tools.planning.mapping_file import read_tree
 from memckpt_tools.planning.scheme import Scheme, Tier
 

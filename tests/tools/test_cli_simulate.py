@@ -13,8 +13,10 @@ import pytest
 
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation import Cluster, Exponential, FailureModel, Repair, Setup, Training
-from memckpt_tools.simulation import simulate as simulated
+from memckpt_tools.simulation.failures import Cluster, Exponential, FailureModel
+from memckpt_tools.simulation.replay import Repair, Training
+from memckpt_tools.simulation.run import Setup
+from memckpt_tools.simulation.run import simulate as simulated
 from memckpt_tools.simulation.scheme_file import parse_tier, read_schemes
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 

@@ -9,9 +9,9 @@ import pytest
 
 from memckpt.config import ErasureConfig, MemckptConfig
 from memckpt.session import mode as choice
-from memckpt_tools.doctor import checks, storage_checks
+from memckpt_tools.doctor import checks
 from memckpt_tools.doctor import probes as facts
-from memckpt_tools.doctor.storage_checks import DiskFacts
+from memckpt_tools.doctor.checks import DiskFacts
 from tests.support.monitoring.checks import outcomes
 
 GIB = 2**30
@@ -58,11 +58,11 @@ def test_optional_packages() -> None:
 
 
 def test_the_driver_of_an_object_store() -> None:
-    assert storage_checks.check_driver("/runs/one", {}) is None
-    assert storage_checks.check_driver("memory://x", {}) is None
+    assert checks.check_driver("/runs/one", {}) is None
+    assert checks.check_driver("memory://x", {}) is None
     missing, there = (
-        storage_checks.check_driver("s3://bucket/x", {}),
-        storage_checks.check_driver("gs://b/x", {"gcsfs": "2024.2"}),
+        checks.check_driver("s3://bucket/x", {}),
+        checks.check_driver("gs://b/x", {"gcsfs": "2024.2"}),
     )
     assert missing is not None
     assert there is not None
@@ -209,13 +209,11 @@ def test_agent() -> None:
     ],
 )
 def test_disk(disk: DiskFacts, expected: list[str]) -> None:
-    assert outcomes(*storage_checks.check_disk(disk)) == expected
+    assert outcomes(*checks.check_disk(disk)) == expected
 
 
 def test_store() -> None:
-    assert outcomes(
-        storage_checks.check_store("s3://b", 0.1, ""), storage_checks.check_store("s3://b", 0, "denied")
-    ) == [
+    assert outcomes(checks.check_store("s3://b", 0.1, ""), checks.check_store("s3://b", 0, "denied")) == [
         "ok",
         "problem",
     ]

@@ -24,17 +24,24 @@ from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
 from memckpt_tools.drill.attributes import Attributes, text_of
 from memckpt_tools.drill.carry_out import Result
-from memckpt_tools.drill.difference import Difference, sketch_distance
-from memckpt_tools.drill.draw import KINDS, draw, parse_kinds
-from memckpt_tools.drill.fingerprint import Fingerprints
-from memckpt_tools.drill.history import Attempt, Point, RankHistory, RunHistory
-from memckpt_tools.drill.job import Job, kill_processes
-from memckpt_tools.drill.lines import DIGEST_BYTES, SKETCHES, Begun, Reader, Taken, Tensors, Writer
-from memckpt_tools.drill.orders import DrillOrders
-from memckpt_tools.drill.overhead import Overhead, first_change
-from memckpt_tools.drill.supervisor import Blow
+from memckpt_tools.drill.comparison import Difference, Overhead, first_change, judge, sketch_distance
+from memckpt_tools.drill.job import DrillOrders, Job, kill_processes
+from memckpt_tools.drill.lines import (
+    DIGEST_BYTES,
+    SKETCHES,
+    Attempt,
+    Begun,
+    Point,
+    RankHistory,
+    Reader,
+    RunHistory,
+    Taken,
+    Tensors,
+    Writer,
+)
+from memckpt_tools.drill.probe import Fingerprints
+from memckpt_tools.drill.supervisor import KINDS, Blow, draw, parse_kinds
 from memckpt_tools.drill.text import holes_text, overhead_text, storage_line, undisturbed_line, verdict_text
-from memckpt_tools.drill.verdict import judge
 from tests.support.cluster.waiting import until
 
 KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))

@@ -6,8 +6,9 @@ import pytest
 
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.schemes import make_plan
-
-simulation = pytest.importorskip("memckpt_tools.simulation")
+from memckpt_tools.simulation.failures import Cluster, Exponential, FailureModel
+from memckpt_tools.simulation.replay import Repair, Training
+from memckpt_tools.simulation.run import Setup, simulate
 
 LLAMA = Job(
     parameters=405e9, nodes=2048, step_seconds=6.0, mtbf_seconds=11135.0, software_share=0.22,
@@ -19,16 +20,16 @@ SMALL = Job(parameters=1e8, nodes=8, step_seconds=1.0, mtbf_seconds=7200.0, soft
 @pytest.mark.parametrize("job", [LLAMA, SMALL], ids=["Llama 3", "small"])
 def test_ettr_of_every_scheme_is_that_of_drawn_failures(job: Job) -> None:
     failures = job.failures
-    setup = simulation.Setup(
-        cluster=simulation.Cluster(nodes=job.nodes),
-        failures=simulation.FailureModel(
-            processes=simulation.Exponential(mean_seconds=job.nodes / failures.process),
-            nodes=simulation.Exponential(mean_seconds=job.nodes / failures.node),
+    setup = Setup(
+        cluster=Cluster(nodes=job.nodes),
+        failures=FailureModel(
+            processes=Exponential(mean_seconds=job.nodes / failures.process),
+            nodes=Exponential(mean_seconds=job.nodes / failures.node),
         ),
-        training=simulation.Training(step_seconds=job.step_seconds, duration_seconds=job.run_seconds),
-        repair=simulation.Repair(detection_seconds=job.restart_seconds, replacement_seconds=job.replacement_seconds),
+        training=Training(step_seconds=job.step_seconds, duration_seconds=job.run_seconds),
+        repair=Repair(detection_seconds=job.restart_seconds, replacement_seconds=job.replacement_seconds),
     )
     rows = [row for row in make_plan(job).rows if row.scheme.tiers]  # without tiers its end counts, not its progress
-    drawn = simulation.simulate(setup, [row.scheme for row in rows], repetitions=40, seed=1, confidence=0.99)
+    drawn = simulate(setup, [row.scheme for row in rows], repetitions=40, seed=1, confidence=0.99)
     for row, found in zip(rows, drawn, strict=True):
         assert row.expectation.ettr == pytest.approx(found.ettr.mean, abs=found.ettr.half_width), row.scheme.name

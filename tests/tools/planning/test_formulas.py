@@ -9,28 +9,25 @@ import random
 import pytest
 
 from memckpt.errors import ConfigurationError
-from memckpt_tools.planning.intervals import (
-    daly_interval,
-    ettr_asynchronous,
-    ettr_synchronous,
-    reft_interval,
-    wall_seconds,
-    young_interval,
-)
-from memckpt_tools.planning.lowdiff import lowdiff_optimum, lowdiff_wasted_share
-from memckpt_tools.planning.survival import (
-    beyond_memory_rate,
+from memckpt_tools.planning.papers import (
     checkpoint_survival,
     cluster_recovery,
     coded_group_recovery,
+    ettr_asynchronous,
+    ettr_synchronous,
     gemini_corollary,
     gemini_recovery,
-    monthly_probability,
+    lowdiff_optimum,
+    lowdiff_wasted_share,
     recoverable_choices,
+    reft_interval,
     reft_survival,
     replicated_group_recovery,
+    wall_seconds,
     weibull_survival,
 )
+from memckpt_tools.planning.planned import beyond_memory_rate, monthly_probability
+from memckpt_tools.planning.schemes import daly_interval, young_interval
 
 # ETTR, Young, Daly
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memckpt.errors import ConfigurationError
-from memckpt_tools.planning.model_config import count_parameters
+from memckpt_tools.planning.job import count_parameters
 
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 LLAMA_8B = {

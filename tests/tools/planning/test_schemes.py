@@ -18,13 +18,11 @@ from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
 from memckpt.session.gradient_tap import period_for
 from memckpt_hydra import protection
-from memckpt_tools.planning.expectation import expect
-from memckpt_tools.planning.intervals import ettr_asynchronous, wall_seconds
 from memckpt_tools.planning.job import Failures, Job, mtbf_of_nodes
-from memckpt_tools.planning.protected import compressed_period
+from memckpt_tools.planning.papers import ettr_asynchronous, wall_seconds
 from memckpt_tools.planning.rendering import as_python, as_yaml, settings_that_differ
-from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.planning.schemes import make_plan
+from memckpt_tools.planning.scheme import Scheme, Tier, expect
+from memckpt_tools.planning.schemes import compressed_period, make_plan
 
 LLAMA = Job(
     parameters=405e9,

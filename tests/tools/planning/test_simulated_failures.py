@@ -10,8 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import ConfigurationError
-from memckpt_tools.simulation import Cluster, Estimate, Exponential, FailureModel, Failures, Lifetime, Weibull
-from memckpt_tools.simulation.failures import NODE, PROCESS, RACK, ZONE
+from memckpt_tools.simulation.failures import (
+    NODE,
+    PROCESS,
+    RACK,
+    ZONE,
+    Cluster,
+    Exponential,
+    FailureModel,
+    Failures,
+    Lifetime,
+    Weibull,
+)
+from memckpt_tools.simulation.run import Estimate
 
 DAY = 86400.0
 

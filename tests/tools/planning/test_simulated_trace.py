@@ -8,7 +8,9 @@ import pytest
 
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation import Cluster, Outcome, Repair, Setup, Training, parse_trace, read_trace, simulate
+from memckpt_tools.simulation.failures import Cluster, parse_trace, read_trace
+from memckpt_tools.simulation.replay import Outcome, Repair, Training
+from memckpt_tools.simulation.run import Setup, simulate
 
 FOUR = Cluster(nodes=4)
 

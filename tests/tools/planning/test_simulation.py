@@ -12,22 +12,9 @@ import pytest
 from memckpt.errors import ConfigurationError
 from memckpt.replication.coding.placement import place
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation import (
-    KINDS,
-    Cluster,
-    Estimate,
-    Exponential,
-    FailureModel,
-    Failures,
-    Repair,
-    Setup,
-    Training,
-    replay,
-    simulate,
-    with_mean_scaled,
-    with_nodes,
-)
-from memckpt_tools.simulation.replay import group_of
+from memckpt_tools.simulation.failures import KINDS, Cluster, Exponential, FailureModel, Failures
+from memckpt_tools.simulation.replay import Repair, Training, group_of, replay
+from memckpt_tools.simulation.run import Estimate, Setup, simulate, with_mean_scaled, with_nodes
 from tests.support.planning.tiers import disk
 
 HOUR, DAY = 3600.0, 86400.0

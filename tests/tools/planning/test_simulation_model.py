@@ -10,18 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation import (
-    KINDS,
-    Cluster,
-    Exponential,
-    FailureModel,
-    Failures,
-    Repair,
-    Setup,
-    Training,
-    replay,
-    simulate,
-)
+from memckpt_tools.simulation.failures import KINDS, Cluster, Exponential, FailureModel, Failures
+from memckpt_tools.simulation.replay import Repair, Training, replay
+from memckpt_tools.simulation.run import Setup, simulate
 from tests.support.planning.tiers import disk
 
 

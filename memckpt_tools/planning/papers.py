@@ -1,16 +1,100 @@
-"""Probabilities that a state survives failures of nodes: Gemini's, ECCheck's, REFT's, and rates for a running job."""
+"""Formulas of papers: probabilities that a state survives, ratios of effective training time, intervals.
+
+No command shows them yet: rows of ``memckpt plan`` for Gemini, REFT, ECCheck and LowDiff will. Each names its paper.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.checks import require_count, require_number, require_seconds, require_share
 
+
+def ettr_synchronous(mttf_seconds: float, interval_seconds: float, write_seconds: float, read_seconds: float) -> float:
+    """ETTR with checkpoints for which training waits.
+
+    Source: "ETTR, aka, how good is the training goodput", first formulation: for each failure a read, half an interval
+    that is repeated, and one write for each interval.
+
+    Args:
+        mttf_seconds: mean time to failure of the job.
+        interval_seconds: time from one checkpoint to the next.
+        write_seconds: time that training waits for a checkpoint.
+        read_seconds: time to read one after a failure.
+
+    Returns:
+        the share of effective time; 0 where the formula, which holds for failures that are rare, gives less.
+    """
+    return ettr_asynchronous(mttf_seconds, interval_seconds, write_seconds, read_seconds, 0.0)
+
+
+def ettr_asynchronous(
+    mttf_seconds: float,
+    interval_seconds: float,
+    write_seconds: float,
+    read_seconds: float,
+    persist_seconds: float,
+) -> float:
+    """ETTR with checkpoints that are persisted while training goes on.
+
+    Source: the same post, section "Effect of asynchronous checkpoint writes". A failure before the newest checkpoint is
+    persistent also costs the interval before it: `persist_seconds` once for each failure.
+
+    Args:
+        mttf_seconds, interval_seconds, read_seconds: as in :func:`ettr_synchronous`.
+        write_seconds: time that training waits for the copy.
+        persist_seconds: time from the copy until it is persistent, at most an interval.
+    """
+    require_seconds("mttf_seconds", mttf_seconds, zero=False)
+    require_seconds("interval_seconds", interval_seconds, zero=False)
+    require_seconds("write_seconds", write_seconds)
+    require_seconds("read_seconds", read_seconds)
+    require_number("persist_seconds", persist_seconds, 0, interval_seconds, "s (interval_seconds)")
+    writes = mttf_seconds / interval_seconds * write_seconds
+    lost = interval_seconds / 2 + persist_seconds
+    return max(0.0, 1 - (read_seconds + writes + lost) / mttf_seconds)
+
+
+def wall_seconds(
+    work_seconds: float, interval_seconds: float, write_seconds: float, read_seconds: float, mttf_seconds: float
+) -> float:
+    """Expected wall-clock time of a job with exponential failures and synchronous checkpoints, in seconds.
+
+    Source: Daly (2006), equation 20, exact for a job of many intervals: M e^(R/M) (e^((t + d)/M) - 1) W/t.
+
+    Args:
+        work_seconds: W, computing time without checkpoints and failures.
+        interval_seconds: t, computing time between two checkpoints.
+        write_seconds: d. read_seconds: R. mttf_seconds: M.
+    """
+    require_seconds("work_seconds", work_seconds)
+    require_seconds("interval_seconds", interval_seconds, zero=False)
+    require_seconds("write_seconds", write_seconds)
+    require_seconds("read_seconds", read_seconds)
+    require_seconds("mttf_seconds", mttf_seconds, zero=False)
+    grown = math.exp(min(700.0, read_seconds / mttf_seconds))
+    spent = math.expm1(min(700.0, (interval_seconds + write_seconds) / mttf_seconds))
+    return mttf_seconds * grown * spent * work_seconds / interval_seconds
+
+
+def reft_interval(save_seconds: float, failures_per_second: float) -> float:
+    """REFT's optimal interval of snapshots or checkpoints, in seconds; infinite without failures.
+
+    Source: REFT, appendix A, equations 4 and 5: saving costs T_save for each interval, a failure half an interval, so
+    that the interval is sqrt(2 T_save / rate). Equation 9 has it for snapshots, with the failures of a node; equation
+    11 for the checkpoints behind them, with the rate of failures that memory does not survive, of equation 7
+    (:func:`memckpt_tools.planning.planned.beyond_memory_rate`).
+    """
+    require_seconds("save_seconds", save_seconds)
+    require_number("failures_per_second", failures_per_second, 0, 1e6, "per second")
+    return math.sqrt(2 * save_seconds / failures_per_second) if failures_per_second else math.inf
+
+
 _MOST_NODES = 10_000_000
 #: Most nodes lost at once that are counted exactly: numbers of sets have thousands of digits.
 _MOST_FAILED = 1000
-_MONTH_SECONDS = 30 * 86400.0
 
 
 def recoverable_choices(groups: int, group_nodes: int, tolerates: int, failed: int) -> int:
@@ -165,33 +249,67 @@ def checkpoint_survival(node_survival: float, software_survival: float, nodes: i
     return float((node_survival * software_survival) ** nodes)
 
 
-def beyond_memory_rate(
-    node_failures_per_second: float, nodes: int, group_nodes: int, tolerates: int, window_seconds: float
-) -> float:
-    """Rate, per second, at which a group of a running job loses more nodes than it tolerates.
+class LowDiffOptimum(NamedTuple):
+    """The best settings.
 
-    Each lost node leaves its group with one node less for a window of time, until it has been replaced and is protected
-    again. REFT, equation 7, is the case of one tolerated node. For windows that are short compared to the time between
-    failures it is groups x C(n, m) (rate x window)^m x (n - m) x rate.
+    Attributes:
+        full_interval_seconds: 1/f, time between two full checkpoints.
+        batch_seconds: b, training time whose differences are written as one batch.
+    """
+
+    full_interval_seconds: float
+    batch_seconds: float
+
+
+def lowdiff_wasted_share(
+    *,
+    full_interval_seconds: float,
+    batch_seconds: float,
+    state_bytes: float,
+    write_bytes_per_second: float,
+    mtbf_seconds: float,
+    load_seconds: float,
+    merge_seconds: float,
+) -> float:
+    """Wasted share of the job's time: recovery and writing of full checkpoints.
+
+    Source: LowDiff, section IV-C, equation 3, for each GPU and second of the job, from the terms listed there. A
+    failure costs half a batch that was not written, loading a full checkpoint, and merging half of the batches that
+    follow one: (b/2 + R_F + R_D/2 (1/(f b) - 1)) / M. Writing costs f S/W.
 
     Args:
-        node_failures_per_second: of one node.
-        nodes: nodes of the job. group_nodes: n, nodes of a group. tolerates: m.
-        window_seconds: from the loss of a node until its group is whole again.
+        full_interval_seconds: 1/f.
+        batch_seconds: b, at most 1/f.
+        state_bytes: S, of a full checkpoint.
+        write_bytes_per_second: W.
+        mtbf_seconds: M.
+        load_seconds: R_F, time to load a full checkpoint.
+        merge_seconds: R_D, time to merge one batch at a recovery.
     """
-    require_number("node_failures_per_second", node_failures_per_second, 0, 1e6, "per second")
-    require_count("nodes", nodes, 1, _MOST_NODES)
-    require_count("group_nodes", group_nodes, 1, nodes, "nodes (nodes)")
-    require_seconds("window_seconds", window_seconds)
-    if tolerates >= group_nodes:
-        return 0.0
-    down = node_failures_per_second * window_seconds
-    down /= 1 + down  # of the time, by repairs that take the window on average
-    worst = math.comb(group_nodes, tolerates) * down**tolerates * (1 - down) ** (group_nodes - tolerates)
-    return nodes / group_nodes * worst * (group_nodes - tolerates) * node_failures_per_second
+    require_seconds("full_interval_seconds", full_interval_seconds, zero=False)
+    require_number("batch_seconds", batch_seconds, 0, full_interval_seconds, "s (full_interval_seconds)", above=True)
+    _check(state_bytes, write_bytes_per_second, mtbf_seconds, merge_seconds)
+    require_seconds("load_seconds", load_seconds)
+    merges = (full_interval_seconds / batch_seconds - 1) / 2
+    recovery = batch_seconds / 2 + load_seconds + merge_seconds * merges
+    return recovery / mtbf_seconds + state_bytes / write_bytes_per_second / full_interval_seconds
 
 
-def monthly_probability(events_per_second: float) -> float:
-    """Probability of at least one event in 30 days, of events that come at a constant rate."""
-    require_number("events_per_second", events_per_second, 0, 1e9, "per second")
-    return -math.expm1(-events_per_second * _MONTH_SECONDS)
+def lowdiff_optimum(
+    *, state_bytes: float, write_bytes_per_second: float, mtbf_seconds: float, merge_seconds: float
+) -> LowDiffOptimum:
+    """The interval of full checkpoints and the batch that waste least.
+
+    Source: LowDiff, section IV-C, equation 5: f = (R_D W^2 / (4 S^2 M^2))^(1/3), b = (2 S R_D M / W)^(1/3).
+    """
+    _check(state_bytes, write_bytes_per_second, mtbf_seconds, merge_seconds)
+    write_seconds = state_bytes / write_bytes_per_second
+    frequency = (merge_seconds / (4 * (write_seconds * mtbf_seconds) ** 2)) ** (1 / 3)
+    return LowDiffOptimum(1 / frequency, (2 * write_seconds * merge_seconds * mtbf_seconds) ** (1 / 3))
+
+
+def _check(state_bytes: float, write_bytes_per_second: float, mtbf_seconds: float, merge_seconds: float) -> None:
+    require_number("state_bytes", state_bytes, 0, 1e18, "bytes", above=True)
+    require_number("write_bytes_per_second", write_bytes_per_second, 0, 1e15, "bytes per second", above=True)
+    require_seconds("mtbf_seconds", mtbf_seconds, zero=False)
+    require_seconds("merge_seconds", merge_seconds, zero=False)

@@ -1,0 +1,184 @@
+"""Messages between supervisor and warm process, and between worker and keeper, as packets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Union
+
+import msgspec
+
+#: Largest packet, in bytes. What is larger goes through files.
+_PACKET_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 3
+
+
+def send(link: socket.socket, message: ToWarm | FromWarm | ToKeeper | FromKeeper, fds: Sequence[int] = ()) -> None:
+    """Send a message; descriptors are duplicated into the receiver.
+
+    Raises:
+        OSError: the other end is gone, or the message is too large.
+    """
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    link.sendmsg([msgspec.json.encode(message)], rights, socket.MSG_NOSIGNAL)
+
+
+def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    """The next one, and the descriptors, which are the caller's; empty if the other end is gone."""
+    space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
+    try:
+        packet, ancillary, _, _ = link.recvmsg(_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return b"", []
+    return packet, [fd for _, _, data in ancillary for fd in array("i", data)]
+
+
+# Supervisor and warm process
+
+
+class Import(msgspec.Struct, frozen=True, tag="import"):
+    """Import what a cold start has, and wait. Its :class:`Recorded` is a file that comes along as a descriptor.
+
+    Attributes:
+        also: modules of the user's own that are imported, too, with all below them.
+    """
+
+    also: list[str]
+
+
+class Fork(msgspec.Struct, frozen=True, tag="fork"):
+    """Start an attempt. Three descriptors that come along are its standard streams; then it begins a session.
+
+    Attributes:
+        variables: changes of the environment since the warm process's start; None: remove.
+        mask: numbers of blocked signals.
+        parent: process id of the supervisor.
+        farewell: signal that it gets when the supervisor has ended.
+    """
+
+    variables: dict[str, str | None]
+    mask: list[int]
+    parent: int
+    farewell: int
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """The process runs, and waits for orders."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The imports are made.
+
+    Attributes:
+        modules: number of modules of the cold start that are imported.
+        seconds: time that it took.
+        missing: for each of the user's own modules that could not be imported, its name and the reason.
+    """
+
+    modules: int
+    seconds: float
+    missing: dict[str, str]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """No attempt can be forked from this process, and it ends; why."""
+
+    reason: str
+
+
+class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    """An attempt has begun, as an orphan of this process."""
+
+    pid: int
+
+
+ToWarm = Union[Import, Fork]  # noqa: UP007
+FromWarm = Union[Here, Ready, Refused, Forked]  # noqa: UP007
+_to_warm = msgspec.json.Decoder(ToWarm)
+_from_warm = msgspec.json.Decoder(FromWarm)
+
+
+def receive_order(link: socket.socket) -> tuple[ToWarm, list[int]] | None:
+    """The next one, in the warm process, which owns the descriptors; None if the supervisor is gone."""
+    packet, fds = _receive(link)
+    return (_to_warm.decode(packet), fds) if packet else None
+
+
+def receive_answer(link: socket.socket) -> FromWarm | None:
+    """The next one, in the supervisor; None if the warm process is gone."""
+    packet, _ = _receive(link)
+    return _from_warm.decode(packet) if packet else None
+
+
+# Worker and keeper
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Start an attempt. The worker's three standard streams come along as descriptors.
+
+    Attributes:
+        command: words of the training's command.
+        directory: path of the working directory.
+        environment: variables, as in /proc/PID/environ.
+        mask: numbers of blocked signals.
+    """
+
+    command: list[bytes]
+    directory: bytes
+    environment: bytes
+    mask: list[int]
+
+
+class Signal(msgspec.Struct, frozen=True, tag="signal"):
+    """The worker has got a signal: it is the attempt's."""
+
+    number: int
+
+
+class Become(msgspec.Struct, frozen=True, tag="become"):
+    """The attempt has to be cold: the worker becomes it, with these variables added."""
+
+    variables: dict[str, str]
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The attempt has begun."""
+
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """It has ended, with this exit status, or the negative number of a signal."""
+
+    code: int
+
+
+ToKeeper = Union[Begin, Signal]  # noqa: UP007
+FromKeeper = Union[Become, Started, Ended]  # noqa: UP007
+_to_keeper = msgspec.json.Decoder(ToKeeper)
+_from_keeper = msgspec.json.Decoder(FromKeeper)
+
+
+def receive_request(link: socket.socket) -> tuple[ToKeeper | None, list[int]]:
+    """The next one, in the keeper, which owns the descriptors; None if the worker is gone."""
+    packet, fds = _receive(link)
+    return (_to_keeper.decode(packet) if packet else None), fds
+
+
+def receive_reply(link: socket.socket) -> FromKeeper | None:
+    """The next one, in the worker; None if the keeper is gone."""
+    packet, _ = _receive(link)
+    return _from_keeper.decode(packet) if packet else None
+
+
+def packed(environment: Mapping[str, str]) -> bytes:
+    """Variables as bytes, whatever they hold."""
+    return b"\0".join(os.fsencode(f"{name}={value}") for name, value in environment.items())
+
+
+def unpacked(environment: bytes) -> dict[str, str]:
+    """The reverse; also of the content of /proc/PID/environ."""
+    pairs = (os.fsdecode(each).partition("=") for each in environment.split(b"\0"))
+    return {name: value for name, equals, value in pairs if equals}

@@ -1,0 +1,422 @@
+"""Runs of a drill compared: where they differ, how far, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from memckpt_tools.drill.lines import DIGEST_BYTES, SKETCHES, Key, Point, RankHistory, Restored, RunHistory, Taken
+
+#: Kinds of values that are what training computes. Others are what it goes by.
+RESULTS = ("loss", "parameter", "state", "buffer", "frozen")
+#: Kinds of values that are in no state.
+PLAIN = ("attribute", "variable")
+#: Kind of the difference that steps are missing.
+STEPS = "steps"
+#: Causes before effects, within one step.
+_ORDER = (
+    STEPS,
+    "data position",
+    "input",
+    "loss",
+    "buffer",
+    "frozen",
+    "parameter",
+    "state",
+    "hyperparameters",
+    "absences",
+    "generators",
+    "registered",
+    "logged values",
+    *PLAIN,
+)
+#: Bytes of a tensor's sketch.
+_SKETCH_BYTES = 8 * SKETCHES
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that differs between two runs.
+
+    Attributes:
+        rank: of the value.
+        step, record: where it differs first.
+        kind, name: what it is, such as ``"parameter"``, ``"head.weight"``.
+        relative: distance as a fraction of the expected value, or of a tensor's norm; None where it is not known.
+        text: the distance as text; may be empty.
+        count: number of points at which it differs.
+        restored: whether the first of them is a state right behind a restore.
+    """
+
+    rank: int
+    step: int
+    record: int
+    kind: str
+    name: str
+    relative: float | None
+    text: str
+    count: int = 1
+    restored: bool = False
+
+    @property
+    def key(self) -> tuple[int, Key]:
+        return self.rank, (self.kind, self.name)
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.name}".strip()
+
+
+def compare(
+    found: RunHistory,
+    expected: RunHistory,
+    last_record: int,
+    ignored: Collection[tuple[int, Key]] = (),
+    whole: bool = False,
+) -> list[Difference]:
+    """The differences of a run from another one, one for each value that differs: the first ones first.
+
+    Steps that a run leaves out, or adds, are a difference, too: a resume may have made its loop shorter, or longer.
+
+    Args:
+        found: a run, with any number of attempts.
+        expected: a run of one attempt.
+        last_record: records behind it are not compared.
+        ignored: ranks and keys of values that are not compared.
+        whole: whether the expected run ended with that record.
+    """
+    differences: dict[tuple[int, Key], Difference] = {}
+    for rank, history in found.ranks.items():
+        reference = by_record(expected.ranks.get(rank))
+        for point in history.points():
+            other = reference.get(point.record)
+            if other is None or point.record > last_record:
+                continue
+            for kind, name, relative, text in _differing(point, other):
+                key = (rank, (kind, name))
+                if key in ignored:
+                    continue
+                known = differences.get(key)
+                restored = not isinstance(point.line, Taken)
+                new = Difference(rank, point.step, point.record, kind, name, relative, text, 1, restored)
+                first = new if known is None or point.record < known.record else known
+                count = 1 if known is None else known.count + 1
+                differences[key] = Difference(**{**vars(first), "count": count})
+    for rank, history in found.ranks.items() if whole else ():
+        if (rank, (STEPS, "")) in ignored:
+            continue
+        beyond = min((one for one in history.points() if one.record > last_record), key=_record, default=None)
+        if beyond is not None:
+            text = f"it trains on, where the undisturbed run had ended after {last_record}"
+            new = Difference(rank, beyond.step, beyond.record, STEPS, "", None, text)
+            differences[new.key] = new
+    for rank, history in expected.ranks.items():
+        missing = _missing(found.ranks.get(rank), history, last_record)
+        if missing and (rank, (STEPS, "")) not in ignored:
+            text = f"{len(missing)} of {last_record} are missing"
+            new = Difference(rank, missing[0].step, missing[0].record, STEPS, "", None, text, len(missing))
+            differences[new.key] = new
+    return sorted(differences.values(), key=lambda each: (each.record, not each.restored, _order(each.kind), each.rank))
+
+
+def _missing(found: RankHistory | None, expected: RankHistory, last_record: int) -> list[Point[Taken]]:
+    """Steps of the expected run whose state the other one has never had."""
+    there = set() if found is None else {point.record for point in found.points()}
+    return [point for record, point in by_record(expected).items() if record <= last_record and record not in there]
+
+
+def _record(point: Point[Taken] | Point[Restored]) -> int:
+    return point.record
+
+
+def _order(kind: str) -> int:
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+
+
+def by_record(history: RankHistory | None) -> dict[int, Point[Taken]]:
+    """The steps of a run that was not disturbed, by record."""
+    if history is None:
+        return {}
+    return {point.record: point for attempt in history.attempts for point in attempt.points}
+
+
+def _differing(
+    found: Point[Taken] | Point[Restored], expected: Point[Taken]
+) -> Iterator[tuple[str, str, float | None, str]]:
+    """Kind, name, relative distance and text of each value that differs."""
+    if isinstance(found.line, Taken):
+        if found.line.losses != expected.line.losses:
+            yield ("loss", "", *_losses_apart(found.line.losses, expected.line.losses))
+        yield from _values_differing(found.line.values, expected.line.values)
+    if found.keys == expected.keys and found.line.digests == expected.line.digests:
+        return
+    ours, theirs = _tensors(found), _tensors(expected)
+    for key in dict.fromkeys([*theirs, *ours]):
+        if key not in ours or key not in theirs:
+            yield (*key, None, "it is there in one of the runs only")
+        elif ours[key][0] != theirs[key][0]:
+            relative = sketch_distance(ours[key][1], theirs[key][1])
+            yield (*key, relative, _far_text(relative))
+
+
+def _values_differing(
+    ours: Mapping[str, Mapping[str, str]], theirs: Mapping[str, Mapping[str, str]]
+) -> Iterator[tuple[str, str, None, str]]:
+    if ours == theirs:
+        return
+    for kind in dict.fromkeys([*theirs, *ours]):
+        found, expected = ours.get(kind, {}), theirs.get(kind, {})
+        for name in dict.fromkeys([*expected, *found]):
+            ours_text, theirs_text = found.get(name), expected.get(name)
+            if ours_text == theirs_text or (kind in PLAIN and None in (ours_text, theirs_text)):
+                continue  # a variable that is not there yet is none that is wrong
+            text = ""
+            if kind in PLAIN and ours_text and theirs_text and ours_text[0] == theirs_text[0] == "=":
+                text = f"{ours_text[1:]} in place of {theirs_text[1:]}"
+            yield kind, name, None, text
+
+
+def _losses_apart(found: tuple[str, ...], expected: tuple[str, ...]) -> tuple[float | None, str]:
+    if len(found) != len(expected):
+        return None, f"{len(found)} backwards in place of {len(expected)}"
+    ours, theirs = ([float.fromhex(each) for each in one] for one in (found, expected))
+    worst = max(zip(ours, theirs, strict=True), key=lambda pair: _relative(*pair))
+    relative = _relative(*worst)
+    return relative, f"{worst[0]:.9g} in place of {worst[1]:.9g}"
+
+
+def _relative(found: float, expected: float) -> float:
+    if found == expected or (math.isnan(found) and math.isnan(expected)):
+        return 0.0
+    if not (math.isfinite(found) and math.isfinite(expected)) or expected == 0:
+        return math.inf
+    return abs(found - expected) / abs(expected)
+
+
+def _tensors(point: Point[Taken] | Point[Restored]) -> dict[Key, tuple[bytes, bytes]]:
+    digests, sketches = point.line.digests, point.line.sketches
+    return {
+        key: (
+            digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+            sketches[index * _SKETCH_BYTES : (index + 1) * _SKETCH_BYTES],
+        )
+        for index, key in enumerate(point.keys)
+    }
+
+
+def sketch_distance(found: bytes, expected: bytes) -> float:
+    """Norm of the difference of two tensors, or sets of tensors, as a fraction of the norm of the expected one.
+
+    An estimate: right within a factor of two as a rule. Infinite where a value is not finite.
+    """
+    ours, theirs = np.frombuffer(found), np.frombuffer(expected)
+    if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        return math.inf
+    norm = float(np.sqrt(np.square(theirs).mean()))
+    apart = float(np.sqrt(np.square(ours - theirs).mean()))
+    return apart / norm if norm else math.inf
+
+
+def _far_text(relative: float) -> str:
+    if math.isinf(relative):
+        return "by more than its norm"
+    return f"by about {relative:.1g} of its norm" if relative else "by less than what a sketch of it shows"
+
+
+Outcome = Literal["equal", "within", "different"]
+#: A killed run may be this many times as far from an undisturbed one as two undisturbed ones are from each other.
+BAND_FACTOR = 3.0
+#: Steps, at least, whose differences make the band.
+_LEAST_RECORDS = 10
+
+
+@dataclass(frozen=True)
+class Band:
+    """Distances of runs of a training that does not repeat itself, the largest of all steps.
+
+    Attributes:
+        loss: largest relative difference of a loss between two undisturbed runs.
+        parameters: largest distance of their parameters, as a fraction of the parameters' norm.
+        killed_loss, killed_parameters: the same, between the killed run and the nearer one of the two.
+        outside: the first step at which the killed run is further away than :data:`BAND_FACTOR` allows; None: nowhere.
+        outside_text: what is outside there.
+    """
+
+    loss: float
+    parameters: float
+    killed_loss: float
+    killed_parameters: float
+    outside: int | None
+    outside_text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the three runs say.
+
+    Attributes:
+        outcome: ``"equal"``: the killed run has the bits of an undisturbed one. ``"within"``: training does not repeat
+            itself, and the killed run is as near as two undisturbed ones are. ``"different"``: it is not.
+        last_step, last_record: up to which steps were compared.
+        unrepeatable: differences between the two undisturbed runs.
+        differences: differences of the killed run from an undisturbed one, where these two agree.
+        holes: plain attributes and variables that change in training, and that a resume has not put back.
+        loaders: datasets of the DataLoaders, and their workers.
+        compared: number of values compared at each step, by kind.
+        band: where training does not repeat itself; None where it does.
+    """
+
+    outcome: Outcome
+    last_step: int
+    last_record: int
+    unrepeatable: list[Difference]
+    differences: list[Difference]
+    holes: list[Difference]
+    loaders: tuple[str, ...]
+    compared: dict[str, int]
+    band: Band | None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether two undisturbed runs had the same results, bit for bit."""
+        return self.band is None
+
+
+def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record: int, whole: bool = False) -> Verdict:
+    """Compare two undisturbed runs, and a killed one with them.
+
+    Args:
+        first, second: the undisturbed runs.
+        killed: the killed run.
+        last_record: the last record that is compared.
+        whole: whether the first run ended there by itself, so that the killed one is to end there, too.
+    """
+    unrepeatable = compare(second, first, last_record)
+    ignored = {each.key for each in unrepeatable}
+    found = compare(killed, first, last_record, ignored, whole)
+    differences = [each for each in found if each.kind not in PLAIN]
+    holes = [each for each in found if each.kind in PLAIN and _changes(first, each)]
+    band = None
+    if any(each.kind in RESULTS for each in unrepeatable):
+        band = _band(first, second, killed, last_record)
+    outcome: Outcome = "equal"
+    if any(each.kind == STEPS for each in differences) or (band is None and differences):
+        outcome = "different"
+    elif band is not None:
+        outcome = "within" if band.outside is None else "different"
+    point = max(by_record(first.ranks[0]).values(), key=lambda each: min(each.record, last_record))
+    loaders, counts = first.ranks[0].loaders, _counts(point)
+    return Verdict(outcome, point.step, last_record, unrepeatable, differences, holes, loaders, counts, band)
+
+
+def _changes(run: RunHistory, value: Difference) -> bool:
+    """Whether a value changes in the course of a run: what does not was set at the start, by the script."""
+    points = by_record(run.ranks.get(value.rank)).values()
+    found = (point.line.values.get(value.kind, {}).get(value.name) for point in points)
+    return len({each for each in found if each is not None}) > 1
+
+
+def _counts(point: Point[Taken]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for kind, _ in point.keys:
+        found[kind] = found.get(kind, 0) + 1
+    found["loss"] = len(point.line.losses)
+    found |= {kind: len(values) for kind, values in point.line.values.items()}
+    return found
+
+
+def _band(first: RunHistory, second: RunHistory, killed: RunHistory, last_record: int) -> Band:
+    """The distances of the three runs, step by step. What two undisturbed runs have reached by a step is the band.
+
+    The first quarter of a run is one stretch, as are ten steps: a few differences say little about their spread.
+    """
+    least = min(last_record, max(_LEAST_RECORDS, last_record // 4))
+    widest, furthest = [0.0, 0.0], [0.0, 0.0]
+    outside: tuple[int, str] | None = None
+    references = {rank: (by_record(history), by_record(second.ranks[rank])) for rank, history in first.ranks.items()}
+    found: dict[int, list[tuple[int, Point[Taken]]]] = {}
+    for rank, history in killed.ranks.items():
+        for attempt in history.attempts:
+            for point in attempt.points:
+                found.setdefault(point.record, []).append((rank, point))
+    for record in range(1, last_record + 1):
+        for one in range(1, least + 1) if record == 1 else range(max(record, least), record + 1):
+            for ours, theirs in references.values():
+                if one in ours and one in theirs:
+                    for index, distance in enumerate(_apart(theirs[one], ours[one])):
+                        widest[index] = max(widest[index], distance)
+        for rank, point in found.get(record, ()):
+            near = [each[record] for each in references[rank] if record in each]
+            if not near:
+                continue
+            far = [min(pair) for pair in zip(*(_apart(point, each) for each in near), strict=True)]
+            for index, what in enumerate(("loss", "parameters")):
+                furthest[index] = max(furthest[index], far[index])
+                if outside is None and far[index] > BAND_FACTOR * widest[index]:
+                    text = f"{what}: {far[index]:.2g} apart, where two undisturbed runs are {widest[index]:.2g} apart"
+                    outside = point.step, text
+    step, text = outside or (None, "")
+    return Band(widest[0], widest[1], furthest[0], furthest[1], step, text)
+
+
+def _apart(found: Point[Taken], expected: Point[Taken]) -> tuple[float, float]:
+    """Relative distances of the losses, and of all parameters together."""
+    ours, theirs = found.line.losses, expected.line.losses
+    loss = 0.0 if len(ours) == len(theirs) else math.inf
+    for one, other in zip(ours, theirs, strict=False):
+        mine, yours = float.fromhex(one), float.fromhex(other)
+        if not (math.isfinite(mine) and math.isfinite(yours)):
+            loss = loss if one == other else math.inf
+        elif mine != yours:
+            loss = max(loss, abs(mine - yours) / max(abs(mine), abs(yours)))
+    if found.keys != expected.keys:
+        return loss, math.inf
+    return loss, sketch_distance(_parameters(found), _parameters(expected))
+
+
+def _parameters(point: Point[Taken]) -> bytes:
+    """The sketches of all parameters, one behind the other."""
+    size = 8 * SKETCHES
+    return b"".join(
+        point.line.sketches[index * size : (index + 1) * size]
+        for index, (kind, _) in enumerate(point.keys)
+        if kind == "parameter"
+    )
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Durations of steps with protection and without.
+
+    Attributes:
+        protected: median seconds of a step, of each undisturbed run.
+        unprotected: the same without protection; 0 if it is not known.
+        changed: first result that is another one without protection, where the training repeats itself; else None.
+        problem: why it was not measured; empty if it was.
+    """
+
+    protected: tuple[float, float]
+    unprotected: float
+    changed: Difference | None = None
+    problem: str = ""
+
+    @property
+    def share(self) -> float:
+        """Mean of the protected runs beyond the unprotected one, as a fraction of it."""
+        return sum(self.protected) / 2 / self.unprotected - 1
+
+    @property
+    def noise(self) -> float:
+        """By how much the two protected runs differ, as a fraction of the unprotected one."""
+        return abs(self.protected[0] - self.protected[1]) / self.unprotected
+
+
+def first_change(unprotected: RunHistory, first: RunHistory, second: RunHistory, last_record: int) -> Difference | None:
+    """The first result that differs without protection, and not between two protected runs."""
+    ignored = {each.key for each in compare(second, first, last_record)}
+    found = compare(unprotected, first, last_record, ignored)
+    return next((each for each in found if each.kind in RESULTS), None)
