@@ -158,10 +158,9 @@ def test_notes_reach_all_supervisors_and_survive_a_writer_that_was_killed(monkey
         ((_, path), _) = json.loads(os.environ[OBSERVERS])
         with open(path, "ab") as file:
             file.write(b'\n{"name":"run","pid":3,"con')  # a kill in the middle
-        recorders = observers_from_environment()
-        for recorder in recorders:
-            recorder.begin_record(a_session("/second"))
-            recorder.see_committed(A_STEP)
+        for each in observers_from_environment():
+            each.begin(a_session("/second"))
+            each.see_committed(A_STEP)
         for each in (notes, above):
             assert each.run() == AgentAddress.of("/second")
             imports = each.imports_of(os.getpid())
