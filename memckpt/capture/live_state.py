@@ -110,9 +110,11 @@ class LiveState:
             reason = _why_not_redone(optimizer)
             if reason:
                 self.not_redoable[index] = reason
-        classes = [type(each) for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
-        #: Names of optimizer classes that no other process can import: only a trainer can redo their steps.
-        self.redone_only_here = sorted({each.__qualname__ for each in classes if not is_importable(each)})
+        redone = [each for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
+        #: Names of the classes of optimizers that no other process can make: only a trainer can redo their steps.
+        self.redone_only_here = sorted(
+            {type(each).__qualname__ for each in redone if not is_importable(type(each)) or attributes(each)[1]}
+        )
 
     def put_shards_in_place(self) -> None:
         """Put shards, not whole parameters, in the modules; to be called on every rank at the same time."""

@@ -137,13 +137,13 @@ class ModeChoice:
         if self._live.redone_only_here and self.redoes:
             names = ", ".join(self._live.redone_only_here)
             if self._config.audit_budget:
-                found.append(f"{names}: defined in the script itself, so the audit leaves its steps out")
+                found.append(f"{names}: no other process can make this optimizer, so the audit leaves its steps out")
             if self._config.storage is not None:
                 found.append(
-                    f"{names}: no other process can import this optimizer class, so what "
-                    "an attempt that was killed leaves in memory gets to storage only once the run is started again; "
-                    "checkpoints while training runs, and at its end, are made as ever. In a module of its own the "
-                    "class can be imported"
+                    f"{names}: no other process can import this optimizer class, or be given all of its attributes, so "
+                    "what an attempt that was killed leaves in memory gets to storage only once the run is started "
+                    "again; checkpoints while training runs, and at its end, are made as ever. A class in a module of "
+                    "its own, without functions in attributes, has no such limit"
                 )
                 if self._ranks.rank == 0:
                     _log.warning("memckpt: %s", found[-1])

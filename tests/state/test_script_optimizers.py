@@ -84,14 +84,14 @@ def run_script(lab: Lab, *, dies: int = 0) -> tuple[int, str]:
     return child.wait(LIMIT_SECONDS), child.log.read_text()
 
 
-def write_scripts(lab: Lab, *, own_module: bool) -> None:
+def write_scripts(lab: Lab, *, own_module: bool, optimizer: str = OPTIMIZER) -> None:
     scripts = lab.directory / "scripts"
     scripts.mkdir()
     if own_module:
-        (scripts / "signs_of_a_script.py").write_text(OPTIMIZER)
+        (scripts / "signs_of_a_script.py").write_text(optimizer)
         (scripts / "train.py").write_text(f"from signs_of_a_script import Signs\n{TRAINING}")
     else:
-        (scripts / "train.py").write_text(OPTIMIZER + TRAINING)
+        (scripts / "train.py").write_text(optimizer + TRAINING)
 
 
 def stored(lab: Lab, step: int) -> dict[str, torch.Tensor]:
@@ -114,8 +114,20 @@ def assert_same(found: dict[str, torch.Tensor], lab: Lab, step: int) -> None:
     assert dict.fromkeys(expected, True) == {name: torch.equal(found[name], expected[name]) for name in expected}
 
 
-def test_the_end_of_a_training_with_a_class_of_the_script_itself(lab: Lab) -> None:
-    write_scripts(lab, own_module=False)
+#: Its step calls a function that no other process can be given.
+_CALLING = OPTIMIZER.replace(
+    '{"lr": lr})', '{"lr": lr})\n        self.mean = lambda old, new: old.lerp(new, 0.1)'
+).replace(
+    'held.get("mean", torch.zeros_like(param)).lerp(param.grad, 0.1)',
+    'self.mean(held.get("mean", torch.zeros_like(param)), param.grad)',
+)
+
+
+@pytest.mark.parametrize(("own_module", "optimizer"), [(False, OPTIMIZER), (True, _CALLING)], ids=["class", "function"])
+def test_the_end_of_a_training_whose_steps_no_other_process_can_redo(
+    lab: Lab, own_module: bool, optimizer: str
+) -> None:
+    write_scripts(lab, own_module=own_module, optimizer=optimizer)
     code, said = run_script(lab)
     assert code == 0, said
     assert "Signs: no other process can import this optimizer class" in said
