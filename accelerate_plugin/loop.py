@@ -19,6 +19,11 @@ _NEVER_COMMITTED = (
     "the optimizer has stepped and no step was committed: call ckpt.commit() as the last statement of the loop over "
     "batches"
 )
+_NOT_COMMITTED = (
+    "no step of this epoch could be committed, and a restart would begin before it: gradients that no optimizer used "
+    "waited at each call of ckpt.commit(); let all optimizers step, or zero what they leave, in the batch in which "
+    "gradients are synchronized"
+)
 _NEVER_STEPPED = (
     "ckpt.commit() was called and no optimizer has stepped: call step() of the optimizer that ckpt.prepare() returned, "
     "inside accelerator.accumulate(model) where gradients are accumulated"
@@ -110,13 +115,15 @@ class LoopWatch:
         commits, steps, empty = self._commits_in_epoch, self._steps_in_epoch, self._empty_in_epoch
         self._commits_in_epoch = self._steps_in_epoch = self._empty_in_epoch = 0
         if steps and not commits:
-            raise UsageError(_NEVER_COMMITTED)
+            if not empty:
+                raise UsageError(_NEVER_COMMITTED)
+            self._warn(_NOT_COMMITTED)
         if empty and not steps and not commits:
             raise UsageError(_NEVER_STEPPED)
 
     def check_end(self) -> None:
         """Check the training that has ended. Raises UsageError if it stepped without a commit."""
-        if self._steps and not self._commits:
+        if self._steps and not self._commits and not self._empty_commits:
             raise UsageError(_NEVER_COMMITTED)
 
     def _warn(self, line: str) -> None:
