@@ -1,4 +1,4 @@
-"""Sharded checkpoints in other hands: torch's own, exports, the command line; and what older versions wrote."""
+"""Sharded checkpoints in other hands: torch's own, exports, and the command line."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-import xxhash
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from memckpt.state.tensors import local, shard_of
-from memckpt.storage import dcp
-from memckpt.storage.catalog import Checkpoint, read_catalog
-from memckpt.storage.format import Part
+from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.verification import verify_files
 from tests.support.cluster.mesh import all_empty
-from tests.support.cluster.sharded_job import PARAMS, WHOLE, Box, Stored, check, plain, rows, train
+from tests.support.cluster.sharded_job import PARAMS, WHOLE, Box, Stored, rows, train
 from tests.support.trainings.cli_harness import invoke, invoke_json
 from tests.support.trainings.engine_harness import Lab
 
@@ -84,7 +79,7 @@ def test_torch_loads_it_on_other_ranks(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("boxes", [None, rows(1)], ids=["plain", "one-rank"])
 def test_torch_loads_what_one_node_has_written(tmp_path: Path, boxes: Any) -> None:
-    """The whole checkpoint, and the node's own directory, as in earlier versions."""
+    """The whole checkpoint, and the node's own directory."""
     job = train(LocalStore(tmp_path), boxes, 1)
     (checkpoint,) = read_catalog(job.store).checkpoints
     for directory in (checkpoint.directory, checkpoint.parts["n0"].base_directory):
@@ -171,70 +166,3 @@ def test_the_command_line_knows_parts(tmp_path: Path) -> None:
     code, listed = invoke_json("ls", tmp_path / "run")
     assert [one["complete"] for one in listed["checkpoints"]] == [False]
     assert invoke_json("verify", tmp_path / "run")[1]["unfinished"] == [2]
-
-
-# What older versions wrote
-
-
-class _OldPart(msgspec.Struct):
-    """A commit file of format 2."""
-
-    format: int
-    timeline: Any
-    record: int
-    step: int
-    world_size: int
-    ranks: Any
-    node: str
-    full: bool
-    created: float
-    files: Any
-    content: str
-
-
-def _without_shards(tensor: list[Any]) -> list[Any]:
-    return tensor[:3]
-
-
-def rewrite_as_format_2(store: LocalStore, checkpoint: Checkpoint) -> None:
-    """As the version before sharding had it."""
-    for node, part in checkpoint.parts.items():
-        state = msgspec.msgpack.decode(store.read(part.state_path), strict=False)
-        spec = state["spec"]
-        params, _, static, by_value = spec[:4]
-        for param in params:
-            param[0] = _without_shards(param[0])
-        spec[2], spec[3] = [_without_shards(one) for one in static], [_without_shards(one) for one in by_value]
-        state["spec"] = spec[:11]
-        files = [file for file in part.files if file.path.startswith(part.base_directory)]
-        if not part.full:
-            names = dcp.names(store, part.base_directory)
-            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in names.items()}
-            dcp.load_into(store, part.base_directory, tensors)
-            old = {name.replace(".model.", "."): tensor for name, tensor in tensors.items()}
-            assert sorted(old) == ["ranks.1.average", "ranks.1.count"]
-            store.delete_directory(part.base_directory)
-            files = list(dcp.save(store, part.base_directory, old))
-        files.append(store.write(part.state_path, msgspec.msgpack.encode(state)))
-        fields = {name: getattr(part, name) for name in _OldPart.__struct_fields__}
-        text = msgspec.json.encode(_OldPart(**{**fields, "format": 2, "files": files}))
-        store.write(part.commit_path, text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode() + b"\n")
-        assert node == part.node
-    store.delete(checkpoint.merged_path)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_the_version_before_wrote_is_read(tmp_path: Path, world_size: int) -> None:
-    store = LocalStore(tmp_path)
-    job = train(store, None, 1, copies=2)
-    rewrite_as_format_2(store, read_catalog(store).checkpoints[0])
-    (checkpoint,) = read_catalog(store).complete
-    parts: dict[str, Part] = checkpoint.parts
-    assert [(part.format, part.serves, part.served) for part in parts.values()] == [(2, (), (0, 1))] * 2
-    assert verify_files(store, checkpoint.part_files) == []
-    for rank in range(world_size):
-        live = plain()
-        stored = live.restore(job, 2, rank, world_size)
-        assert stored.exact == (world_size == 2)
-        check(live, job, 2)
-        assert live.tensors["count"] == 200 + rank % 2
