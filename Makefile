@@ -56,11 +56,12 @@ soak-programs: setup  ## Generated trainings, killed and compared: PROGRAMS=1000
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)
 	$(PYTHON) -m pytest tests/gpu --device cuda $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n 6)
 
-check: setup  ## Lint, formatting, types, and which package may import which
+check: setup  ## Lint, formatting, types, which package may import which, and the engine's size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.project.engine_size
 
 $(DOCS_STAMP): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
