@@ -132,13 +132,6 @@ class Region:
             self._populating = threading.Thread(target=self._populate, name="memckpt-populate", daemon=True)
             self._populating.start()
 
-    def wait_populated(self, timeout: float) -> bool:
-        """Wait until :meth:`populate_in_background` is done; False after `timeout` seconds."""
-        if self._populating is None:
-            return False
-        self._populating.join(timeout)
-        return not self._populating.is_alive()
-
     def _populate(self) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         for offset in range(0, self.nbytes, _POPULATE_CHUNK):

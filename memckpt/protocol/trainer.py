@@ -222,18 +222,15 @@ class Arithmetic(msgspec.Struct, frozen=True, array_like=True):
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Settings of the agent that the run's configuration decides.
 
-    `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. The attempt goes
-    on behind record `after`, which is of the timeline `follows` (None: it starts over). `search_path`: where the
-    trainers find the user's modules, an optimizer's class among them. `claimed`: the run has claimed its store, so
-    that one without a claim is not it. `audit`: the share of a core that audits may take; 0: there are none.
+    `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. `search_path`:
+    where the trainers find the user's modules, an optimizer's class among them. `claimed`: the run has claimed its
+    store, so that one without a claim is not it. `audit`: the share of a core that audits may take; 0: there are none.
     """
 
     linger_seconds: float
     timeline: Timeline | None = None
     storage: StorageConfig | None = None
     compute_threads: int = 1
-    follows: Timeline | None = None
-    after: int = 0
     search_path: tuple[str, ...] = ()
     claimed: bool = False
     metrics: MetricsSettings = MetricsSettings()

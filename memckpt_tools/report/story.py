@@ -20,7 +20,7 @@ class Attempt:
         ranks: number of ranks by node.
         world_size: number of ranks of the job.
         first_step, first_step_at: its first commit; None if it had none.
-        recovered, recovered_at: the state that it went on from; None if it started over.
+        recovered: the state that it went on from; None if it started over.
         started_over: why it did; empty if it did not.
         verdict, check: of the resume check; empty before it has one.
         deaths: trainers that died, with node and time.
@@ -37,7 +37,6 @@ class Attempt:
     first_step: int | None = None
     first_step_at: float | None = None
     recovered: journal.Recovered | None = None
-    recovered_at: float | None = None
     started_over: str = ""
     verdict: str = ""
     check: str = ""
@@ -175,7 +174,7 @@ def _note(attempt: Attempt, at: float, node: str, event: object) -> None:
                 attempt.first_step, attempt.first_step_at = event.step, at
             attempt._reached(event.step)
         case journal.Recovered():
-            attempt.recovered, attempt.recovered_at = event, at
+            attempt.recovered = event
         case journal.StartedOver():
             attempt.started_over = event.reason
         case journal.ResumeChecked():
