@@ -500,7 +500,8 @@ PIECES: dict[str, Piece] = {
         clash=_f("hooks"),
     ),
     "another loss first": Piece(
-        start="extra = model.head.weight.square().mean()\nextra.backward()\nmodel.head.weight.grad.mul_(0.1)",
+        start="if model.head.weight.is_leaf and model.head.weight.requires_grad:\n"
+        "    extra = model.head.weight.square().mean()\n    extra.backward()\n    model.head.weight.grad.mul_(0.1)",
         wants=LINEAR,
     ),
     "step twice": Piece(behind="if step % 4 == 0:\n    opts[-1].step()", clash=_f("closure", "scaler")),
