@@ -172,7 +172,7 @@ class Follower:
 
     # Resume
 
-    def hold(self, state: dict[str, Any]) -> None:
+    def continue_after(self, state: dict[str, Any]) -> None:
         """Continue after `state` with the next iteration if it was captured in one, else begin the iteration due then.
 
         Leaves the global generators as they are.
@@ -223,7 +223,7 @@ class Follower:
             # Code that ran since `hold` may have moved the loader's own generators.
             dataloader.resume(self._base, held["position"], on_live=self._training.on_live)
         if self._padding is not None:
-            self._padding.begin(None if held is None else held["padding"])
+            self._padding.begin_iteration(None if held is None else held["padding"])
         self._iterates = True
         self._prefetch.began()
         if not self._prefetch.ahead:
@@ -293,16 +293,16 @@ class Followers(FollowedLoaders[Follower]):
         for number, loader in enumerate(loaders):
             self._all.append(Follower(loader, f"loader {number}", self))
 
-    def hold(self, states: Sequence[dict[str, Any]]) -> None:
+    def continue_after(self, states: Sequence[dict[str, Any]]) -> None:
         """Have each continue after its state.
 
         Raises:
             ForeignStateError: there are more or fewer loaders than states.
-            DataPositionError: as :meth:`Follower.hold`.
+            DataPositionError: as :meth:`Follower.continue_after`.
         """
         if len(states) != len(self):
             raise other_objects(f"{len(states)} prepared loader(s) and not {len(self)}")
-        super().hold(states)
+        super().continue_after(states)
 
 
 def iterator_used(base: DataLoader[Any]) -> bool:
@@ -366,7 +366,7 @@ class _Padding:
         self.first: list[torch.Tensor] | None = None
         loader.slice_fn = self
 
-    def begin(self, first: list[torch.Tensor] | None) -> None:
+    def begin_iteration(self, first: list[torch.Tensor] | None) -> None:
         """Begin an iteration: keep its first samples, or replace them by `first`."""
         self._due, self._given, self.first = True, first, None
 

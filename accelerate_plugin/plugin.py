@@ -214,7 +214,7 @@ class MemCheckpointPlugin:
         """
         self._attached_session("epochs()")
         self._place_is_asked("ckpt.epochs()")
-        self._begin()
+        self._restore_once()
         self._in_epochs = True
         while self._epoch < total:
             yield self._epoch
@@ -320,9 +320,9 @@ class MemCheckpointPlugin:
     def _begin_loop(self) -> None:
         """Restore at the first iteration of a prepared loader, unless the loop only looks at the data so far."""
         if self._watch.place_is_known:
-            self._begin()
+            self._restore_once()
 
-    def _begin(self) -> None:
+    def _restore_once(self) -> None:
         """Restore everything, once, at the start of the loop."""
         if self._begun:
             return
@@ -334,7 +334,7 @@ class MemCheckpointPlugin:
         report = session.restore_tensors()
         self._objects.restore(state)
         self.accelerator.step = state["micro_step"]
-        self._followers.hold(state["loaders"])
+        self._followers.continue_after(state["loaders"])
         # Those that are prepared later, in the loop, draw in `prepare` as they did in the killed process.
         for loader, used in zip(self._loaders_prepared_elsewhere(), state["prepared_elsewhere"], strict=False):
             if used:

@@ -34,7 +34,7 @@ class OverwriteOrphans:
                 if orphans:
                     self._shadows.put(callback, "file_exists", _forgetting(orphans))
 
-    def end(self) -> None:
+    def remove_wrappers(self) -> None:
         """Remove the wrappers from the callbacks."""
         self._shadows.remove_all()
 

@@ -57,7 +57,7 @@ class Loaders:
         self._flat: dict[str, tuple[Any, list[Any]]] = {}
         self.notes: list[str] = []
         #: Called with the reason why resumes are not exact.
-        self.inexact: Callable[[str], None] = self._note
+        self.inexact: Callable[[str], None] = self._add_note
         #: What the current loaders were built under.
         self.built_under: Built = {}
         #: The training loaders of this building that have been processed, and how far Lightning reads them ahead.
@@ -109,7 +109,7 @@ class Loaders:
                 "with newer weights; build them in setup(), or reload them at every epoch"
             )
 
-    def hold(self, positions: Positions, *, epoch_over: bool, built_under: Built) -> None:
+    def continue_after(self, positions: Positions, *, epoch_over: bool, built_under: Built) -> None:
         """Give these positions to the first loaders that are processed."""
         self.built_under = built_under
         self._held = positions
@@ -130,7 +130,7 @@ class Loaders:
             dataloader.graft(loader, lookahead=ahead)
             self._grafted.append(loader)
         if late:
-            self._note(
+            self._add_note(
                 "training loaders were built before MemCheckpoint.setup(), by setup() of a datamodule or of another "
                 "callback: they are iterated again, so their order differs from that of a run without MemCheckpoint"
             )
@@ -167,7 +167,7 @@ class Loaders:
             )
         return loader
 
-    def _note(self, line: str) -> None:
+    def _add_note(self, line: str) -> None:
         if line not in self.notes:
             self.notes.append(line)
 
@@ -234,7 +234,7 @@ class Loaders:
             if (reason := dataloader.unreplayable(loader)) is not None:
                 self.inexact(f"a data loader: {reason}")
             if (remark := dataloader.remark(loader)) is not None:
-                self._note(f"a data loader: {remark}")
+                self._add_note(f"a data loader: {remark}")
         return self.notes
 
     @staticmethod

@@ -97,7 +97,7 @@ class Protection:
         if self._internals.restores_late:
             self._internals.around_late_restore(shadows, self._around_late_restore)
         else:
-            shadows.follow(strategy, "setup", lambda: self._begin(self._user_file()))
+            shadows.follow(strategy, "setup", lambda: self._attach(self._user_file()))
         shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
         shadows.follow(strategy, "on_train_start", self._start_training)
         shadows.put(self._internals.fit_loop, "setup_data", self._around_setup_data)
@@ -107,7 +107,7 @@ class Protection:
 
     def _around_late_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            self._begin(self._late_file(checkpoint_path))
+            self._attach(self._late_file(checkpoint_path))
             if self._pending is None:
                 original(checkpoint_path, *args, **kwargs)
 
@@ -146,7 +146,7 @@ class Protection:
 
     # --- stage 1 --------------------------------------------------------------------------------------------
 
-    def _begin(self, file: UserFile | None) -> None:
+    def _attach(self, file: UserFile | None) -> None:
         trainer = self._trainer
         self._fit_state = fit_state = FitState(
             trainer,
@@ -173,7 +173,7 @@ class Protection:
         if files_by_wall_clock(trainer):
             self._messages.warn("ModelCheckpoint(train_time_interval=...) saves at other steps after a restart")
         if held is None:
-            fit_state.tables.begin({})
+            fit_state.tables.follow_files({})
             self._loaders.take_over()
             return
         state = held.rank_state.get(STATE)
@@ -187,7 +187,7 @@ class Protection:
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
-        fit_state.tables.begin(state.get("tables", {}))
+        fit_state.tables.follow_files(state.get("tables", {}))
         fit_state.restore_early(state)
         self._internals.fit_loop.load_state_dict(state["loops"])
         self._reentry = Reentry(
@@ -199,7 +199,7 @@ class Protection:
             val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
         )
         self._reentry.lift()
-        self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"], built_under=state["built_under"])
+        self._loaders.continue_after(state["loaders"], epoch_over=state["epoch_over"], built_under=state["built_under"])
         self._loaders.take_over()
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -343,11 +343,11 @@ class Protection:
         if self._reentry is not None:
             self._reentry.abandon()
         if self._orphans is not None:
-            self._orphans.end()
+            self._orphans.remove_wrappers()
         self._shadows.remove_all()
         self._loaders.release()
         if self._fit_state is not None:
-            self._fit_state.tables.end(finished=finished and self._pending is None)
+            self._fit_state.tables.unfollow_files(finished=finished and self._pending is None)
         session, self._session = self._session, None
         if session is not None:
             session.close(finished=finished and self._pending is None)

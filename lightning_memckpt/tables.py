@@ -39,7 +39,7 @@ class Tables:
                 if isinstance(logger, CSVLogger) and os.path.isdir(logger.experiment.log_dir):
                     yield logger.experiment
 
-    def begin(self, held: Mapping[str, Any]) -> None:
+    def follow_files(self, held: Mapping[str, Any]) -> None:
         """Follow the files; put the rows of `held`, a captured state, back into those that are still used."""
         for writer in self._writers():
             path = os.path.abspath(writer.metrics_file_path)
@@ -103,7 +103,7 @@ class Tables:
             for writer in self._writers()
         }
 
-    def end(self, *, finished: bool) -> None:
+    def unfollow_files(self, *, finished: bool) -> None:
         """Stop following the files; `finished`: nobody will need their rows again."""
         self._shadows.remove_all()
         for path in self._saved if finished else ():

@@ -147,7 +147,7 @@ class Starter(Protocol):
     def start(self, given: Given) -> Attempt:
         """Start one."""
 
-    def look(self, attempt: Attempt) -> float | None:
+    def prepare_next(self, attempt: Attempt) -> float | None:
         """Prepare the next start while this attempt runs; seconds until the next call, None if none is needed."""
 
     def close(self) -> None: ...
@@ -207,7 +207,7 @@ class ColdStarter:
     def start(self, given: Given) -> Attempt:
         return Cold(self._command, given)
 
-    def look(self, attempt: Attempt) -> float | None:
+    def prepare_next(self, attempt: Attempt) -> float | None:
         return None
 
     def close(self) -> None:

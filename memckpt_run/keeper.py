@@ -69,7 +69,7 @@ class HandBack:
     def start(self, given: Given) -> Attempt:
         return Handed(self.asking)
 
-    def look(self, attempt: Attempt) -> float | None:
+    def prepare_next(self, attempt: Attempt) -> float | None:
         return None
 
     def close(self) -> None:
@@ -127,17 +127,17 @@ class Keeper:
         self._loop = EventLoop()
         self._loop.attend(listening, self._accept)
         self._loop.attend(launcher, self._launcher_has_ended)
-        self._loop.each_turn(self._look, lambda: self._look_at)
+        self._loop.each_turn(self._advance_warm, lambda: self._look_at)
 
     def run(self) -> None:
         """Returns when the launcher has ended, and the attempt with it."""
         while not self._leaving or (self._worker is not None and self._worker.attempt is not None):
             self._loop.turn()
 
-    def _look(self) -> None:
+    def _advance_warm(self) -> None:
         """Bring the warm process nearer to its end."""
         if self._attempt is not None and not self._leaving:
-            seconds = self._starter.look(self._attempt)
+            seconds = self._starter.prepare_next(self._attempt)
             self._look_at = None if seconds is None else time.monotonic() + seconds
 
     # Workers
@@ -153,7 +153,7 @@ class Keeper:
             request, streams = receive_request(link)
             if not isinstance(request, Begin) or len(streams) != 3:
                 raise ValueError(f"expected Begin with three descriptors, found {type(request).__name__}")
-            self._begin(Worker(link, pid), request, (streams[0], streams[1], streams[2]))
+            self._start_attempt(Worker(link, pid), request, (streams[0], streams[1], streams[2]))
         except (*MALFORMED, OSError) as error:
             _log.warning("pid %d is no worker of this local rank: %s", pid, error)
             link.close()
@@ -161,7 +161,7 @@ class Keeper:
             for fd in streams:
                 os.close(fd)
 
-    def _begin(self, worker: Worker, request: Begin, streams: tuple[int, int, int]) -> None:
+    def _start_attempt(self, worker: Worker, request: Begin, streams: tuple[int, int, int]) -> None:
         """Start an attempt for a worker, or have it become one."""
         before = self._worker
         if before is not None and before.process.alive():
@@ -176,20 +176,20 @@ class Keeper:
         self._worker = worker
         self._attempt = attempt = self._starter.start(Given(environment, set(request.mask), signal.SIGKILL, streams))
         if isinstance(attempt, Handed):
-            self._tell(worker, Become(self._notes.environment()))
+            self._answer_worker(worker, Become(self._notes.environment()))
             worker.link.close()
         else:
             worker.attempt = ProcessHandle(attempt.pid, os.pidfd_open(attempt.pid))
-            self._tell(worker, Started(attempt.pid))
+            self._answer_worker(worker, Started(attempt.pid))
             self._loop.attend(worker.link, self._hear)
             self._loop.attend(worker.attempt, self._attempt_has_ended)
 
     def _refuse(self, worker: Worker, reason: str) -> None:
         _log.warning("this start is cold: %s", reason)
-        self._tell(worker, Become({}))
+        self._answer_worker(worker, Become({}))
         worker.close()
 
-    def _tell(self, worker: Worker, message: Become | Started | Ended) -> None:
+    def _answer_worker(self, worker: Worker, message: Become | Started | Ended) -> None:
         with contextlib.suppress(OSError):  # it was killed meanwhile, which its link's end says, too
             send(worker.link, message)
 
@@ -216,7 +216,7 @@ class Keeper:
         assert attempt is not None
         code = attempt.poll()
         assert code is not None
-        self._tell(worker, Ended(code))
+        self._answer_worker(worker, Ended(code))
         self._forget(worker)
 
     def _drop(self) -> None:

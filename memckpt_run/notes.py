@@ -95,7 +95,7 @@ class Recorder(Observer):
         self._path = path
         self._run: str | None = None
 
-    def begin(self, session: Watched) -> None:
+    def begin_session(self, session: Watched) -> None:
         self._run = session.run_dir
         if self._run is not None:
             address = AgentAddress.of(self._run)

@@ -28,7 +28,7 @@ class Inbox:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would reap children before they are asked for
         self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
 
-    def take(self, seconds: float | None) -> signal.struct_siginfo | None:
+    def next_signal(self, seconds: float | None) -> signal.struct_siginfo | None:
         """The next signal; None if none comes within so many seconds (None: no limit)."""
         if seconds is None:
             return signal.sigwaitinfo(self._taken)

@@ -86,7 +86,7 @@ class Supervisor:
     def _wait(self, attempt: Attempt) -> int:
         """Pass signals on until the attempt has ended."""
         while (code := attempt.poll()) is None:
-            received = self._inbox.take(self._starter.look(attempt))
+            received = self._inbox.next_signal(self._starter.prepare_next(attempt))
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._stopped = self._stopped or received.si_signo in ENDING
                 if not has_it_already(received):
@@ -97,7 +97,7 @@ class Supervisor:
         """Wait before a restart; False if somebody asks for the end meanwhile."""
         until = time.monotonic() + seconds
         while True:
-            received = self._inbox.take(until - time.monotonic())
+            received = self._inbox.next_signal(until - time.monotonic())
             if received is None:
                 return True
             if received.si_signo in ENDING:

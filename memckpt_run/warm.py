@@ -138,7 +138,7 @@ class WarmStarter:
         self._environment = given.environment
         return self._cold.start(given)
 
-    def look(self, attempt: Attempt) -> float | None:
+    def prepare_next(self, attempt: Attempt) -> float | None:
         """Bring the warm process nearer to its end; seconds until the next look, None if none is needed."""
         if self._step is not None:
             try:

@@ -64,7 +64,7 @@ class Traces:
             original(loader, module)
         finally:
             self._walked.clear()
-            self._look(self._stack.pop())
+            self._module_ran(self._stack.pop())
 
     def _walk(self, original: Callable[..., Iterator[str]], environment: Any) -> Iterator[str]:
         for name in original(environment):
@@ -78,7 +78,7 @@ class Traces:
             self.read.setdefault(name, self._stack[-1])
         return original(environment, name)
 
-    def _look(self, module: str) -> None:
+    def _module_ran(self, module: str) -> None:
         """A module's code has run."""
         threads = threads_of_process()
         self.threads.update(dict.fromkeys(threads - self._threads, module))

@@ -105,7 +105,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
                 "MemCheckpointTrainerCallback: expected to be attached, found a Trainer that it does not know; call "
                 "callback.attach(trainer) before trainer.train(), or protect(trainer, run_dir) without the callback"
             )
-        self._protection.begin()
+        self._protection.attach_and_prepare()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Commit the steps before this one; in a resumed epoch, restore first."""

@@ -160,7 +160,7 @@ class Protection:
 
     # --- stage 1 --------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def attach_and_prepare(self) -> None:
         """Attach and prepare a resume, in `on_train_begin`, before other callbacks."""
         trainer = self._trainer
         train_loader = trainer.callback_handler.train_dataloader

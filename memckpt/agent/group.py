@@ -69,8 +69,8 @@ class Group:
         self._history: tuple[Branch, ...] = ()
         self.saver = Saver(
             name,
-            lambda message, fd: self._tell(message, fd=fd),
-            self._tell,
+            lambda message, fd: self._tell_trainers(message, fd=fd),
+            self._tell_trainers,
             host.start_writer,
             host.checkpoint_failed,
             lambda record: siblings.announce(ranks, record),
@@ -79,7 +79,7 @@ class Group:
         )
         self.generations = HeldGenerations(ranks, self.saver.drop_generation)
 
-    def _tell(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
+    def _tell_trainers(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
         """Send a message to the trainers of these ranks."""
         self._host.tell_ranks(self.ranks, message, besides=besides, fd=fd)
 
@@ -153,13 +153,13 @@ class Group:
         names = ", ".join(sorted(changing | apart))
         if names:
             _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
-            self._tell(Begin(record + 1, f"another rank has seen {names} change", changing, apart))
+            self._tell_trainers(Begin(record + 1, f"another rank has seen {names} change", changing, apart))
         else:
-            self._tell(Gap("the ranks of this node differ in their parameters or optimizers"))
+            self._tell_trainers(Gap("the ranks of this node differ in their parameters or optimizers"))
 
     def _make_room(self, reason: str) -> None:
         self.generations.drop_all()
-        self._tell(Gap(reason))
+        self._tell_trainers(Gap(reason))
 
     def discard(self) -> None:
         """What is held is not wanted any more."""
@@ -238,7 +238,7 @@ class Group:
         self.generations.follow_with(generation, record)
         if (more := self._seldom_complete.count()) is not None:
             _log.info("generation %d is complete after record %d%s", generation.number, record, more)
-        self._tell(Protected(generation.number, record))
+        self._tell_trainers(Protected(generation.number, record))
 
     def want_slots(self, rank: int, message: NeedSlots) -> None:
         """A rank has written its part of a start, and waits for :meth:`make_slots`."""
@@ -291,12 +291,12 @@ class Group:
                 raise
             _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
             self.generations.drop_older()
-            self._tell(Gap(str(error)))
+            self._tell_trainers(Gap(str(error)))
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
     def _answer_slots(self, answer: SlotsMade) -> None:
         self._wanted.clear()
-        self._tell(answer)
+        self._tell_trainers(answer)
 
     def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
         """A rank's part of a record is whole."""
@@ -322,7 +322,7 @@ class Group:
         if (more := self._seldom_due.count()) is not None:
             _log.info("a new generation begins after record %d: %s%s", message.record, message.reason, more)
         order = Begin(message.record, message.reason, message.changing, later=message.later)
-        self._tell(order, besides=asker)
+        self._tell_trainers(order, besides=asker)
         return order
 
 

@@ -87,7 +87,10 @@ class Agent:
         self._figures = Figures()
         self._observer = Observer(address, by_operator, self._figures, self._status, self._loop.clock)
         self._metrics = Metrics(
-            address, metrics, self._loop.post, lambda: Snapshot.take(self._status(), self._figures, self._observer)
+            address,
+            metrics,
+            self._loop.post,
+            lambda: Snapshot.take_figures(self._status(), self._figures, self._observer),
         )
         self._liveness_seconds = 15.0
         self._groups = Groups(address.node, self)
@@ -126,7 +129,7 @@ class Agent:
         dead = self._address.serving()  # one that leaves takes its name away
         self._connections.listen()
         self._observer.started(None if dead is None else dead.pid)
-        self._metrics.begin()
+        self._metrics.show_as_configured()
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to leave; `ready` is called first, and ends it by raising."""

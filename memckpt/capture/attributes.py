@@ -191,12 +191,12 @@ class FoundObjects(Attributes):
     def state_dict(self) -> dict[str, Any]:
         """The states of all that have been found."""
         if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0:
-            self._look()
+            self._find_objects()
         self._captures += 1
         try:
             return self.capture()
         except Exception:  # the look leaves out the one that raises, and says so
-            self._look()
+            self._find_objects()
             return self.capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ class FoundObjects(Attributes):
             if problem:
                 self._inexact(f"{name} had a state in the run that is continued, and {problem}")
 
-    def _look(self) -> None:
+    def _find_objects(self) -> None:
         skipped = {id(each) for each in self._elsewhere()}
         roots = self._roots()
         staged = {

@@ -60,7 +60,7 @@ class _Sampler:
                 elements = most if flat.numel() <= most else min(MOST, most)
                 group.append((position, bits, _apart(flat.numel(), here.shape, elements)))
 
-    def take(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def sample_tensors(self, record: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Samples of a record, one flat tensor of bits for each group."""
         taken = []
         for group in self._groups.values():
@@ -157,10 +157,10 @@ class Evidence:
         #: Positions of the tensors among all values; None where they have to be looked for again each time.
         self._order: list[int] | None = None
 
-    def take(self, record: int) -> dict[str, Any]:
+    def sample_state(self, record: int) -> dict[str, Any]:
         """A sample of the state as it is now, at the end of `record`; a part of the rank state."""
         tensors, numbers = self._tensors()
-        bits = self._sample(tensors).take(record, tensors)
+        bits = self._sample(tensors).sample_tensors(record, tensors)
         return {"record": record, "tensors": len(tensors), "bits": bits, "numbers": numbers}
 
     def pairs(self, held: Mapping[str, Any]) -> list[Pair] | None:
@@ -168,7 +168,7 @@ class Evidence:
         record, found, numbers = held["record"], *self._walk()
         tensors = [tensor for *_, tensor in found]
         sampler = _Sampler(tensors)
-        taken = [bits.cpu() for bits in sampler.take(record, tensors)]
+        taken = [bits.cpu() for bits in sampler.sample_tensors(record, tensors)]
         sizes = [list(map(len, each)) for each in (taken, held["bits"])]
         if len(found) != held["tensors"] or sizes[0] != sizes[1] or len(numbers) != len(held["numbers"]):
             return None

@@ -64,7 +64,7 @@ class GradientStaging:
         self._firings: list[int] = []
         self._landed = 0
 
-    def begin(self, writer: SlotWriter | None, record: int) -> None:
+    def begin_record(self, writer: SlotWriter | None, record: int) -> None:
         """Start with `record`, of which nothing is staged."""
         self._record = record
         self._ops.clear()
@@ -78,7 +78,7 @@ class GradientStaging:
         self._steps = [0] * len(self._rows)
         self._firings, self._landed = [0] * params, 0
         if self._in_flight is not None:
-            self._in_flight.forget()
+            self._in_flight.drop_marks()
 
     # While backward runs
 
@@ -177,7 +177,7 @@ class GradientStaging:
     def mark_landed(self) -> None:
         """Set the landing marks of copies that have arrived meanwhile."""
         if self._in_flight is not None:
-            self._in_flight.look()
+            self._in_flight.set_done_marks()
 
     # Changes in place
 
@@ -338,12 +338,12 @@ class MarksInFlight:
         with self._lock:
             self._newest.pop(index, None)
 
-    def look(self) -> None:
+    def set_done_marks(self) -> None:
         """Set the marks of all copies that are done."""
         with self._lock:
             self._set()
 
-    def forget(self) -> None:
+    def drop_marks(self) -> None:
         """Drop all marks: the record is over."""
         with self._lock:
             self._waiting.clear()

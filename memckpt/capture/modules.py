@@ -59,7 +59,7 @@ class ModuleTree:
         self._children = [one._modules for one in plain]
         self._params = [one._parameters for one in plain]
         self._buffers = [one._buffers for one in plain]
-        self._seen = self._look()
+        self._seen = self._describe_tree()
         self._seen_buffers = _values(self._buffers)
         self._seen_sizes = _sizes(self._seen_buffers)
         self._extra = [
@@ -75,7 +75,7 @@ class ModuleTree:
         ]
         self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
 
-    def _look(self) -> tuple[list[Any], list[Any]]:
+    def _describe_tree(self) -> tuple[list[Any], list[Any]]:
         """Modules and parameters, and their dtypes and sizes, which ``bfloat16()`` changes in place."""
         held = _values(self._params)
         params = [one for one in held if one is not None]
@@ -86,7 +86,7 @@ class ModuleTree:
 
         Not where a buffer is replaced by one of the same shape, as in ``self.mean = 0.9 * self.mean``.
         """
-        held, kinds = self._look()
+        held, kinds = self._describe_tree()
         buffers = _values(self._buffers)
         # `resize_()` leaves a buffer what it is.
         same = _identical(held, self._seen[0]) and kinds == self._seen[1] and _sizes(buffers) == self._seen_sizes

@@ -68,7 +68,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     """Make the tensors that a new process lacks; restore flags, and the groups' structure and hyperparameters."""
     live.place_late(described.get("late", ()))
     restore_modes(live, described)
-    live.strangers.hold(described.get("strangers", ()))
+    live.strangers.keep_described(described.get("strangers", ()))
     tensors = live.tensors()
     for name, flag in described["trainable"].items():
         if tensors[name].requires_grad != flag:

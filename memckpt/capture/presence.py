@@ -80,7 +80,7 @@ class LeftGradients:
             self._zeros[name] = torch.zeros_like(param, requires_grad=False)
         return self._zeros[name]
 
-    def take(self, name: str) -> torch.Tensor | None:
+    def take_restored(self, name: str) -> torch.Tensor | None:
         """What was restored in the place of a gradient that was None."""
         return self._zeros.pop(name, None)
 
@@ -91,7 +91,7 @@ class LeftGradients:
         large = [(family, one.grad) for family, one in self._first.items() if id(one) in versions]
         self._was = {family: (weakref.ref(one), version(one)) for family, one in large if one is not None}
 
-    def look(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
+    def compare_gradients(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
         """Look at the gradients of parameters that are about to get new ones; `fired` has just got the first one."""
         if family in self._looked:
             return
@@ -204,7 +204,7 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> None:
             kind = ["dense", dtype_name(param.dtype)]
         else:
             kind = None
-        gradient = live.left.take(name) if name in kept and kind is not None else _zeros(param, kind)
+        gradient = live.left.take_restored(name) if name in kept and kind is not None else _zeros(param, kind)
         if name in carried and gradient is not None:
             values, at = carried[name]
             gradient.copy_(values[at : at + param.numel()].view(param.shape))

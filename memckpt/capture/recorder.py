@@ -62,7 +62,7 @@ class Recorder:
         self.tap = ""
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
-        self.pending.first = live.left.look
+        self.pending.first = live.left.compare_gradients
         live.strangers.stepped = self.pending.stepped_by_another
         self.gradients = GradientStaging(live, copier, self.fail)
         self.compiled: str | None = None
@@ -92,7 +92,7 @@ class Recorder:
         self._sub_steps = []
         self._steps_taken = {}
         self._begun = {}
-        self.gradients.begin(writer, record)
+        self.gradients.begin_record(writer, record)
 
     def fail(self, reason: str) -> None:
         """Void this record: the session begins a new generation at its end."""
@@ -260,7 +260,7 @@ class Recorder:
                 self._fail_step(optimizer, "has not evaluated its closure")
             elif (step := self._begun.pop(number)) is not None:
                 self._sub_steps.append(step)
-            if self._watch is not None and not self._watch.note(number):
+            if self._watch is not None and not self._watch.accept_changes(number):
                 self.fail(f"the state of {type(optimizer).__qualname__} has got tensors that the layout lacks")
         except Exception as error:
             self.broke("noting a step", error)

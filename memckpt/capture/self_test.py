@@ -136,9 +136,9 @@ class _Run:
             for param in _chosen(self._optimizer):
                 piece = torch.nn.Parameter(local(param).clone(), requires_grad=param.requires_grad)
                 self._copies[id(param)] = param, piece, _private_state(state_of(self._optimizer, param))
-        self._noted = self._note()
+        self._noted = self._note_groups()
 
-    def _note(self) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
+    def _note_groups(self) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
         """The groups as in a record, and copies of the gradients."""
         groups = codec.decode(codec.encode(hyperparameters(self._optimizer)))
         scale = getattr(self._optimizer, "grad_scale", None)

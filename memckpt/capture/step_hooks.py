@@ -142,14 +142,14 @@ class StepHooks:
             StepFollower(
                 optimizer,
                 *(
-                    functools.partial(self._tell, call, number)
+                    functools.partial(self._call_timed, call, number)
                     for call in (recorder.optimizer_stepping, recorder.optimizer_stepped, recorder.compiled_step)
                 ),
             )
             for number, optimizer in enumerate(optimizers)
         ]
 
-    def _tell(self, call: Callable[[int, Optimizer], None], number: int, optimizer: Optimizer) -> None:
+    def _call_timed(self, call: Callable[[int, Optimizer], None], number: int, optimizer: Optimizer) -> None:
         with self._recorder.clock.in_hook():
             call(number, optimizer)
 

@@ -99,9 +99,11 @@ class Strangers:
         if not known:
             # One that is made for an evaluation takes its steps between two commits.
             if self._unknown.setdefault(optimizer, self._commits) != self._commits:
-                self._tell(f"{name}, an optimizer of parameters that are in no module given to attach(), takes steps")
+                self._leave_out(
+                    f"{name}, an optimizer of parameters that are in no module given to attach(), takes steps"
+                )
         elif shares or not all(map(all, groups)) or getattr(torch.optim, name, None) is not type(optimizer):
-            self._tell(f"{name}, which steps {known[0]}, is an optimizer that memckpt was not given")
+            self._leave_out(f"{name}, which steps {known[0]}, is an optimizer that memckpt was not given")
         else:
             _log.warning(
                 "memckpt: %s, which steps %s, is an optimizer that memckpt was not given: its state is carried, and "
@@ -113,7 +115,7 @@ class Strangers:
             self._give_back(optimizer, name, groups)
             self._carried[optimizer] = groups, hyperparameters(optimizer)
 
-    def _tell(self, what: str) -> None:
+    def _leave_out(self, what: str) -> None:
         self._live.not_carried.setdefault(f"{what}, and its state is not carried; {_REMEDY}")
 
     @torch.no_grad()
@@ -144,12 +146,12 @@ class Strangers:
             tensors = [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
             nbytes += sum(one.nbytes for one in tensors)
             if nbytes > MOST_BYTES or any(map(is_dtensor, tensors)) or hyperparameters(optimizer) != before:
-                self._tell(f"{name}, which steps {groups[0][0]}, is an optimizer that memckpt was not given")
+                self._leave_out(f"{name}, which steps {groups[0][0]}, is an optimizer that memckpt was not given")
             else:
                 found.append({"class": name, "params": groups, "state": states})
         return found
 
-    def hold(self, described: Sequence[dict[str, Any]]) -> None:
+    def keep_described(self, described: Sequence[dict[str, Any]]) -> None:
         """Keep what :meth:`describe` returned for the optimizers that are to come; those that are here get it back."""
         self._held = list(described)
         for optimizer, (groups, _) in self._carried.items():

@@ -40,7 +40,7 @@ class _Sample:
         #: By dtype and row width: the tensors' indices, and views of their windows as rows of that width.
         self._windows: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
         self._full_checks_left = full_checks
-        self._values = self._take()
+        self._values = self._copy_values()
 
     def _window(self, tensor: torch.Tensor) -> torch.Tensor:
         """The compared part of a tensor, as a view with rows of equal width."""
@@ -52,7 +52,7 @@ class _Sample:
         rows = flat.numel() // SPACING
         return flat[: rows * SPACING].view(rows, SPACING)[:, :WINDOW]
 
-    def _take(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
+    def _copy_values(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
         """Copies of the sampled values. The views are reused as long as the tensors keep their memory."""
         pointers = self._in_memory.pointers()
         if pointers != self._pointers:
@@ -64,12 +64,12 @@ class _Sample:
 
     def renew(self) -> None:
         """Take the current values as the expected ones."""
-        self._values = self._take()
+        self._values = self._copy_values()
 
     def changed(self) -> list[int]:
         """Indices of tensors whose values differ from the expected ones."""
         found = []
-        for key, now in self._take().items():
+        for key, now in self._copy_values().items():
             before = self._values.get(key)
             if before is None or before.shape != now.shape:  # another dtype, or another size
                 found += [index for index, _ in self._windows[key]]
@@ -137,7 +137,7 @@ class ParameterWatch:
         ]
         self._counted = [_count_changes(optimizer) for optimizer in optimizers]
 
-    def note(self, number: int) -> bool:
+    def accept_changes(self, number: int) -> bool:
         """Accept the changes that an optimizer has just made; returns False if its state has outgrown the layout."""
         for family in self._of[number]:
             family.renew()
@@ -190,7 +190,7 @@ class StaticWatch:
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        self._seen = [self._look(position) for position in range(len(writer.spec.static))]
+        self._seen = [self._identify(position) for position in range(len(writer.spec.static))]
         self._full_checks_left = FULL_CHECKS
         self._take_sample()
 
@@ -199,7 +199,7 @@ class StaticWatch:
         self._sampled = [position for position, _ in there]
         self._sample = _Sample([tensor for _, tensor in there], 0)
 
-    def _look(self, position: int) -> tuple[torch.Tensor | None, int]:
+    def _identify(self, position: int) -> tuple[torch.Tensor | None, int]:
         tensor = self._writer.static_tensor(position)
         return tensor, -1 if tensor is None else version(tensor)
 
@@ -207,7 +207,7 @@ class StaticWatch:
         """Names of static tensors whose values differ from the staged ones."""
         replaced, changed = False, set()
         for position, (seen, noted) in enumerate(self._seen):
-            tensor, now = self._look(position)
+            tensor, now = self._identify(position)
             same = tensor is seen and now == noted
             if same and not (self._full_checks_left and tensor is not None and tensor.device.type == "cpu"):
                 continue

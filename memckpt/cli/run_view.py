@@ -119,7 +119,7 @@ class Looker:
         #: Error of the last read of storage; None: it succeeded.
         self.storage_error: MemckptError | None = None
 
-    def look(self) -> View:
+    def view_run(self) -> View:
         """The current status. An agent that does not answer is reported in the view, not raised."""
         agent, problem = None, ""
         try:

@@ -73,7 +73,7 @@ def status(
     if watch:
         _watch(looker, interval, as_json)
         return
-    view = looker.look()
+    view = looker.view_run()
     if check:
         _check(view, max_behind, max_age, as_json)
         return
@@ -120,7 +120,7 @@ def _watch(looker: Looker, interval: float, as_json: bool) -> None:
     if as_json or not out.is_terminal:
         with suppress(KeyboardInterrupt):  # the normal end of a watch
             while True:
-                _show(looker.look(), as_json)
+                _show(looker.view_run(), as_json)
                 select.select([], [], [], interval)
         return
     entries: deque[Entry] = deque(maxlen=_ENTRIES)
@@ -130,7 +130,7 @@ def _watch(looker: Looker, interval: float, as_json: bool) -> None:
         suppress(KeyboardInterrupt),
     ):
         while True:
-            view = looker.look()
+            view = looker.view_run()
             with suppress(OSError):  # the page does without events while the run directory cannot be read
                 entries.extend(journal.poll())
             live.update(page(view, tuple(entries), out), refresh=True)

@@ -45,7 +45,7 @@ class _SparseReducer(Reducer):
         # With many ranks the room for what all of them choose is larger than the gradient.
         return found if encoded_bytes(found, numel, dtype_name(param.dtype)) < param.nbytes else None
 
-    def _take(self, total: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _take_sent(self, total: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The elements that are sent, in the gradient's dtype; they leave the residual."""
         values = total[indices]
         sent = values.to(dtype)
@@ -93,7 +93,7 @@ class TopKReducer(_SparseReducer):
             if compressed[at]:
                 total = self._total(param, gradient)
                 indices = torch.topk(total.abs(), self._count(gradient.numel()), sorted=False).indices
-                values.append(self._take(total, indices, gradient.dtype))
+                values.append(self._take_sent(total, indices, gradient.dtype))
                 chosen.append(indices.to(torch.int32))
         rest = [one for at, one in enumerate(bucket.gradients) if not compressed[at]]
         whole, futures = torch.cat(rest) if rest else None, []
@@ -163,7 +163,7 @@ class RandomKReducer(_SparseReducer):
         for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
             if self.compresses(param):
                 indices = self._draw(param).to(gradient.device, non_blocking=True)
-                sent.append(self._take(self._total(param, gradient), indices, gradient.dtype))
+                sent.append(self._take_sent(self._total(param, gradient), indices, gradient.dtype))
                 chosen.append(indices)
             else:
                 sent.append(gradient)

@@ -82,7 +82,7 @@ class Observer:
         """The settings in place of the training's own. Called more than once, by adapters and by the engine."""
         return config
 
-    def begin(self, session: Watched) -> None:
+    def begin_session(self, session: Watched) -> None:
         """A session has begun."""
 
     def see_restored(self, step: int, record: int, tier: str, seconds: float, repeated: int | None) -> None:

@@ -113,7 +113,7 @@ class Listener:
         pid = os.getpid()
         self.serving = ServingAgent(pid, start_ticks(pid), _boot_id(), _pid_namespace(), name, self._descriptor)
         if run_dir is not None:
-            self._hold(run_dir)
+            self._open_directory(run_dir)
 
     def _listen_in_proc(self) -> None:
         """Listen on a socket whose path is removed as soon as a descriptor refers to its inode."""
@@ -127,7 +127,7 @@ class Listener:
             finally:
                 os.close(fd)
 
-    def _hold(self, run_dir: Path) -> None:
+    def _open_directory(self, run_dir: Path) -> None:
         """Keep the directory open, to see where it is moved to, and to keep its inode from changing or being reused."""
         try:
             fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -269,7 +269,7 @@ class Resharding:
         unit.load(redone, {}, wanted)
         unit.redo(redone, build, wanted)
         for index in wanted:
-            self._take(params[index], redone, target)
+            self._copy_redone(params[index], redone, target)
 
     def _is_wanted(self, unit: StoredUnit, spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
         place = spec.name, spec.shard.offsets if spec.shard is not None else (0,) * len(spec.shape)
@@ -281,7 +281,7 @@ class Resharding:
         self._taken.add(place)
         return True
 
-    def _take(self, spec: ParamSpec, redone: RestoreTarget, target: RestoreTarget) -> None:
+    def _copy_redone(self, spec: ParamSpec, redone: RestoreTarget, target: RestoreTarget) -> None:
         name = spec.tensor.name
         source, live = redone.tensors[name], target.tensors[name]
         overlap = _overlap(spec.tensor, live)

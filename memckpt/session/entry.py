@@ -112,7 +112,7 @@ class DisabledSession(Session):
         self._observers = observers
         for each in observers:
             live = LiveState(model, optimizers, extra_modules)
-            each.begin(Watched(model, live.optimizers, live.tensors, None, node_name(), rank, world_size, None))
+            each.begin_session(Watched(model, live.optimizers, live.tensors, None, node_name(), rank, world_size, None))
         if rank == 0:
             _log.warning("memckpt: %s: this training is not protected; it starts over, and nothing is held", _DISABLED)
 

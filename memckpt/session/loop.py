@@ -90,7 +90,7 @@ class Loop:
             )
         self._followers.follow(found, counter)
         self._provide()
-        self._look()
+        self._find_departures()
         for line in self._followers.remarks():
             if line not in self._said and self._ranks.rank == 0:
                 self._said.add(line)
@@ -101,7 +101,7 @@ class Loop:
         if not self._rank_state.has(STATE):
             self._rank_state.provide(STATE, self._capture, _parts)
 
-    def _look(self) -> None:
+    def _find_departures(self) -> None:
         for line in self._followers.unreplayable():
             self._rank_state.inexact(line)
         for dataset, name in {
@@ -142,7 +142,7 @@ class Loop:
                 'the place in the data does not carry over to another number; start as many, or use resume="never"'
             )
         self.epoch, self.batch = state["epoch"] or 0, state["batch"]
-        self._followers.hold(state["loaders"])
+        self._followers.continue_after(state["loaders"])
         self._rng_pending = any(each.waits for each in self._followers)
         self.found = tuple(self._followers.unreplayable())
         self._rank_state.take_over({"inexact": self.found})
@@ -209,7 +209,7 @@ class Loop:
             )
         if epoch_over:
             self._followers.leave()
-        self._look()
+        self._find_departures()
         if self._followers.ended != self._ended_at_commit:
             reason = "an epoch, or another iteration over a loader, ended before it"
             self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason

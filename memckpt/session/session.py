@@ -93,7 +93,7 @@ class Session:
             ranks = self._ranks
             place = (arguments.run_dir, ranks.node, ranks.rank, ranks.world_size, self.agent_pid)
             for each in observers:
-                each.begin(Watched(model, self._live.optimizers, self._live.tensors, *place))
+                each.begin_session(Watched(model, self._live.optimizers, self._live.tensors, *place))
         except BaseException as error:  # an interrupt, too: the caller has no session to close
             self._unhook()
             self._close_parts()

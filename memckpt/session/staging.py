@@ -227,7 +227,7 @@ class Staging:
     def _completed(self, point: RestorePoint, writer: SlotWriter, captured: bool) -> codec.Packed:
         """The rank state, with evidence; where state is captured with this record, its parts that are in no slot."""
         with torch.no_grad():
-            added: dict[str, Any] = {"evidence": writer.evidence.take(point.record)}
+            added: dict[str, Any] = {"evidence": writer.evidence.sample_state(point.record)}
         if captured:
             added |= {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
             added["left_out"] = list(self._live.left_out)
@@ -352,23 +352,23 @@ class Changes:
 
     def look_before_step(self, number: int) -> None:
         """Look for changes, which no optimizer has made, of what this one is about to step."""
-        self._look(number)
+        self._find_changes(number)
 
-    def _look(self, number: int | None) -> None:
+    def _find_changes(self, number: int | None) -> None:
         if self._watch is not None and self.problem is None:
-            self._note(self._watch.changed(number))
+            self._note_change(self._watch.changed(number))
 
     def look_at_commit(self) -> None:
         """Look at everything at the end of a record, behind which all of it has to be as redo makes it."""
         self._recorder.end_steps()
-        self._look(None)
+        self._find_changes(None)
         self._in_a_row = self._in_a_row + 1 if self.problem is not None else 0
 
     def static_changes(self) -> list[str]:
         """Names of static tensors that have changed."""
         return self._static.changed() if self._static is not None else []
 
-    def _note(self, changed: str | None) -> None:
+    def _note_change(self, changed: str | None) -> None:
         if changed is None:
             return
         self._told += 1

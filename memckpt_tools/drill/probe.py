@@ -48,7 +48,7 @@ class Fingerprints:
         drawn = torch.randint(0, 2, (_BLOCK, SKETCHES + 1), generator=generator, device="cpu")
         self._signs = (drawn * 2 - 1).double()
 
-    def take(self) -> tuple[tuple[Key, ...], bytes, bytes]:
+    def fingerprint_state(self) -> tuple[tuple[Key, ...], bytes, bytes]:
         """Names, digests and sketches of all tensors of the state at this point. Changes nothing."""
         with torch.no_grad():
             found = dict(self._tensors())
@@ -132,7 +132,7 @@ class InputTap:
                 found.update(digest(here) if on_host(here) else sums(here).cpu().numpy().tobytes())
             self._noted.append(found.hexdigest())
 
-    def take(self) -> dict[str, str]:
+    def take_inputs(self) -> dict[str, str]:
         """Digests since the last call, by the name of the module that was called."""
         noted, self._noted = self._noted, []
         if self._entry is None:
@@ -185,7 +185,7 @@ class LossTap:
                 self._noted.append(tensor.detach().clone())
         self._original(tensors, *args, **kwargs)
 
-    def take(self) -> tuple[str, ...]:
+    def take_losses(self) -> tuple[str, ...]:
         """The scalars since the last call, in order and exact."""
         noted, self._noted = self._noted, []
         return tuple(float(each).hex() for each in noted)
@@ -214,7 +214,7 @@ class Probe(Observer):
     def change_config(self, config: MemckptConfig) -> MemckptConfig:
         return self._orders.configure(config)
 
-    def begin(self, session: Watched) -> None:
+    def begin_session(self, session: Watched) -> None:
         self._fingerprints = Fingerprints(session, copier_for(device_of(session.tensors())))
         self._attributes = Attributes(dict(session.model.named_modules()))
         self._inputs = InputTap(session.model)
@@ -228,17 +228,17 @@ class Probe(Observer):
         self._writer.write(Begun(pid, start_ticks(pid), *place))
 
     def see_restored(self, step: int, record: int, tier: str, seconds: float, repeated: int | None) -> None:
-        digests, sketches = self._take()
+        digests, sketches = self._fingerprint()
         self._writer.write(Restored(step, record, tier, seconds, repeated, digests, sketches))
 
     def see_committed(self, committed: Committed) -> None:
         now = time.monotonic()
-        losses = self._losses.take()
-        digests, sketches = self._take()
+        losses = self._losses.take_losses()
+        digests, sketches = self._fingerprint()
         named: dict[str, dict[str, str]] = {}
         for kind, name, value in committed.parts():
             named.setdefault(kind, {})[name] = xxhash.xxh3_128_hexdigest(codec.encode(value))
-        named["input"] = self._inputs.take()
+        named["input"] = self._inputs.take_inputs()
         for kind, name, text in self._attributes.values(committed.caller):
             named.setdefault(kind, {})[name] = text
         if self._loaders is None:
@@ -265,8 +265,8 @@ class Probe(Observer):
             )
         )
 
-    def _take(self) -> tuple[bytes, bytes]:
-        keys, digests, sketches = self._fingerprints.take()
+    def _fingerprint(self) -> tuple[bytes, bytes]:
+        keys, digests, sketches = self._fingerprints.fingerprint_state()
         if keys != self._keys:
             self._keys = keys
             self._writer.write(Tensors(keys))

@@ -254,7 +254,7 @@ def observe_run(run: Path, node: str | None, state_bytes: float) -> Seen:
 
 
 def _look(looker: Looker) -> View:
-    view = looker.look()
+    view = looker.view_run()
     if view.agent_problem:
         raise AgentGoneError(view.agent_problem)
     if view.agent is None:

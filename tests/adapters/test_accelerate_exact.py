@@ -131,7 +131,7 @@ def _no_schedulers() -> None:
 
 
 def _no_positions() -> None:
-    Follower.hold = lambda self, state: None  # type: ignore[method-assign]
+    Follower.continue_after = lambda self, state: None  # type: ignore[method-assign]
 
 
 @pytest.mark.thinned(2)

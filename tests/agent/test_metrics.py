@@ -193,7 +193,7 @@ def test_settings_of_the_trainers_are_followed_unless_an_operator_has_decided(tm
     def state_of(fixed: MetricsSettings | None, *configured: MetricsSettings) -> str:
         metrics = Metrics(AgentAddress(tmp_path, "node"), fixed, now, lambda: snapshot)
         try:
-            metrics.begin()
+            metrics.show_as_configured()
             for each in configured:
                 metrics.configure(each)
             until(lambda: metrics.state != "about to be shown")

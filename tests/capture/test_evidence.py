@@ -47,7 +47,7 @@ def differing(pairs: list[Pair] | None) -> list[str]:
 
 
 def sample(evidence: Evidence, record: int) -> dict[str, Any]:
-    found: dict[str, Any] = codec.decode(codec.encode(evidence.take(record)))
+    found: dict[str, Any] = codec.decode(codec.encode(evidence.sample_state(record)))
     return found
 
 
@@ -107,7 +107,7 @@ def test_other_tensors_than_the_samples_are_no_evidence() -> None:
 
 def test_a_sample_follows_tensors_that_move() -> None:
     model, optimizer, _, evidence = taken_step()
-    evidence.take(5)
+    evidence.sample_state(5)
     state = optimizer.state[model.bf16]
     state["exp_avg"] = state["exp_avg"] + 1
     model.large.data = model.large.data * 2

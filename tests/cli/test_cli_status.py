@@ -289,7 +289,7 @@ def test_an_object_store_is_listed_again_only_when_the_agent_has_written(
     )
     looker = Looker(AgentAddress.of(tmp_path, "node"), None)
     for _ in range(3):
-        looker.look()
+        looker.view_run()
     assert len(listed) == 2
 
 
@@ -299,7 +299,7 @@ def test_an_object_store_is_listed_again_only_when_the_agent_has_written(
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[View]:
     """What each watch has seen; Ctrl-C ends it in its third look."""
-    look, looks = Looker.look, []
+    look, looks = Looker.view_run, []
 
     def until_interrupted(self: Looker) -> View:
         if len(looks) == 2:
@@ -307,7 +307,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[View]:
         looks.append(look(self))
         return looks[-1]
 
-    monkeypatch.setattr(Looker, "look", until_interrupted)
+    monkeypatch.setattr(Looker, "view_run", until_interrupted)
     return looks
 
 

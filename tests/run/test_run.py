@@ -154,12 +154,12 @@ def test_notes_reach_all_supervisors_and_survive_a_writer_that_was_killed(monkey
         monkeypatch.setenv(OBSERVERS, notes.environment()[OBSERVERS])
         assert notes.run() is None
         for each in observers_from_environment():
-            each.begin(a_session("/first"))
+            each.begin_session(a_session("/first"))
         ((_, path), _) = json.loads(os.environ[OBSERVERS])
         with open(path, "ab") as file:
             file.write(b'\n{"name":"run","pid":3,"con')  # a kill in the middle
         for each in observers_from_environment():
-            each.begin(a_session("/second"))
+            each.begin_session(a_session("/second"))
             each.see_committed(A_STEP)
         for each in (notes, above):
             assert each.run() == AgentAddress.of("/second")
@@ -172,7 +172,7 @@ def test_notes_reach_all_supervisors_and_survive_a_writer_that_was_killed(monkey
 def test_a_note_is_written_to_no_other_file(tmp_path: Path) -> None:
     """As after the end of a supervisor whose process id is another process's."""
     with (tmp_path / "file").open("wb") as file:
-        Recorder(f"/proc/{os.getpid()}/fd/{file.fileno()}").begin(a_session(str(tmp_path)))
+        Recorder(f"/proc/{os.getpid()}/fd/{file.fileno()}").begin_session(a_session(str(tmp_path)))
     assert (tmp_path / "file").read_bytes() == b""
 
 

@@ -61,7 +61,7 @@ class Warmed:
     def warm_up(self, attempt: Attempt) -> str:
         """See the warm process ready, or refused; what was said."""
         deadline = time.monotonic() + LIMIT_SECONDS
-        while self.starter.look(attempt) is not None:
+        while self.starter.prepare_next(attempt) is not None:
             assert time.monotonic() < deadline
             select.select([], [], [], 0.01)
         return self.last

@@ -37,7 +37,7 @@ def test_tensors_of_other_kinds(lab: Lab, case: Case, redo: str) -> None:
         (Recorder, "_note_step"),
         (Recorder, "backward_runs"),
         (StagingCheck, "compare"),
-        (ParameterWatch, "note"),
+        (ParameterWatch, "accept_changes"),
         (ParameterWatch, "changed"),
     ],
 )

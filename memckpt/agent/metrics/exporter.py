@@ -237,7 +237,7 @@ class Metrics:
         """Where they are shown, or why they are not; empty if nobody has asked for them."""
         return "" if self._exporter is None or self._exporter.stopped else self._exporter.state
 
-    def begin(self) -> None:
+    def show_as_configured(self) -> None:
         """Show them where it was decided from the start."""
         if self._fixed is not None:
             self._show(self._fixed)

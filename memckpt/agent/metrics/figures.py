@@ -52,7 +52,7 @@ class Snapshot:
     cpu_seconds: float
 
     @classmethod
-    def take(cls, status: Status, figures: Figures, observer: Observer) -> Snapshot:
+    def take_figures(cls, status: Status, figures: Figures, observer: Observer) -> Snapshot:
         """Called in the agent's event loop."""
         storage, peers = status.storage, status.peers
         alarms = {

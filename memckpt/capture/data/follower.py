@@ -41,7 +41,7 @@ class Followed(Protocol):
     def committed(self) -> None:
         """Note that a commit was one, and has ended."""
 
-    def hold(self, state: dict[str, Any]) -> None:
+    def continue_after(self, state: dict[str, Any]) -> None:
         """Continue after `state`. Raises DataPositionError if the loader differs from the one of `state`."""
 
     def unreplayable(self) -> str | None:
@@ -112,10 +112,10 @@ class FollowedLoaders(Generic[FollowedT]):
         """The user's positions, as plain values."""
         return [each.state() for each in self._all]
 
-    def hold(self, states: Sequence[dict[str, Any]]) -> None:
-        """Have each continue after its state; there are as many. Raises as :meth:`Followed.hold`."""
+    def continue_after(self, states: Sequence[dict[str, Any]]) -> None:
+        """Have each continue after its state; there are as many. Raises as :meth:`Followed.continue_after`."""
         for follower, state in zip(self._all, states, strict=True):
-            follower.hold(state)
+            follower.continue_after(state)
 
     def unreplayable(self) -> Iterator[str]:
         """One line for each reason why an exact resume cannot be promised."""
@@ -171,7 +171,7 @@ class Iteration(Iterator[Any]):
         self.steps = 0
 
     def __next__(self) -> Any:
-        return self._follower.take(self)
+        return self._follower.next_batch(self)
 
     def __len__(self) -> int:
         return len(self.inner)  # type: ignore[arg-type]  # raises TypeError as the loader does
@@ -346,7 +346,7 @@ class Follower:
 
     # Resume
 
-    def hold(self, state: dict[str, Any]) -> None:
+    def continue_after(self, state: dict[str, Any]) -> None:
         """Continue after `state` with the next iterations if it was captured in some, else begin the one due then.
 
         Leaves the global generators as they are.
@@ -404,7 +404,7 @@ class Follower:
             )
         dataloader.go_live(self.loader)
 
-    def take(self, iteration: Iteration) -> Any:
+    def next_batch(self, iteration: Iteration) -> Any:
         """The next batch of `iteration`.
 
         Raises:

@@ -303,7 +303,7 @@ class LoaderRecord:
 
     def _look_at_samplers(self) -> None:
         """Look, before a pass, at everything below the loader, and at what its samplers have kept from the last one."""
-        self.own.look()
+        self.own.walk_objects()
         # The samplers of the libraries draw when they begin, if at all.
         self.watch_sampler = bool(self.own.unknown_samplers())
         kept = self.own.uncarried()

@@ -97,7 +97,7 @@ class OwnObjects:
         self.stateless = ""
         self.lost = ""
 
-    def look(self) -> None:
+    def walk_objects(self) -> None:
         """Walk now. A capture walks again only where a place that the walk has noted has another object."""
         self._walked = True
         self.stateless = ""
@@ -203,7 +203,7 @@ class OwnObjects:
             or any(each.owner is not None and each.owner.get(each.key) is not each.found for each in self._watched)
             or any(dict.__len__(own) != size for own, size in self._sizes)
         ):
-            self.look()
+            self.walk_objects()
 
     # State
 
@@ -290,7 +290,7 @@ class OwnObjects:
         """
         self._current()
         if not state["generators"].keys() <= self._aliases.keys():
-            self.look()
+            self.walk_objects()
         self.lost = ""
         for path, generator_state in state["generators"].items():
             with _naming(path):

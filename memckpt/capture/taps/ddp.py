@@ -167,9 +167,9 @@ class BucketTap:
         if self._removed or not self._recorder.backward_runs():
             return self._average(bucket)
         self.reductions += 1
-        self._look(bucket)
+        self._observe_bucket(bucket)
         if self._resumed_layout is not None and self._is_held_back():
-            return self._hold(bucket, self._resumed_layout)
+            return self._hold_bucket(bucket, self._resumed_layout)
         if bucket.is_last():
             self._resumed_layout = None
         if self._reducer is not None:
@@ -184,7 +184,7 @@ class BucketTap:
         return self._average(bucket).then(staged)
 
     @survives("handling a bucket")
-    def _look(self, bucket: GradBucket) -> None:
+    def _observe_bucket(self, bucket: GradBucket) -> None:
         with self._recorder.clock.in_hook():
             if self._at_end.ask():
                 self._observed, self._held = [], []  # left by a backward that raised
@@ -247,7 +247,7 @@ class BucketTap:
                 self.layout = self._observed
             self._observed = []
 
-    def _hold(self, bucket: GradBucket, layout: list[list[int]]) -> torch.futures.Future[torch.Tensor]:
+    def _hold_bucket(self, bucket: GradBucket, layout: list[list[int]]) -> torch.futures.Future[torch.Tensor]:
         devices: list[int | str | torch.device] | None = (
             [bucket.buffer().device] if bucket.buffer().device.type == "cuda" else None
         )
@@ -273,7 +273,7 @@ class BucketTap:
             flat = torch.cat([gradient.reshape(-1) for _, gradient in found])
             each = flat.split([gradient.numel() for _, gradient in found])
             bucket = Bucket([param for param, _ in found], each, flat)
-            done = self._begin(bucket, index, positions is layout[-1])
+            done = self._average_bucket(bucket, index, positions is layout[-1])
             begun.append((bucket, [gradient for _, gradient in found], done))
         for bucket, targets, encoded in begun:
             parts_of = encoded.wait()
@@ -287,7 +287,7 @@ class BucketTap:
         for one in held:
             one.future.set_result(one.buffer)
 
-    def _begin(self, bucket: Bucket, index: int, last: bool) -> torch.futures.Future[Encoded]:
+    def _average_bucket(self, bucket: Bucket, index: int, last: bool) -> torch.futures.Future[Encoded]:
         """Average a bucket in place, without blocking."""
         if self._reducer is not None:
             return self._reducer.average(bucket, last)

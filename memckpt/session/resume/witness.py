@@ -168,7 +168,7 @@ class Witness:
             return
         kept.compared = True
         try:
-            self._take(kept, gradient)
+            self._compare_gradient(kept, gradient)
         except Exception as error:  # a hook must not end the user's training: it becomes the reason of the verdict
             self._give_up(kept, error)
 
@@ -176,7 +176,7 @@ class Witness:
         del self._kept[id(kept.param)]
         self._problem = self._problem or f"comparing {kept.name} failed: {type(error).__name__}: {error}"
 
-    def _take(self, kept: _Kept, gradient: torch.Tensor) -> None:
+    def _compare_gradient(self, kept: _Kept, gradient: torch.Tensor) -> None:
         found = local(gradient.detach())
         if found.is_sparse or found.dtype != kept.held.dtype:
             layout = "sparse" if found.is_sparse else f"{found.dtype}"

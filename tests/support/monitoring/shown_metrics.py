@@ -31,7 +31,7 @@ def snapshot_of(run_dir: Path, status: Status) -> Snapshot:
     observer.note_event(Stalled(9, 1500.0, 1))
     observer.verdict = "equal"
     try:
-        return Snapshot.take(status, figures, observer)
+        return Snapshot.take_figures(status, figures, observer)
     finally:
         observer.journal.close()
 

@@ -95,12 +95,12 @@ def test_fingerprints_tell_apart_and_how_far() -> None:
     live = LiveState(model, [optimizer], {})
     fingerprints = Fingerprints(live, copier_for(torch.device("cpu")))
     generators = torch.get_rng_state()
-    keys, digests, sketches = fingerprints.take()
+    keys, digests, sketches = fingerprints.fingerprint_state()
     assert torch.equal(torch.get_rng_state(), generators)
     assert {kind for kind, _ in keys} == {"parameter", "frozen", "buffer", "state"}
     assert ("state", "0.weight (exp_avg)") in keys
     assert (len(digests), len(sketches)) == (len(keys) * DIGEST_BYTES, len(keys) * SKETCHES * 8)
-    assert fingerprints.take() == (keys, digests, sketches)
+    assert fingerprints.fingerprint_state() == (keys, digests, sketches)
 
     weight = model[0].weight
     before = weight.detach().clone()
@@ -108,7 +108,7 @@ def test_fingerprints_tell_apart_and_how_far() -> None:
     with torch.no_grad():
         weight += apart
     index = keys.index(("parameter", "0.weight"))
-    _, changed, moved = fingerprints.take()
+    _, changed, moved = fingerprints.fingerprint_state()
     differing = [
         key
         for place, key in enumerate(keys)
