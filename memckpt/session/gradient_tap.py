@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture import gradient_ops
 from memckpt.capture.copier import Copier, device_of
-from memckpt.capture.flat_parameters import FlatParameterTap
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.taps.ddp import BucketTap
-from memckpt.capture.taps.shards import ShardTap
+from memckpt.capture.taps.shards import FlatParameterTap, ShardTap
 from memckpt.capture.taps.tap import StepTap, StreamingTap, Tap
 from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
 from memckpt.compression.accepted import refuse_dtypes, refuse_sparse

@@ -96,7 +96,7 @@ class Peers:
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
         ranks.together(lambda: _try_code(config))
-        from memckpt.replication.coding.topology import choose_level, find_domain
+        from memckpt.replication.coding.placement import choose_level, find_domain
         from memckpt.replication.transport.keys import Keys, Password
 
         made: Keys | Password | None = None

@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memckpt import errors
-from memckpt.capture import flat_parameters
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
+from memckpt.capture.taps.shards import check_flattened, is_flattened
 from memckpt.config import MemckptConfig
 from memckpt.config.arguments import LAUNCHER, RESTART_COUNT
 from memckpt.errors import MemckptError, UnsupportedError
@@ -222,8 +222,8 @@ def find_replicas(
         UnsupportedError: the ranks are neither replicas nor shards of one job.
     """
     pieces = live.pieces()
-    flattened = flat_parameters.is_flattened(live.model)
-    ranks.together(lambda: flat_parameters.check(live.model, ranks.world_size))
+    flattened = is_flattened(live.model)
+    ranks.together(lambda: check_flattened(live.model, ranks.world_size))
     if ranks.world_size == 1:
         return
     kinds = ranks.gather((flattened, bool(pieces)))

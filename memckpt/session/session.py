@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.capture import flat_parameters
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
+from memckpt.capture.taps.shards import FLATTENED_REMEDY, is_flattened
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.config.arguments import ProtectionArguments
 from memckpt.config.observers import Committed, Observer, Watched
@@ -161,9 +161,9 @@ class Session:
         try:
             start = self._resumption.choose(resume, self._live.spec(self._switch.request), self.mode_reason)
         except ForeignStateError as error:
-            if not flat_parameters.is_flattened(self._live.model):
+            if not is_flattened(self._live.model):
                 raise
-            raise ForeignStateError(f"{error}. {flat_parameters.REMEDY}") from error
+            raise ForeignStateError(f"{error}. {FLATTENED_REMEDY}") from error
         resumed, held = self._resumption, self._resumption.held
         if self._ranks.rank == 0:
             tell_when_log_pays(self._training.config.storage, self._live.spec(self._switch.request))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from memckpt.cli.main import READY, ServiceManager
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.processes.sd_notify import READY, ServiceManager
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.service_harness import Home, Service

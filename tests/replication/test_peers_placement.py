@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 
 from memckpt.config import DomainLevel, ErasureConfig
 from memckpt.errors import ConfigurationError
-from memckpt.replication.coding.placement import Path, Placement, domains_suffice, place
-from memckpt.replication.coding.topology import Domain, choose_level, find_domain
+from memckpt.replication.coding.placement import (
+    Domain,
+    Path,
+    Placement,
+    choose_level,
+    domains_suffice,
+    find_domain,
+    place,
+)
 
 NOWHERE: Sequence[Path] = [(str(node),) for node in range(64)]
 

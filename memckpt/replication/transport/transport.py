@@ -24,8 +24,7 @@ from memckpt.replication.transport.directory import Directory, PeerState
 from memckpt.replication.transport.envelope import Data, State
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.links import Link, Payload
-from memckpt.replication.transport.sockets import Context, receiving_socket, sending_socket
-from memckpt.replication.transport.zap import Doorkeeper
+from memckpt.replication.transport.sockets import Context, Doorkeeper, receiving_socket, sending_socket
 
 _log = logging.getLogger("memckpt.replicator")
 _MAX_SOCKETS = 4096
