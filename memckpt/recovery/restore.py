@@ -20,7 +20,7 @@ from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.recovery.target import RestoreTarget, common_device, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
-from memckpt.state.optimizers import rebuild_like
+from memckpt.state.optimizers import fits_room, rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import OptimizerFactory, RedoGroup, RedoTarget, StagedGradients, tensor_at
 from memckpt.state.spec import OwnerSpec, StateTensorSpec
@@ -207,10 +207,14 @@ class Restorer:
                 held = self._optimizers[owner.optimizer].state.get(self._params[index], {})
                 found = self._target.before.get((index, owner.optimizer), {})
                 if self._layout.spec.mode == "snapshot":
-                    # State without a slot is restored, and compared, with the captured state of the optimizers
-                    # themselves.
-                    known = {*held, *(one.key for one in owner.state)}
-                    found = {key: value for key, value in found.items() if key in known}
+                    # What does not fit its room in the slot is restored, and compared, with the captured state of the
+                    # optimizers themselves.
+                    rooms, param = {one.key: one for one in owner.state}, self._params[index]
+                    found = {
+                        key: value
+                        for key, value in found.items()
+                        if key in held or (key in rooms and fits_room(value, param, rooms[key]))
+                    }
                 in_pieces = {
                     state.key
                     for state in owner.state

@@ -6,7 +6,7 @@ import copy
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -252,6 +252,36 @@ class LookingAhead(Changing):
 
 def test_an_optimizer_around_another_one_whose_state_it_has(lab: Lab) -> None:
     survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=LookingAhead)
+
+
+class ScalarInTurns(Changing):
+    """A parameter of one bfloat16: Adam counts its steps in another type, for which a snapshot has no room."""
+
+    settings: ClassVar[dict[str, Any]] = {"redo": "snapshot", "snapshot_every_steps": 1}
+
+    def objects(self) -> tuple[Any, Any]:
+        model = Net(self.width)
+        model.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.bfloat16))
+        params = [*model.first.parameters(), *model.last.parameters(), model.scale]
+        self.others = torch.optim.Adam(params, 0.01), torch.optim.SGD(params, 0.05)
+        return model, self.others
+
+    def train(self, change: Change, zero: bool = True) -> None:
+        report = self.session.restore()
+        assert report is None or report.exact
+        for step in range(1 if report is None else report.step + 1, STEPS):
+            self.model.zero_grad()
+            (self.model(torch.full((3, 4), step / 8)) * self.model.scale).square().mean().backward()
+            self.others[step % 2].step()
+            self.at("backward")
+            self.note(f"{step}", [one.detach().double().sum().item().hex() for one in self.model.parameters()])
+            self.session.commit()
+            self.at("committed")
+        self.session.close()
+
+
+def test_state_without_room_in_a_snapshot_is_compared_once(lab: Lab) -> None:
+    survives(lab, lambda process: process.train(lambda *_: None), KILLS, kind=ScalarInTurns)
 
 
 def test_steps_of_another_thread_are_not_inside_of_those_here(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,14 +62,19 @@ class Process:
         noted: where the values go that have to come out the same.
         dies: as `Kill`; None to train to the end.
         check: the resume check.
+
+    Attributes:
+        settings: beside those of :func:`config`.
     """
+
+    settings: ClassVar[dict[str, Any]] = {"slots": 3}
 
     def __init__(self, run_dir: Path | None, noted: Path, dies: Kill | None, check: str = "replay") -> None:
         self.model, self.optimizer = self.objects()
         self.session: Any = Unprotected()
         if run_dir is not None:
             self.session = memckpt.attach(
-                self.model, self.optimizer, run_dir=run_dir, config=config(resume_check=check, slots=3)
+                self.model, self.optimizer, run_dir=run_dir, config=config(resume_check=check, **self.settings)
             )
         self._noted = noted
         self._dies = dies
