@@ -38,7 +38,7 @@ from memckpt.state import codec
 from memckpt.state.received import read_spec
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.dcp import encode_metadata, read_metadata
-from memckpt.storage.format import Part, decode_commit, decode_node_state, encode_commit
+from memckpt.storage.format import FORMAT_VERSION, Part, decode_commit, decode_node_state, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import Claim, Kept, original_of, read_claim, read_kept
 from memckpt.storage.retention import read_pins
@@ -52,7 +52,7 @@ MEMORY_BYTES = 4 << 20
 
 def part(path: str) -> Part:
     timeline = Timeline(1, "abc")
-    return Part(4, timeline, 3, 3, 1, (0,), "n", True, time.time(), (StoredFile(path, 1, "x"),))
+    return Part(FORMAT_VERSION, timeline, 3, 3, 1, (0,), "n", True, time.time(), (StoredFile(path, 1, "x"),))
 
 
 def _file(read: Callable[[LocalStore], Any], name: str) -> Callable[[bytes, Path], Any]:
