@@ -108,8 +108,14 @@ class Recorder(Observer):
 
     def note_imports(self) -> None:
         """Tell what this process has imported; a fork of a warm process has other modules than a start."""
-        if not recording.forked:
-            self.leave_note(_IMPORTS, recording.record_imports())
+        if recording.forked:
+            return
+        try:
+            imports = recording.record_imports()
+        except Exception:  # said: training goes on, and the next start imports everything by itself
+            _log.warning("memckpt: what this training has imported cannot be noted for a warm restart", exc_info=True)
+        else:
+            self.leave_note(_IMPORTS, imports)
 
     def leave_note(self, name: str, content: bytes) -> None:
         """Add a line with this JSON, which has no line break."""

@@ -554,7 +554,10 @@ class LiveState:
 
     def views(self) -> list[str]:
         """Names of the buffers that are, as when the layout was made, in a parameter's memory."""
-        return [name for name, buffer, param in self._views if _overlap(buffer, param)]
+        if not self._views:
+            return []
+        now = self.tensors()  # a buffer may have been replaced since
+        return [name for name, _, param in self._views if name in now and _overlap(now[name], param)]
 
     def part_views(self, kept: Collection[str]) -> None:
         """Give memory of their own to buffers that only a new process has in a parameter's: a step moved that one."""

@@ -59,7 +59,11 @@ class Generation(ABC):
         #: The record after which it begins, if only its start was reserved at first.
         self.begins = begins
         self.regions = GenerationRegions.create(self.layout, allowance, begins)
-        self.ring = SlotRing(self.regions.slots, self.layout, number)
+        try:
+            self.ring = SlotRing(self.regions.slots, self.layout, number)
+        except BaseException:  # raised again: nobody else knows of these regions
+            self.regions.close()
+            raise
         #: Why its mode was chosen, in words.
         self.reason = ""
         #: What the audit has found first: its records do not give the states that training had.

@@ -125,11 +125,15 @@ class Tuning:
         """Look, if it is time, at the end of a record."""
         if not self._on or self._ranks.rank != self._ranks.local_ranks[0]:
             return
-        if self._next is None:
-            self._begin_window(record)
-            self._next = record + FIRST_RECORDS
-        if record >= self._next:
-            self._look_at_figures(record)
+        try:
+            if self._next is None:
+                self._begin_window(record)
+                self._next = record + FIRST_RECORDS
+            if record >= self._next:
+                self._look_at_figures(record)
+        except Exception:  # said: the user's training goes on without advice
+            self._on = False
+            _log.warning("memckpt: no advice on settings is given any more: a look at the figures failed", exc_info=True)
 
     def _begin_window(self, record: int) -> None:
         clock = self._clock
@@ -370,6 +374,8 @@ class Adviser:
         self.advice: Advice | None = None
         #: What the last look has found, and in how many looks in a row.
         self._line, self._looks = "", 0
+        #: Looks in a row that other advice takes: twice as many after each change, so that noise comes to rest.
+        self._needed = _LOOKS
         #: Looks in a row with a stall beyond the budget, and whether that was said.
         self._over, self._said = 0, False
 
@@ -379,9 +385,10 @@ class Adviser:
         line = "" if found is None else found.line
         self._looks = self._looks + 1 if line == self._line else 1
         self._line = line
-        if self._looks < _LOOKS or line == (self.advice.line if self.advice is not None else ""):
+        if self._looks < self._needed or line == (self.advice.line if self.advice is not None else ""):
             return False
         self.advice = found
+        self._needed *= 2
         return True
 
     def skip_look(self) -> None:

@@ -60,7 +60,7 @@ def test_a_failure_in_a_hook_costs_a_copy_of_the_state(lab: Lab, owner: type, na
         (StaticWatch, "changed", "lazy"),
         (SlotWriter, "stage_anchors", "lazy"),
         (SlotWriter, "stage_by_value", "eager"),
-        (SlotWriter, "capture", "capture"),
+        (SlotWriter, "capture", "snapshot"),
         (Staging, "seal", "lazy"),
     ],
 )
