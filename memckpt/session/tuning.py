@@ -133,7 +133,7 @@ class Tuning:
                 self._look_at_figures(record)
         except Exception:  # said: the user's training goes on without advice
             self._on = False
-            _log.warning("memckpt: no advice on settings is given any more: a look at the figures failed", exc_info=True)
+            _log.warning("memckpt: advice on settings ends: a look at the figures failed", exc_info=True)
 
     def _begin_window(self, record: int) -> None:
         clock = self._clock
