@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from memckpt.cli.main import READY, ServiceManager
+from memckpt.errors import AgentGoneError
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import read_catalog
@@ -142,8 +143,15 @@ def test_an_agent_beside_the_job_takes_over_from_one_that_would_die_with_it(
     address = AgentAddress.of(home.run_dir)
     first = lab.start_agent()
 
+    def taken_over() -> bool:
+        try:
+            status = ask_status(address)
+        except AgentGoneError:  # the first one leaves as it is asked
+            return False
+        return status is not None and status.by_operator
+
     def until_taken_over(control: Control) -> None:
-        until(lambda: bool((status := ask_status(address)) and status.by_operator))
+        until(taken_over)
 
     actions = {("after commit", 6): until_taken_over, ("backward", 10): kill_self}
     memory_only = config("lazy")  # that an agent which is told to go saves first is tested elsewhere

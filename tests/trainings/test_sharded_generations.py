@@ -106,15 +106,15 @@ def die_in_second_generation(rank: int, others: int, told: int) -> None:
 def tell_of_second_generation(tell: int) -> None:
     """Tell when this attempt's second generation has been committed on this rank, which now waits for its slots."""
     begun: list[None] = []
-    original = Staging.adopt
+    original = Staging.adopt_writer
 
-    def adopt(self: Staging, writer: SlotWriter) -> None:
+    def adopt_writer(self: Staging, writer: SlotWriter) -> None:
         original(self, writer)
         begun.append(None)
         if len(begun) == 2:
             os.write(tell, b"1")
 
-    Staging.adopt = adopt  # type: ignore[method-assign]
+    Staging.adopt_writer = adopt_writer  # type: ignore[method-assign]
 
 
 def dying(rank: int, world_size: int, told: int, tell: int) -> Callable[[int], None]:
