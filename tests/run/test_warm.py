@@ -279,7 +279,7 @@ def test_a_warm_process_that_cannot_be_made_leaves_the_training_alone(warmed: An
         raise BlockingIOError("Resource temporarily unavailable")  # no process is left
 
     found.starter._step = fail
-    assert found.starter.look(Warm(0)) is None
+    assert found.starter.prepare_next(Warm(0)) is None
     assert found.last == "restarts will be cold: the warm process cannot be made: Resource temporarily unavailable"
     assert found.starter.how == "cold"
 

@@ -69,7 +69,7 @@ class Forked:
             os._exit(0)
         return Warm(pid)
 
-    def look(self, attempt: Attempt) -> float | None:
+    def prepare_next(self, attempt: Attempt) -> float | None:
         return None
 
     def close(self) -> None: ...
