@@ -239,7 +239,7 @@ class Failing:
             return Ended(1)
         raise BlockingIOError("Resource temporarily unavailable")
 
-    def look(self, attempt: Attempt) -> float | None:
+    def prepare_next(self, attempt: Attempt) -> float | None:
         return None
 
     def close(self) -> None: ...
