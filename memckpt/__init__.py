@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memckpt.state.codec import unencodable_paths as unencodable_paths
     from memckpt.storage.export import ExportedState as ExportedState
 
-#: Where each public name comes from.
+#: Module of each public name.
 _HOMES = {
     "AgentConfig": "config",
     "ComparedKind": "recovery.comparison",

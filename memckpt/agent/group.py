@@ -389,7 +389,7 @@ class ResumedState:
         return int(self._before is not None)
 
     def prepared(self) -> Prepared:
-        """What a rank needs to restore it."""
+        """The message with all that a rank needs to restore it."""
         held = self._generation
         missing: tuple[tuple[int, int, str], ...] = ()
         metas: tuple[bytes, ...] = ()

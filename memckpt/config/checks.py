@@ -1,4 +1,4 @@
-"""What a setting may be: the annotation of its field says so, and msgspec holds the value against it."""
+"""Checks of settings: msgspec holds a value against the annotation of its field."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def parse_text(hint: Any, text: str) -> Any:
 
 
 def expected_of(hint: Any, *, text: bool = False) -> str:
-    """What a setting may be, in words; `text`: as it is written on a command line and in the environment."""
+    """The values that a setting takes, in words; `text`: as on a command line and in the environment."""
     kinds, optional = alternatives(hint)
     words = _words(kinds[0])
     if not words:

@@ -1,4 +1,4 @@
-"""What a node holds of a training: shared memory, the records in it, and the replica that redoes them.
+"""A training's state on a node: shared memory, the records in it, and the replica that redoes them.
 
 Read `region`, `slots`, `generation_regions`, `generation`, `ledger`, `pending_generation`, `replica`; then what
 stands in shared memory beside the state (`landings`, `phases`, `life`), and `budget`. The agent owns all of it;

@@ -146,7 +146,7 @@ class RankState:
             obj = AttributesOf(name, obj, attributes)
             self.elsewhere.append(obj.objects)
         else:
-            self.elsewhere.append(lambda carried=obj: (carried,))  # type: ignore[misc]
+            self.elsewhere.append(lambda carried=obj: (carried,))  # type: ignore[misc]  # a default binds it
         if isinstance(obj, rng.GENERATOR_TYPES):
             obj = GeneratorState(obj)
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):

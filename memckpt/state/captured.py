@@ -326,7 +326,7 @@ class OptimizerCapture:
         target = live
         if type(live).__qualname__ != qualname:
             kind = functools.reduce(getattr, qualname.split("."), sys.modules[module])
-            target = object.__new__(kind)  # type: ignore[arg-type]
+            target = object.__new__(kind)  # type: ignore[arg-type]  # a class, by its name
         for key, tree in items:
             vars(target)[key] = self._back(tree, vars(target).get(key))
         return target

@@ -1,4 +1,4 @@
-"""What the replicator is given of states in this agent's memory: those that it sends, and that others read."""
+"""Descriptions of states in this agent's memory for the replicator: those that it sends, and that others read."""
 
 from __future__ import annotations
 

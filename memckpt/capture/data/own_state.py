@@ -345,7 +345,7 @@ def _global_generators() -> Iterator[object]:
     yield torch.default_generator
     yield from torch.cuda.default_generators
     yield random.getstate.__self__  # type: ignore[attr-defined]  # the module's own instance
-    yield np.random.get_state.__self__  # type: ignore[attr-defined]
+    yield np.random.get_state.__self__  # type: ignore[attr-defined]  # likewise
 
 
 def _own_dict(found: Any) -> dict[Any, Any]:

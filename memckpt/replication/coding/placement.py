@@ -186,7 +186,7 @@ _LEVELS = ("zone", "rack", "node")  # widest first
 
 
 class Domain(NamedTuple):
-    """Where a node is: names of its failure domains, widest first; empty where it is not known."""
+    """Place of a node: names of its failure domains, widest first; empty where it is not known."""
 
     zone: str
     rack: str

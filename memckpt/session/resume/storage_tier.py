@@ -153,7 +153,7 @@ class StorageTier:
             return False
         seconds = min(self._pauses.died(), left)
         _log.warning("memckpt: %s; tried again in %.0f s, for %.0f s at most", problem, seconds, left)
-        time.sleep(seconds)
+        time.sleep(seconds)  # a store tells nobody that it can be read again; only a start waits here
         return True
 
     def log_unread(self) -> None:
