@@ -35,9 +35,7 @@ class Difference:
     """One value that differs.
 
     Attributes:
-        kind: kind of the value.
         name: its name in the user's own objects.
-        text: description of the difference.
         relative: largest difference as a fraction of the largest held value; infinite if it cannot be rounding.
         ulp: largest difference in units in the last place.
         dtype: dtype of the tensor, empty for anything else.
@@ -53,14 +51,7 @@ class Difference:
 
 @dataclass
 class Findings:
-    """One rank's result: counts of compared values, and differences. Small: it is sent between ranks.
-
-    Attributes:
-        compared: number of values compared, by kind.
-        differing: number of them that differ.
-        differences: the first few of each kind.
-        problem: reason why some values could not be compared; empty if there is none.
-    """
+    """One rank's result: counts of compared values, and differences. Small: it is sent between ranks."""
 
     problem: str = ""
     compared: dict[str, int] = field(default_factory=dict)
@@ -130,11 +121,7 @@ class Comparison:
                 self.tensor("state", label, local(found[key]), local(held[key]))
 
     def findings(self, order: Iterable[str] = ()) -> Findings:
-        """The result; call once everything has been compared.
-
-        Args:
-            order: names of the model's tensors, in the model's order, in which differences are listed.
-        """
+        """The result; call once everything has been compared."""
         places = {name: place for place, name in enumerate(order)}
         tensors = sorted(self._tensors.items(), key=lambda item: places.get(item[0][1].partition(" (")[0], len(places)))
         for (kind, name), (distance, dtype) in tensors:

@@ -36,14 +36,7 @@ class StoredState:
     If the rank holds other shards than are stored for it, its tensors are assembled from all parts of the checkpoint
     (*resharding*).
 
-    Args:
-        store: the store.
-        point: the state in it.
-        rank: the rank that restores it.
-        spec: spec of what the rank holds now.
-
     Attributes:
-        point: the state.
         resharded: whether the rank's tensors have to be assembled from other ranks' shards.
         exact: whether training continues as if uninterrupted: the rank existed, with these shards.
         state: metadata of the part that the rank's parameters come from; of several parts, of the first.
@@ -94,17 +87,7 @@ class StoredState:
         optimizers: Sequence[Optimizer],
         build: OptimizerFactory | None = None,
     ) -> None:
-        """Read the state into the live tensors, in place; optimizer state is created as needed.
-
-        Args:
-            tensors: the live tensors by name.
-            optimizers: the live optimizers.
-            build: makes an optimizer like the live one of an index; None copies the live one.
-
-        Raises:
-            DamagedStateError: a file's content is wrong.
-            StorageError: a file cannot be read.
-        """
+        """Read the state into the live tensors, in place; optimizer state is created as needed."""
         target = RestoreTarget(Layout(self.state.spec), tensors, optimizers)
         build = build or (lambda index, groups: rebuild_like(optimizers[index], groups))
         target.forget_optimizer_state()
@@ -157,11 +140,7 @@ _Overlap = tuple[tuple[slice, ...], tuple[slice, ...]]
 
 
 def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
-    """Refuse optimizer state that belongs to a shard as a whole: it fits no other shard.
-
-    Raises:
-        UnsupportedError: there is such state for a parameter that is sharded, or was.
-    """
+    """Refuse optimizer state that belongs to a shard as a whole: it fits no other shard."""
     now = {param.tensor.name: param.tensor for param in live.params} | {one.name: one for one in live.static}
     for param in stored.params:
         name = param.tensor.name
@@ -186,11 +165,6 @@ def _is_cut(tensor: TensorSpec) -> bool:
 class Resharding:
     """A stored state of which a rank needs other shards than are stored for it.
 
-    Args:
-        store: the store.
-        point: the state in it.
-        records: reader of the store's records.
-
     Attributes:
         state: metadata of the first rank's part; everything that is not sharded comes from there.
     """
@@ -205,13 +179,7 @@ class Resharding:
         self._filled: Counter[tuple[str, int, str]] = Counter()
 
     def restore(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], build: OptimizerFactory) -> None:
-        """Fill the live tensors and create the optimizer state.
-
-        Args:
-            target: the live state, in the layout of :attr:`state`.
-            own: the rank's own tensors, by their names in the store.
-            build: makes an optimizer like the live one of an index.
-        """
+        """Fill the live tensors and create the optimizer state."""
         redone = bool(self._point.batches)
         self._load(target, own, with_params=not redone)
         if redone:
@@ -364,13 +332,7 @@ def _offsets(shard: Shard | None, dimensions: int) -> tuple[int, ...]:
 
 
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
-    """Write a state that needs redo as a checkpoint of its own: rank 0's, with whole tensors.
-
-    Args:
-        store: the store that can produce the state.
-        point: the state, verified.
-        into: the store for the checkpoint.
-    """
+    """Write a state that needs redo as a checkpoint of its own: rank 0's, with whole tensors."""
     part = point.checkpoint.part_serving(0)
     spec = unsharded(decode_node_state(store.read(part.state_path)).spec)
     stored = StoredState(store, point, 0, spec)

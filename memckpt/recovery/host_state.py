@@ -28,8 +28,6 @@ class HostState:
     """Host memory for a state, to be filled by a restore.
 
     Args:
-        spec: spec of the state.
-        by_value: whether to allocate by-value tensors, too.
         wanted: names of the tensors to allocate; None: all.
 
     Attributes:

@@ -19,12 +19,6 @@ class LiveCopies:
 
     Storage is read in its own order, and records are redone in place: only at the end do the live tensors have the held
     state.
-
-    Args:
-        state: spec of parameters, static tensors and optimizer state.
-        own: spec of the rank's own by-value tensors.
-        tensors: the live tensors by name.
-        optimizers: the live optimizers.
     """
 
     def __init__(

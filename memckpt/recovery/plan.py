@@ -20,8 +20,6 @@ class NewAttempt:
     """The attempt that a plan is for.
 
     Attributes:
-        world_size: number of its ranks.
-        nonce: its nonce.
         shardings: by rank, digest of its shards; empty: nothing is sharded.
         units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
             where every node restores what it holds itself.
@@ -40,9 +38,7 @@ class Stored:
     """States that a store can produce.
 
     Attributes:
-        points: its complete states, newest first.
         latest_attempt: the highest number of an attempt that has begun to write to it.
-        name: name of the store, in words.
         stranded: what it has of which no state can be made, in words; empty if there is nothing.
     """
 
@@ -60,7 +56,6 @@ class StartOver:
     """Nothing is restored.
 
     Attributes:
-        reason: the reason, as text.
         discard: whether something is held that is to be dropped.
         asked: whether the user asked for it.
     """
@@ -118,9 +113,6 @@ def make_plan(
 
     Args:
         inventories: live state of every rank's node, for each set of shards it holds; ranks of one node repeat them.
-        resume: the user's setting.
-        attempt: this attempt.
-        stored: what storage has.
         fragments: those on every rank's node of other nodes' records; ranks of one node repeat them.
         without: sources that an earlier plan used and that proved bad.
         before: fetch from peers so that the previous record can be produced, too, where possible.
@@ -205,10 +197,6 @@ def plan_to_reshard(
 
     Units whose node is gone are fetched by a remaining one.
 
-    Args:
-        inventories, fragments, resume, nonce, without: as for :func:`make_plan`.
-        nodes: names of this attempt's nodes, each once.
-
     Returns:
         RestoreStored, without candidates, if memory cannot produce the record asked for.
     """
@@ -247,7 +235,6 @@ class _OwnMemory:
     """Every node restores what it holds itself.
 
     Attributes:
-        name: name of the tier.
         changed: reason why the held state cannot be restored directly; empty if it can.
     """
 

@@ -20,10 +20,6 @@ class RedoThreads:
     A step of a small tensor keeps one core busy, and records of a group find its state in that core's cache. A group is
     safe if its parameters may be cut into pieces (:attr:`~memckpt.state.spec.ParamSpec.whole`): their optimizers are
     torch's own, and their bits do not depend on the number of threads. An accelerator is parallel by itself.
-
-    Args:
-        layout: layout of the parameters.
-        threads: number of threads; None: as many as torch uses.
     """
 
     def __init__(self, layout: Layout, threads: int | None = None) -> None:
@@ -63,8 +59,6 @@ class RedoThreads:
         """Redo a group, possibly later and in another thread.
 
         Args:
-            redo_targets: its targets.
-            redo: redoes all records of the group, in their order.
             after: called behind that in the calling thread, at the latest by :meth:`wait`; groups in their order.
 
         Raises:
@@ -80,11 +74,7 @@ class RedoThreads:
             self._take_first()
 
     def wait(self) -> None:
-        """Wait until all groups are redone.
-
-        Raises:
-            Exception: what `redo` of one of them has raised.
-        """
+        """Wait until all groups are redone."""
         while self._running:
             self._take_first()
 

@@ -34,11 +34,6 @@ class Restorer:
     """Restores one rank from one node's memory. Only reads the regions; a kill at any point is harmless.
 
     Args:
-        layout: layout of the held generation.
-        regions: its regions.
-        ring: stamps of the slots.
-        tensors: the live tensors by name.
-        optimizers: the live optimizers; state is created as needed, on the parameters' devices.
         build: makes an optimizer like the live one of an index; None copies the live one.
 
     Attributes:
@@ -81,14 +76,10 @@ class Restorer:
         """Copy the state after `record` into the live tensors.
 
         Args:
-            record: number of the record that the plan chose.
             rank: rank whose by-value tensors to restore; None for none.
             metas: metadata of the window of records up to and including it (lazy).
             missing, plain: state that does not exist in the replica, and state that is not a tensor (eager).
             comparison: gets every tensor and state before it is overwritten.
-
-        Raises:
-            DamagedStateError: a slot's content is wrong.
         """
         self._comparison = comparison
         self._target.forget_optimizer_state(keep=comparison is not None)

@@ -19,8 +19,6 @@ class BadSource:
     """A source that proved useless; the plan is made again without it.
 
     Attributes:
-        node: name of its node.
-        ranks: the ranks whose state it holds.
         generation: generation of its fragments; empty: the live state of these ranks on that node.
         damaged: False if other nodes only could not fetch the live state: the node itself continues with it.
     """
@@ -36,9 +34,6 @@ class Fetch:
     """The fetch of a record by a unit whose node cannot produce it.
 
     Attributes:
-        ranks: the unit.
-        node: its node in this attempt.
-        record: the record to fetch.
         source: where the state comes from: a node that holds the unit live, else fragments.
         before: whether the previous state is fetched, too; its step is then repeated.
     """
@@ -167,13 +162,7 @@ class Sources:
     Several attempts may have made records of one number. A record counts only if it was made on the timeline that the
     newest history has for that number.
 
-    Args:
-        inventories: live state of the nodes; repeated ones are counted once.
-        fragments: those that they keep of others' records.
-        without: sources to leave out.
-
     Attributes:
-        history: the newest history.
         units: units of which anything is held, live or as fragments.
         held: (ranks, world size, sharding digest) of these.
         newest: the newest record known to be committed; 0 if there is none.
@@ -258,9 +247,6 @@ class Sources:
         """A node for each unit of the attempt that left this state: one that holds it live, or the least loaded one.
 
         Empty if not all ranks of that attempt are known.
-
-        Args:
-            nodes: names of all nodes.
         """
         if not self._whole:
             return {}
@@ -285,11 +271,7 @@ class Sources:
         return self.common(dict.fromkeys(self.units)) if self._whole else {}
 
     def common(self, places: Mapping[RankGroup, str | None]) -> dict[int, int]:
-        """Records, with their steps, whose state all of these units can get.
-
-        Args:
-            places: the node of each unit; None: any.
-        """
+        """Records, with their steps, whose state all of these units can get."""
         common: dict[int, int] | None = None
         for unit, node in sorted(places.items()):
             found = self.reachable(unit, node)

@@ -34,18 +34,7 @@ from memckpt.storage.store import Store
 
 
 class StoredUnit:
-    """The state of a node's ranks that hold the same shards; it can be restored into any of these ranks.
-
-    Args:
-        store: the store.
-        point: the state in it.
-        part: the part of its checkpoint.
-        records: reader of the store's records.
-
-    Attributes:
-        state: metadata of the part's tensors.
-        layout: layout of the tensors.
-    """
+    """The state of a node's ranks that hold the same shards; it can be restored into any of these ranks."""
 
     def __init__(self, store: Store, point: StoredPoint, part: Part, records: batches.RecordReader) -> None:
         self._store = store

@@ -31,13 +31,7 @@ def common_device(params: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 class RestoreTarget:
-    """Live tensors and optimizers, in the layout of the state that is restored into them.
-
-    Args:
-        layout: layout of the held state.
-        tensors: the live tensors by name.
-        optimizers: the live optimizers; state is created on the parameters' devices.
-    """
+    """Live tensors and optimizers, in the layout of the state that is restored into them."""
 
     def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
         self.layout = layout

@@ -66,11 +66,7 @@ _live: weakref.WeakSet[AgentConnection] = weakref.WeakSet()
 
 
 class PreparedRegions(GenerationRegions):
-    """Regions of a generation, mapped. The receiver closes them.
-
-    Attributes:
-        message: layout and state of the generation.
-    """
+    """Regions of a generation, mapped. The receiver closes them."""
 
     def __init__(self, message: Prepared, regions: list[Region]) -> None:
         layout = Layout(message.spec)
@@ -97,16 +93,11 @@ class AgentConnection:
     The socket is closed in a forked child: loader workers must not keep a dead trainer's connection open.
 
     Attributes:
-        channel: the connection.
-        agent_pid: process id of the agent.
         started: whether the agent was started for this connection, and held nothing before.
         applied: newest record that the replica has applied.
         watermark: newest record that peers have acknowledged for every node.
         whole: whether all nodes are protected by peers.
         waits_suspended: whether nobody is to wait for peers, just now.
-        order: the agent's order for a snapshot, until it is taken.
-        notices: notices that nobody has read yet.
-        slots_made: answers about slots of generations, by the generation's number.
     """
 
     def __init__(self, channel: TrainerChannel, config: AgentConfig, started: bool = False) -> None:
@@ -161,11 +152,7 @@ class AgentConnection:
     # Messages
 
     def send(self, message: TrainerToAgent) -> None:
-        """Send a message.
-
-        Raises:
-            AgentGoneError: the agent is gone, stands still, or has accepted nothing within the time limit.
-        """
+        """Send a message."""
         body = encode(message)
         if self.channel.offer(body):
             return
@@ -174,11 +161,7 @@ class AgentConnection:
             raise AgentGoneError(f"it has taken no message for {limit:.0f} s (overloaded?)")
 
     def poll(self, limit: float) -> tuple[AgentToTrainer, list[int]] | None:
-        """The next message and its descriptors; None if there is none within `limit` seconds.
-
-        Raises:
-            AgentGoneError: the agent is gone, or stands still.
-        """
+        """The next message and its descriptors; None if there is none within `limit` seconds."""
         received: tuple[AgentToTrainer, list[int]] | None = None
 
         def receive(seconds: float) -> bool:
@@ -409,10 +392,8 @@ class Reconnection:
     a connection, which :meth:`close` closes.
 
     Args:
-        address: address of the agent.
         patience: time that the first question waits for an answer, in seconds.
         pauses: False for no pauses, where other nodes wait for this one until it is overdue.
-        clock: returns the current time, in seconds.
     """
 
     def __init__(

@@ -89,12 +89,6 @@ class DisabledSession(Session):
     """A session that protects nothing: MEMCKPT_DISABLE=1 measures a script without protection, unchanged.
 
     It starts over always, and counts steps as a session counts records. No part of a session is made.
-
-    Args:
-        model: the model.
-        optimizers: its optimizers.
-        extra_modules: modules outside of the model.
-        observers: called behind each step.
     """
 
     def __init__(

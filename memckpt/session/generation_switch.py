@@ -56,14 +56,6 @@ class SwitchState(enum.Enum):
 class GenerationSwitch:
     """Knows when a generation is due, and begins it.
 
-    Args:
-        training: training whose records are written.
-        link: connection to the agent, which allocates generations.
-        staging: owner of the current generation's writer.
-        changes: detects changes that the optimizer did not make.
-        mode: choice of the redo mode.
-        tap: tap of gradients, replaced where it does not fit.
-
     Attributes:
         request: settings of the next generation.
         after: record after which the next generation begins; None while none is due.
@@ -122,8 +114,6 @@ class GenerationSwitch:
         """Go on behind a restored record, in its generation where the settings are the same.
 
         Args:
-            writer: writer on the generation, adopted by the staging.
-            record: number of the restored record.
             anew: whether a new generation has to begin in any case.
 
         Raises:
@@ -258,11 +248,7 @@ class GenerationSwitch:
     # Writing
 
     def write_generation(self, point: RestorePoint) -> None:
-        """Write the whole state by value, and adopt its generation.
-
-        Raises:
-            MemckptError: the agent is gone, or refuses.
-        """
+        """Write the whole state by value, and adopt its generation."""
         record = point.record
         self._link.finish_sending()
         started = time.perf_counter()

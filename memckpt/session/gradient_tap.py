@@ -55,8 +55,6 @@ class GradientTap:
     """Owns the tap that stages gradients, and notes in-place changes of gradients.
 
     Args:
-        training: training whose gradients are staged.
-        data_parallel: the DDP wrapper; None without one.
         before_reduction: called before a reduction over all ranks begins.
         compression: compressor of gradients, and what is known of a user's.
 
@@ -125,11 +123,7 @@ class GradientTap:
             self._tap.install()
 
     def take_later(self, reason: str) -> None:
-        """Stage gradients at the optimizer's step from now on, on all ranks once the next generation begins.
-
-        Args:
-            reason: why the current tap does not fit, in words.
-        """
+        """Stage gradients at the optimizer's step from now on, on all ranks once the next generation begins."""
         streamed = self._recorder.streams
         self._recorder.use_tap(StepTap.name if streamed else self._recorder.tap, streams=False)
         if not streamed:
@@ -244,10 +238,7 @@ def period_for(numel: int, encoded: int, params: int, on_host: bool) -> int:
     than :data:`REDO_SECONDS`.
 
     Args:
-        numel: number of elements of all parameters.
         encoded: bytes of their compressed gradients.
-        params: number of parameters.
-        on_host: whether they are in host memory.
     """
     period = _SHORTEST
     while period < min(_LONGEST, 12 * numel / encoded):
@@ -262,7 +253,6 @@ class _Settings:
     """A compressor's settings, and its state beside tensors, as rank state.
 
     Attributes:
-        settings: the settings, in words.
         whole: whether the restored state had all that was left out of gradients.
     """
 
@@ -291,11 +281,6 @@ def _by_name(carried: Mapping[str, torch.Tensor], paths: Sequence[str]) -> dict[
 
 class CompressedAverages:
     """The compressor of a session.
-
-    Args:
-        config: settings of the session.
-        model: the model.
-        data_parallel: its DDP wrapper; None without one.
 
     Attributes:
         modules: modules with state of the compressor, by name.
@@ -398,13 +383,6 @@ class CompressedAverages:
 
         The compressor begins anew where what it carries was not restored: the dead attempt was not compressed, or
         dropped it, or had other shapes; or another rank's was, where the number of ranks has changed.
-
-        Args:
-            report: the report of the restore so far.
-            provided: the held rank state's provided values.
-
-        Returns:
-            The report, inexact where the dead attempt's compressor would have gone on otherwise.
         """
         self._rank_state.load([RESIDUALS, _POWER_SGD], provided)
         why = self._why_not_restored(report, provided)
@@ -444,9 +422,7 @@ def record_redo_seconds(elements: float, pieces: float, on_host: bool) -> float:
     Source: docs/compression.md, "Anchors"; measured on one machine.
 
     Args:
-        elements: number of elements of all parameters.
         pieces: number of parameters and pieces of parameters that are redone apart.
-        on_host: whether they are in host memory.
     """
     rate, each = (_REDONE_ON_HOST, _PIECE_ON_HOST) if on_host else (_REDONE_ON_DEVICE, _PIECE_ON_DEVICE)
     return elements / rate + pieces * each

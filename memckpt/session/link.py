@@ -63,12 +63,6 @@ class AgentLink:
     Owns the connection, and the thread that sends commits whose copies end later. A dead agent is noticed at the next
     use: each request may raise AgentGoneError.
 
-    Args:
-        address: address of the agent.
-        ranks: ranks of the job.
-        config: settings of the session.
-        accelerated: whether this rank trains on an accelerator.
-
     Attributes:
         owner: id of the run, which its checkpoints carry; empty before it is known.
         claimed: whether the store says that it is this run's.
@@ -149,12 +143,7 @@ class AgentLink:
         return self.connect(spec)
 
     def reconnect(self, spec: StateSpec, next_record: int) -> None:
-        """Connect to another agent in the same attempt, starting it if there is none.
-
-        Args:
-            spec: layout of the live state.
-            next_record: number of the current record.
-        """
+        """Connect to another agent in the same attempt, starting it if there is none."""
         assert self._timeline is not None
         self._introduce(spec, next_record, rejoining=True)
         self.configure(self._timeline)
@@ -219,10 +208,7 @@ class AgentLink:
         """Allocate a generation.
 
         Args:
-            spec: its layout.
             record: record after which it begins.
-            discard: whether held generations are dropped.
-            reason: why the state has its redo mode, in words.
             whole: whether all slots are allocated, and not only the start of the generation.
 
         Raises:
@@ -265,9 +251,6 @@ class AgentLink:
 
     def make_slots(self, generation: int) -> bool:
         """Allocate the slots of a generation whose start is written; waits for all local ranks, and for others.
-
-        Returns:
-            False if another generation follows, so that nothing is staged in this one.
 
         Raises:
             MemoryBudgetError: the slots do not fit. The start of the generation is kept.
@@ -350,12 +333,6 @@ class AgentLink:
     def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:
         """Have the agent write a record to a store; notices about other checkpoints are kept.
 
-        Args:
-            record: number of the record.
-            url: URL of the store.
-            timeout: time limit, in seconds.
-            name: name of the store, in words.
-
         Raises:
             StorageError: it could not be written, or not in time.
         """
@@ -385,12 +362,7 @@ class AgentLink:
         a state is captured, only the capture before it is whole.
 
         Args:
-            record: number of the record that is about to begin.
-            spec: layout of its generation.
             began: record after which the generation began.
-
-        Returns:
-            The seconds that it took.
         """
         started = time.perf_counter()
         if self.waits and spec.mode == "snapshot":
@@ -406,11 +378,7 @@ class AgentLink:
         return time.perf_counter() - started
 
     def wait_for_watermark(self, record: int) -> None:
-        """Wait until peers have acknowledged `record` for every node, or waits are suspended; logs warnings meanwhile.
-
-        Raises:
-            AgentGoneError: the agent is gone, or stands still.
-        """
+        """Wait until peers have acknowledged `record` for every node, or waits are suspended; log warnings."""
         connection, waited = self.connection, 0
         while connection.watermark < record and not connection.waits_suspended:
             if connection.alarmed:
@@ -463,13 +431,6 @@ class AgentLink:
         """Have the agent fetch states that this node lacks, and serve those that others lack.
 
         There is no time limit, as a state may be large and the network slow. A warning is logged now and then.
-
-        Args:
-            message: the states.
-            progress: called with each progress message.
-
-        Raises:
-            MemckptError: the agent refuses; the message says why.
         """
         connection, waited = self.connection, 0
         connection.send(message)

@@ -45,11 +45,6 @@ _UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy")
 class Loop:
     """The place of one rank's loop: epoch, batch, and a position in each followed loader.
 
-    Args:
-        rank_state: carries the place.
-        ranks: all ranks; the first one logs.
-        restore_rng: restores the global generators of the held state.
-
     Attributes:
         epoch: the current or next epoch of `epochs`.
         batch: number of batches of this epoch before the last commit.

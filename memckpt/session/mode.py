@@ -32,7 +32,6 @@ class LayoutSettings:
     """Settings that a generation is laid out by.
 
     Attributes:
-        mode: redo mode.
         period: T, in steps.
         slots: D, records in flight.
     """
@@ -49,8 +48,6 @@ class ModeChoice:
     depends on redo.
 
     Attributes:
-        mode: current mode.
-        reason: why this mode, in words.
         every: number of steps between two captures; 1 in other modes.
         not_redoable: why the self-test has failed, in words; empty if it has not.
     """
@@ -105,7 +102,6 @@ class ModeChoice:
 
         Args:
             asynchronous: whether commits are sent later than they are made, as on an accelerator.
-            settings: its mode, T and D; None: the current ones.
         """
         config, ranks = self._config, self._ranks
         chosen = self.settings if settings is None else settings
@@ -150,12 +146,7 @@ class ModeChoice:
         return found
 
     def resume(self, held: RedoMode | None, not_redoable: str) -> None:
-        """Take over the result of an earlier attempt's self-test from the held state.
-
-        Args:
-            held: mode in which the held state was protected; None if nothing was held.
-            not_redoable: why that self-test had failed; empty if it had not.
-        """
+        """Take over the result of an earlier attempt's self-test from the held state."""
         if self._shortage and all(mode == "lazy" for mode in self._ranks.gather(held)):
             # The memory is short because the agent holds the lazy window already.
             self._redone = "lazy", "as before: what it takes is held already"
@@ -196,7 +187,6 @@ class ModeChoice:
             compiled: class name of an optimizer whose step is compiled; empty if there is none, None before any step.
             changing: what something else than its optimizer changes at every step, in words; empty: nothing is. The
                 state is captured then, where no other rank would have to do so, too: as exact, and less dear.
-            record: number of the record.
         """
         if self._find_compiled(compiled) or self._find_distrusted(record):
             return True
@@ -300,14 +290,7 @@ def choose_redo(
     on an accelerator, whose own kernels redo exactly. Capture where it is configured, or where steps cannot be redone.
 
     Args:
-        config: settings of the session.
-        live: the live state.
-        device: device of its tensors.
-        local_ranks: number of ranks on this node.
         shortage: why some node has no memory for lazy redo; empty if all have.
-
-    Returns:
-        The mode, and the reason in words.
     """
     if config.redo == "snapshot":
         return "snapshot", "as configured"
@@ -381,9 +364,6 @@ def find_shortage(config: MemckptConfig, ranks: Ranks, spec: StateSpec, held: St
     A budget is not advised to the full: generations to come need some of it.
 
     Args:
-        config: settings of the session.
-        ranks: ranks of the job.
-        spec: the layout.
         held: layout of what is held in its place now; None: nothing is held.
     """
     given_back = node_bytes(held, ranks) if held is not None else 0

@@ -38,12 +38,6 @@ _ELSEWHERE = "192.0.2.1"
 class Peers:
     """Prepares nodes to keep each other's records. All methods are no-ops without a configuration of peers.
 
-    Args:
-        config: redundancy in other nodes' memory; None without peers.
-        ranks: ranks of the job.
-        link: connection to this node's agent.
-        agent: settings of the agent.
-
     Attributes:
         units: for each rank, its node and the ranks there that hold the same shards; set by :meth:`listen`.
     """
@@ -80,9 +74,6 @@ class Peers:
 
         Returns:
             The records of other nodes that each node keeps.
-
-        Raises:
-            ConfigurationError: there are too few nodes, or their settings differ.
         """
         config, ranks = self._config, self._ranks
         self._refuse_differing()
@@ -248,11 +239,7 @@ class Peers:
 
 
 def _try_code(config: ErasureConfig) -> None:
-    """Check that this node can encode.
-
-    Raises:
-        ConfigurationError: the backend is not installed, or does not support so many fragments.
-    """
+    """Check that this node can encode."""
     from memckpt.replication.coding.code import Code
 
     Code(config.data, config.tolerate, config.backend).close()
@@ -272,9 +259,6 @@ def own_address(host: str | None, alone: bool) -> str:
         host: configured address, which takes precedence; None without one.
         alone: whether all nodes are on this machine. If not, a loopback address is no use: the master's own name may
             resolve to one.
-
-    Raises:
-        ConfigurationError: no route leads to another machine.
     """
     if host is not None:
         return host
@@ -322,11 +306,7 @@ class PeerRecovery:
     """Carries out plans together with the other ranks.
 
     Args:
-        ranks: ranks of the job.
-        link: connection to this node's agent, which fetches.
         patience_seconds: how long nodes that do not answer are asked again.
-        budget_bytes: memory budget of the agent; None without one.
-        clock: returns the current time, in seconds.
     """
 
     def __init__(
@@ -360,8 +340,6 @@ class PeerRecovery:
         Args:
             plan_without: makes the plan, the same on every rank, without some sources; told whether the state before
                 the newest is wanted, too.
-            spec: layout of the live state.
-            join: has this node take its part in a plan.
             before: whether the state before the newest is wanted, if it can be had.
             adopt: whether nodes fetch states of ranks that they do not have, to write them to a store.
 
@@ -401,11 +379,7 @@ class PeerRecovery:
     def _choose(
         self, plan_without: Callable[[Collection[BadSource], bool], Plan], before: bool, avoided: Avoided
     ) -> Plan:
-        """The plan without the sources that are avoided; silent ones are asked again where it falls behind for them.
-
-        Raises:
-            PeerError: they did not answer in time, and nothing can be resumed without them. Nothing is dropped.
-        """
+        """The plan without the sources that are avoided; silent ones are asked again where it falls behind for them."""
         plan = _made(lambda: plan_without(avoided.all, before))
         if avoided.silent:
             wanted = _made(lambda: plan_without(avoided.bad, before))
@@ -421,11 +395,6 @@ class PeerRecovery:
 
     def _waits_for(self, silent: Collection[BadSource], plan: RestoreRecord, without: Plan | NothingHeldError) -> bool:
         """Whether nodes that did not answer are asked once more; the same on every rank.
-
-        Args:
-            silent: their sources.
-            plan: the plan that uses them.
-            without: the plan that does not, or why there is none.
 
         Raises:
             PeerError: they did not answer in time, and nothing can be resumed without them.

@@ -38,23 +38,10 @@ class Protection:
     Without an agent, or after an error, training is *unprotected*: no record is staged, the gap is logged and counted,
     and each commit asks the link whether to try again. The next generation ends the gap.
 
-    Args:
-        training: training that is protected.
-        link: connection to the agent.
-        staging: owner of the current generation's writer, which is closed with the connection.
-        switch: begins generations, as the agent orders them.
-        peers: joined again by a new agent.
-        changes: detects changes that the optimizer did not make.
-        bring_record: brings a record to the agent, or begins a generation.
-
     Attributes:
-        link: connection to the agent.
         unprotected_since: last record before a gap; None while records are protected.
         stored_step: newest step that this attempt's agent has written to storage; None before the first.
         stored_at: when that was, by the monotonic clock; before the first: when this attempt began.
-        stored_bytes: bytes of the checkpoints that this attempt's agent has written.
-        storing_failed: whether the last checkpoint could not be written.
-        drift: findings of the audit.
     """
 
     def __init__(
@@ -117,11 +104,7 @@ class Protection:
         self.leave_record(point.record)
 
     def resume(self, writer: SlotWriter, record: int) -> None:
-        """Go on behind a restored record, in its generation where that is possible.
-
-        Raises:
-            AgentGoneError: the agent is gone.
-        """
+        """Go on behind a restored record, in its generation where that is possible."""
         try:
             self._switch.resume(writer, record, anew=self._peers.active)
         except MemoryBudgetError as error:
@@ -240,9 +223,6 @@ class DriftReports:
 
     Args:
         exact: whether the replica is redone on the hardware that trains, so that there must be no drift.
-
-    Attributes:
-        largest_ulp: largest drift that was found, in units in the last place (ulp).
     """
 
     def __init__(self, exact: bool) -> None:

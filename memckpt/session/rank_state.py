@@ -74,11 +74,7 @@ class RankState:
         )
 
     def inexact(self, reason: str) -> None:
-        """Declare that resumes from records of this run are not exact, from the next record on; logged once.
-
-        Args:
-            reason: what is not carried, in which object, and how to help; the end of a sentence.
-        """
+        """Declare that resumes from records of this run are not exact, from the next record on; logged once."""
         if reason not in self._inexact:
             self._inexact[reason] = None
             _log.warning("memckpt: a resume of this run will not be exact: %s", reason)
@@ -108,14 +104,9 @@ class RankState:
         """Call `capture()` at each commit.
 
         Args:
-            name: key of the value in the rank state.
-            capture: returns a value that the codec can encode.
             parts: splits the value into named parts for the resume check, without those that depend on the clock; None
                 compares it as a whole.
             put_back: called after a repeated step that differs, with the value captured when it was first taken.
-
-        Raises:
-            UsageError: the name is taken.
         """
         if name in self._captures:
             raise UsageError(f"rank state {name!r}: expected a new name, found one that is provided already")
@@ -130,10 +121,6 @@ class RankState:
 
         A generator of torch, numpy or random is carried by its state.
         With `attributes`, these are carried instead.
-
-        Raises:
-            UsageError: the name is taken, or the object has no such methods.
-            ConfigurationError, UnsupportedStateError: an attribute does not exist, or cannot be stored.
         """
         if attributes and any(obj is each for each in self._live.optimizers):
             kind = type(obj).__qualname__
@@ -163,10 +150,6 @@ class RankState:
         """The current rank state; copies from a device may still be in flight.
 
         User code runs here. An exception from it leaves everything unchanged.
-
-        Args:
-            reduction: bucket layout of DDP; None without one.
-            pending: state of pending gradients.
         """
         groups = describe_groups(self._live)
         self._look_for_schedulers()
@@ -203,11 +186,6 @@ class RankState:
 
     def compare(self, found: Mapping[str, Any], held: Mapping[str, Any], comparison: Comparison) -> list[str]:
         """Compare a rank state with the held one, part by part.
-
-        Args:
-            found: decoded rank state of this attempt.
-            held: decoded rank state of the dead attempt.
-            comparison: gets the differences.
 
         Returns:
             Names of the provided values that differ.

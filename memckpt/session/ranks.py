@@ -46,13 +46,10 @@ class Ranks:
 
     Attributes:
         rank, world_size: rank and size of the default process group; 0 and 1 without one.
-        node: name of this node.
-        local_ranks: ranks on this node, ascending.
         unit: ranks on this node that hold the same shards as this one, as :meth:`share` has found.
         replicas: ranks of the job that hold the same shards as this one.
         groups: ranks of the job grouped by the shards that they hold, each group ascending.
         shares: whether ranks of some node hold the same shards, and thus share slots.
-        nonce: random id of the attempt, equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -161,9 +158,6 @@ def refuse_unordered(
 
     Gradients of a record on one rank have to imply that every rank has committed the record before it. Nodes agree on
     the record to restore by that.
-
-    Raises:
-        UnsupportedError: with the reason and the remedy.
     """
     for optimizer in optimizers:
         if type(optimizer).__name__ == "PostLocalSGDOptimizer":
@@ -181,11 +175,7 @@ def refuse_unordered(
 
 
 def refuse_few_slots(slots: int, ranks: Ranks) -> None:
-    """Refuse too few records in flight for several ranks.
-
-    Raises:
-        UnsupportedError: there are fewer than three.
-    """
+    """Refuse too few records in flight for several ranks."""
     if ranks.world_size > 1 and slots < 3:
         raise UnsupportedError(
             f"slots: expected 3 or more with several ranks (their commits differ by one), found {slots}"
@@ -212,14 +202,8 @@ def find_replicas(
     """Group the ranks by the shards that they hold, from the placements of DTensors; collective.
 
     Args:
-        live: the live state.
-        ranks: gets the groups.
-        data_parallel: the DDP wrapper; None without one.
         replicated: patterns of names of plain parameters that are equal on all ranks of a sharded job. Other plain
             parameters count as a rank's own.
-
-    Raises:
-        UnsupportedError: the ranks are neither replicas nor shards of one job.
     """
     pieces = live.pieces()
     flattened = is_flattened(live.model)
@@ -299,12 +283,6 @@ class LocalTraining:
     """Objects that the classes of a session share. Owns nothing that has to be closed.
 
     Attributes:
-        config: settings of the session.
-        ranks: ranks of the job, and this one's place among them.
-        live: parameters, optimizer state and buffers that are trained.
-        device: device of the live tensors.
-        copier: copies from that device to host memory.
-        recorder: collects the current record.
         caveats: limits of exactness and of checks, one line each.
     """
 

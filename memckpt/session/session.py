@@ -231,11 +231,7 @@ class Session:
         self._rank_state.register(name, obj, attributes, parts)
 
     def inexact(self, reason: str) -> None:
-        """Declare that resumes of this run are not exact from the next record on; `report.exact` is False then.
-
-        Args:
-            reason: what is not carried, in which object, and how to help; the end of a sentence.
-        """
+        """Declare that resumes of this run are not exact from the next record on; `report.exact` is False then."""
         self._rank_state.inexact(reason)
 
     def carried(self, objects: Callable[[], Iterable[object]]) -> None:
@@ -404,11 +400,7 @@ class Session:
         return True
 
     def _bring_record(self, point: RestorePoint) -> None:
-        """Stage what the record lacks, seal it and tell the agent; or write the whole state, where a generation is due.
-
-        Raises:
-            MemckptError: the agent is gone, or refuses.
-        """
+        """Stage what the record lacks, seal it, tell the agent; or write the whole state where a generation is due."""
         record, staging, switch = point.record, self._staging, self._switch
         switch.look_for_disagreement(record)
         if not switch.is_due(record):

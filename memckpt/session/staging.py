@@ -38,8 +38,6 @@ class RestorePoint:
     """A record and its rank state, without the staged tensors.
 
     Attributes:
-        record: number of the record.
-        step: the framework's step number.
         packed: rank state; copies from a device may still be in flight.
     """
 
@@ -61,13 +59,7 @@ class RestorePoint:
 class Staging:
     """Owns the writer of the current generation, and the prepared regions of the next one.
 
-    Args:
-        training: training whose state is staged.
-        changes: watches the tensors of the current generation.
-
     Attributes:
-        writer: writer of the current generation; None while there is none.
-        prepared: regions of the next generation; None while there are none.
         not_redoable: why a self-test has failed, in words, so that a resume need not repeat it; empty if it has not.
     """
 

@@ -57,15 +57,7 @@ _LEAST_GAIN = 0.005
 
 
 class Tuning:
-    """The tuner's part in a session. All methods are no-ops with ``tuning="off"``.
-
-    Args:
-        training: training that is measured.
-        mode: choice of the redo mode, which has the settings.
-        protection: says whether it is complete; a look at less is left out.
-        staging: has the layout of what is held.
-        rank_state: carries the failures of the run.
-    """
+    """The tuner's part in a session. All methods are no-ops with ``tuning="off"``."""
 
     def __init__(
         self,
@@ -103,11 +95,7 @@ class Tuning:
         return {"failures": self._rate.failures, "seconds": seconds, "redo": self._redo_seconds}
 
     def resume_rate(self, provided: Mapping[str, Any] | None) -> None:
-        """Go on with the failures of earlier attempts, and count one more.
-
-        Args:
-            provided: what the resumed rank state holds; None where nothing is resumed.
-        """
+        """Go on with the failures of earlier attempts, and count one more."""
         held = None if provided is None else provided.get(_NAME)
         if self._on and held is not None:
             self._rate.failures, self._rate.seconds = held["failures"], held["seconds"]
@@ -206,12 +194,7 @@ class Tuning:
 
 
 def tell_when_log_pays(storage: StorageConfig | None, spec: StateSpec) -> None:
-    """Log when ``storage.mode="log"`` would write no more than checkpoints alone do. Called on rank 0.
-
-    Args:
-        storage: settings of storage; None: nothing is written.
-        spec: layout of the state.
-    """
+    """Log when ``storage.mode="log"`` would write no more than checkpoints alone do. Called on rank 0."""
     if storage is None or storage.mode == "log" or not_loggable(spec):
         return
     layout = Layout(spec)
@@ -273,12 +256,10 @@ class Measured:
     """Means over the steps since the last look.
 
     Attributes:
-        step_seconds: duration of a step.
         stall_seconds: part of it in which protection kept the rank from training, waits for redo left out.
         anchor_seconds: part of the stall in which anchors were copied.
         wait_seconds: part of the step in which the rank waited for the agent's redo.
         redo_seconds: redo of one record at a restore.
-        failures_per_second: rate of failures.
     """
 
     step_seconds: float
@@ -330,9 +311,6 @@ def best_period(
     Where none is, the longest if that spares half of the budget or more, else the present one.
 
     Args:
-        now: settings under which `measured` was measured.
-        measured: measurements.
-        budget: share of a step's time that protection may cost.
         fits: whether there is memory for a layout. A shorter T takes less than the present one.
     """
 
@@ -358,13 +336,7 @@ class Adviser:
     - Lazy redo: the T of the least cost.
 
     Args:
-        budget: share of a step's time that protection may cost.
-        lazy: layout of lazy redo.
-        fits: whether there is memory for a layout in place of the present one.
         advises_period: whether T is free: with compression it follows from the bytes of records.
-
-    Attributes:
-        advice: what would pay; None where nothing would.
     """
 
     def __init__(

@@ -36,11 +36,7 @@ class ChosenInMemory:
     """A record in this node's memory. Owns the regions until training takes the writer that was opened on them.
 
     Attributes:
-        plan: plan with the record's number and source.
-        held: description for the user.
         state: decoded rank state that is restored; that of the record before it where the step is repeated.
-        point: the record with its own rank state.
-        regions: regions of its generation.
         metas: encoded records to redo; those of the record before where its step is repeated.
         writer: writer on the regions, which owns them; None before the first restore, and once training has taken it.
         following: encoded rank states of the records behind it that are still to be compared, by record.
@@ -91,11 +87,6 @@ class ChosenInMemory:
 
     def restore(self, live: LiveState, rank: int, comparison: Comparison | None) -> float | None:
         """Write the state to the live tensors; what they had before goes to `comparison`.
-
-        Args:
-            live: the live tensors.
-            rank: rank whose by-value tensors are written.
-            comparison: gets the former values; None: they are dropped.
 
         Returns:
             The duration of the redo of one record, in seconds; None where nothing was redone.
@@ -187,14 +178,10 @@ class ChosenInStorage:
     """A state in a store. Owns nothing.
 
     Attributes:
-        held: description for the user.
-        state: decoded rank state that is restored.
-        stored: reader of the state.
         newest_known: newest record that some memory knows of; None if none does.
         repeated: reader of the state after `stored`, whose step is repeated; None if no step is.
         not_exact: always empty: checkpoints are not audited.
         diverges: first rank that was seeded as this one, if generators have to differ again from those of other ranks.
-        restored: whether the restore has begun.
     """
 
     held: HeldState

@@ -58,16 +58,8 @@ class ResumeProof:
     - *witness*: the first gradients of the next step are compared with those that had been staged in its slot.
     - *following*: the step after a captured state is compared by its rank state and its sample.
 
-    Args:
-        training: training that is resumed.
-        link: connection to the agent, which reports the verdict.
-        rank_state: compares rank states part by part.
-        proven: notes that a repeated step was equal.
-
     Attributes:
-        check: the verdict, and the differences that led to it.
         repetition: the step that is being repeated; None while none is.
-        report: report of the restore; None before it.
     """
 
     def __init__(
@@ -241,13 +233,7 @@ class ResumeProof:
 
 
 class RepeatChoice:
-    """Decides with all ranks whether the step is repeated; if so, the state before it is restored.
-
-    Args:
-        training: training that is resumed.
-        link: connection to the agent, whose replica advances where no step is repeated.
-        check: gets the step, or the reason why nothing is compared.
-    """
+    """Decides with all ranks whether the step is repeated; if so, the state before it is restored."""
 
     def __init__(self, training: LocalTraining, link: AgentLink, check: ResumeCheck) -> None:
         self._ranks = training.ranks
@@ -271,12 +257,7 @@ class RepeatChoice:
         self.do_without(reason)
 
     def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:
-        """Decide on a record in memory; collective.
-
-        Args:
-            chosen: the record.
-            asked: the user's choice of an older record, in words; empty without one.
-        """
+        """Decide on a record in memory; collective."""
         if self._check.kind == "off":
             return
         message = chosen.message
@@ -315,14 +296,7 @@ class RepeatChoice:
         return {record: own[record] for record in sorted(common)[:1]}
 
     def decide_in_storage(self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str) -> None:
-        """Decide on a state in a store, which also has to have the state before the step; collective.
-
-        Args:
-            chosen: the state.
-            tier: the store.
-            spec: layout of the live state.
-            asked: the user's choice of an older record, in words; empty without one.
-        """
+        """Decide on a state in a store, which also has to have the state before the step; collective."""
         if not self.wanted:
             self.do_without(f"what {tier.name} has is one state, without gradients of the step behind it")
             return
@@ -364,11 +338,6 @@ class RepeatChoice:
 
 class ProvenEnvironments:
     """Resolves ``"auto"`` for one attempt: a step is repeated until one was equal, and each tenth time; collective.
-
-    Args:
-        config: settings of the attempt.
-        run_dir: the run directory.
-        ranks: ranks of the job; the first one's directory counts.
 
     Attributes:
         config: the settings, with ``"replay"`` or ``"witness"`` in place of ``"auto"``.

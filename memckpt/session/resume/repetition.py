@@ -38,14 +38,9 @@ class RepeatedSteps:
     Differences of gradients only explain a verdict: the state behind the step is compared anyway.
 
     Args:
-        live: the live state.
-        params: the live parameters, in the order of the layout.
-        layout: layout of the held state.
-        meta: metadata of the record.
         gradients: source of the gradients that the dead attempt had staged.
 
     Attributes:
-        comparison: differences that were found.
         problem: why steps could not be compared, in words; empty if they could.
     """
 
@@ -116,16 +111,7 @@ class RepeatedSteps:
 class Repetition:
     """One repeated step, from the restore of the state before it to its commit. Owns the state after it.
 
-    Args:
-        held: the state that the step has led to.
-        write: writes a state to the live tensors, and returns what samples it.
-        link: connection to the agent, whose replica stands before the step.
-        live: the live state.
-        ranks: ranks of the job.
-
     Attributes:
-        record: number of the repeated record.
-        step: the framework's number of its step.
         steps: compares optimizer steps; None where the record has none, as its state was captured or is a checkpoint.
     """
 
@@ -154,10 +140,6 @@ class Repetition:
 
     def finish(self, rank_state: bytes, states: RankState) -> tuple[list[Findings], list[Findings]] | None:
         """Compare the live state with the held one, and put the held one back; collective.
-
-        Args:
-            rank_state: encoded rank state after the repeated step.
-            states: compares rank states part by part.
 
         Returns:
             The findings of all ranks, by rank, and those of what was put back, compared with its sample; None if some
@@ -218,11 +200,7 @@ def compare_following(
     """Compare a step behind a captured state with what is held of it; collective. Nothing is put back.
 
     Args:
-        rank_state: encoded rank state after the step.
         held: encoded rank state that the dead attempt had after it, with a sample of its tensors.
-        evidence: samples the live tensors.
-        states: compares rank states part by part.
-        ranks: ranks of the job.
     """
     comparison, before = Comparison(), codec.decode(held)
     states.compare(codec.decode(rank_state), before, comparison)

@@ -207,14 +207,7 @@ class ResumeCheck:
 
 
 def prove(everybody: Sequence[Findings], accelerated: bool, step: int, tier: str) -> Proof:
-    """Judge a restored state by the findings of all ranks.
-
-    Args:
-        everybody: findings, by rank.
-        accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
-        step: step after which the sample was taken.
-        tier: source of the state, in words.
-    """
+    """Judge a restored state by the findings of all ranks."""
     wrong = [(rank, one) for rank, findings in enumerate(everybody) for one in findings.differences]
     what = f"a sample of the state after step {step}, from {tier}"
     if not wrong:
@@ -230,8 +223,6 @@ def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, 
     """Set the verdict from the findings of all ranks.
 
     Args:
-        check: gets the verdict.
-        everybody: findings, by rank.
         accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
         what: beginning of the line, like ``"step 113 was repeated"``.
     """
@@ -260,12 +251,6 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
     """Set the verdict from the comparisons of gradients that a dead attempt had left.
 
     Ranks without a gradient to compare do not count, unless no rank has one.
-
-    Args:
-        check: gets the verdict.
-        everybody: testimonies, by rank.
-        accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
-        step: step that the gradients belong to.
     """
     count = sum(one.gradients for one in everybody)
     if not count:

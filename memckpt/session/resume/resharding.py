@@ -24,14 +24,7 @@ _DIRECTORY = "resharding"
 
 
 class Resharding:
-    """Has the agents write what they hold as one checkpoint, from which each rank reads its new shards.
-
-    Args:
-        training: training whose ranks, or shards, have changed.
-        link: connection to the agent, which writes.
-        peers: the peers tier, which has states of lost nodes.
-        run_dir: run directory.
-    """
+    """Has the agents write what they hold as one checkpoint, from which each rank reads its new shards."""
 
     def __init__(self, training: LocalTraining, link: AgentLink, peers: Peers, run_dir: Path) -> None:
         self._config = training.config.storage
@@ -41,11 +34,7 @@ class Resharding:
         self._run_dir = run_dir
 
     def storage_for(self, resharding: bool) -> StorageConfig | None:
-        """The run's storage, or a store in the run directory if it has none; None if no store is needed. Collective.
-
-        Args:
-            resharding: whether this attempt reshards.
-        """
+        """The run's storage, or a store in the run directory if it has none; None if no store is needed. Collective."""
         if self._config is not None:
             return self._config
         # The checkpoint stays until training ends: memory drops the state before it is protected again.
@@ -63,13 +52,6 @@ class Resharding:
         spec: StateSpec,
     ) -> None:
         """Write the newest record that memory can produce of all ranks; collective.
-
-        Args:
-            own: held records of this node.
-            held: held records of all nodes.
-            fragments: those of other nodes' records that nodes keep.
-            resume: choice of the user.
-            spec: layout of the live state.
 
         Raises:
             StorageError: it could not be written.

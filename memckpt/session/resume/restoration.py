@@ -36,14 +36,7 @@ _NO_SAMPLE = "the record carries no sample of the state, and what was restored i
 class Restoration:
     """Restores a chosen state, in place.
 
-    Args:
-        training: training whose tensors are restored.
-        link: connection to the agent, whose replica advances after a repeated step.
-        staging: adopts the writer of the resumed generation.
-        proof: gets the states and gradients to compare with.
-
     Attributes:
-        report: of the restore; None before it, and where training starts over.
         record_redo_seconds: duration of the redo of one record at the restore; None where nothing was redone.
     """
 
@@ -109,9 +102,6 @@ class Restoration:
         """Let training go on behind the state that :meth:`fill` has restored last.
 
         Args:
-            chosen: the state.
-            proof: its comparison with the record's sample.
-            tap: gets the layout in which gradients were reduced.
             resume: called with the writer of the resumed generation and the restored record, unless the step is
                 repeated or the state comes from a store.
         """

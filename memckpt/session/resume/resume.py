@@ -61,11 +61,9 @@ class Found:
     """What the agents, the peers and storage hold. The same on every rank, but for `own`.
 
     Attributes:
-        attempt: the attempt that looks.
         own: records in this node's memory.
         held: records in the memory of all nodes, their own.
         fragments: records that nodes keep for others.
-        tier: states in storage.
     """
 
     attempt: NewAttempt
@@ -105,15 +103,6 @@ class Filled:
 
 class Resumption:
     """Owns the chosen state until it is restored; :meth:`close` closes it.
-
-    Args:
-        training: training that is resumed.
-        link: connection to the agent.
-        staging: gets the regions of a new generation, where one begins.
-        peers: the peers tier.
-        run_dir: run directory.
-        check: resume check of the attempt.
-        restoration: fills the live tensors.
 
     Attributes:
         chosen: state that is resumed; None where training starts over.
@@ -165,13 +154,7 @@ class Resumption:
         return self.chosen.point if isinstance(self.chosen, ChosenInMemory) else None
 
     def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
-        """Look, agree and open: the first three phases, at attach; collective.
-
-        Args:
-            resume: choice of the user.
-            spec: layout of the live state.
-            reason: why the redo mode was chosen, in words, for the agent.
-        """
+        """Look, agree and open: the first three phases, at attach; collective."""
         self._reason, self._spec, self._resume = reason, spec, resume
         self._found = found = self._look()
         plan = self._agree(found)
@@ -206,9 +189,6 @@ class Resumption:
         """Connect to the agents, ranks of one node to the same one; returns what it holds, by rank.
 
         An agent may be told to end between the hellos of two ranks; the later one then has another agent.
-
-        Raises:
-            AgentError: agents end faster than ranks come.
         """
         ranks = self._ranks
         found = ranks.together(lambda: self._link.connect(spec))

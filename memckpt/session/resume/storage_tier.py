@@ -54,16 +54,10 @@ class StorageTier:
     """A store, listed by rank 0 for all. Each rank verifies a share of the files, then reads its own state.
 
     Args:
-        config: settings of the store; None without one.
-        run_dir: run directory.
-        ranks: ranks of the job.
-        step: step that the user asked for; None for the newest.
         owned: whether the store belongs to a run. False: it is the survivors' checkpoint in the run directory.
 
     Attributes:
-        name: name of the store, in words.
         run: id of this run, which the store belongs to; empty if it belongs to none.
-        catalog: contents of the store; empty without a store.
         points: states that it can produce, newest first.
         problem: why it could not be listed, in words; empty if it could.
         claimed: whether the store says that it is this run's. If it does not say so later, another one is mounted.
@@ -168,9 +162,6 @@ class StorageTier:
     def _identify_run(self, owner: str) -> str:
         """The id of this run; a new one if it has none yet.
 
-        Args:
-            owner: run that the store belongs to; empty if to none.
-
         Raises:
             ForeignStateError: the store belongs to another run, or to the original of a copied run directory.
         """
@@ -267,8 +258,6 @@ class StorageTier:
         same rank: ranks that share the work of a layer (tensor parallelism) must draw alike.
 
         Args:
-            candidates: states in the store, newest first.
-            spec: layout of the live state.
             by_hand: whether the user has asked for this very step.
 
         Raises:
@@ -415,11 +404,6 @@ def _may_be_newer(path: str, point: StoredPoint) -> bool:
 
 def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
     """Make the plan; where memory does not suffice, unreadable storage is retried before it is given up.
-
-    Args:
-        tier: storage tier, which may be listed again.
-        resume: choice of the user.
-        make: makes the plan from memory and the tier.
 
     Raises:
         StorageError: neither memory nor the readable part of storage suffices.

@@ -32,13 +32,10 @@ class _Kept:
     """A gradient that was set aside, or its first elements.
 
     Attributes:
-        name: name of the parameter.
         landing: order and firing in which it was staged.
-        held: its elements, flattened.
         param: the live parameter.
         fired: number of gradients that backward has computed for the parameter since.
         found: the new gradient, while it is being copied.
-        difference: difference between the two, once they are compared.
         compared: whether they are compared, or the copy has begun.
         left: gradient of the parameter when it was restored, and its version counter; None if there was none.
         added: whether backward has added to `left` without a zeroing in between.
@@ -61,9 +58,6 @@ class Testimony:
     """Result of one rank; sent between ranks.
 
     Attributes:
-        gradients: number of compared gradients.
-        nbytes: their size in bytes.
-        differing: number of gradients that differ.
         differences: first few differences with their positions in backward's order.
         problem: why gradients were not compared, in words; empty if all were.
     """
@@ -76,11 +70,7 @@ class Testimony:
 
 
 class Witness:
-    """Gradients of a record that one rank has set aside. Taps call :meth:`gradient`, which never raises.
-
-    Args:
-        copier: copies new gradients to the host.
-    """
+    """Gradients of a record that one rank has set aside. Taps call :meth:`gradient`, which never raises."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -94,9 +84,6 @@ class Witness:
 
         Args:
             writer: writer on the dead attempt's slots, before the slot of `record` is reused.
-            record: number of the record.
-            tap: name of this attempt's tap.
-            limit: maximum size in bytes; None takes :data:`WITNESS_BYTES`.
         """
         try:
             self._problem = self._set_aside(writer, record, tap, WITNESS_BYTES if limit is None else limit)
