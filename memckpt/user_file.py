@@ -28,10 +28,8 @@ Session = TypeVar("Session", bound=_Session)
 class UserFile:
     """A checkpoint of the framework's own.
 
-    Attributes:
-        path: path as the user gave it.
-        step: step of its state.
-        argument: name of the framework's argument that it was passed as.
+    `path`: path as the user gave it. `step`: step of its state. `argument`: name of the framework's argument that it
+    was passed as.
     """
 
     path: str
@@ -50,11 +48,8 @@ def connect(
 
     With ``resume="auto"`` the newer of the two is taken; an explicit choice is always taken.
 
-    Args:
-        attach: opens a session with the given choice.
-        resume: the user's choice.
-        file: the checkpoint file; None: the user has passed none.
-        run_dir: run directory, for the messages.
+    `attach`: opens a session with the given choice. `file`: the checkpoint file; None: the user has passed none.
+    `run_dir`: run directory, for the messages.
     """
     session = attach(resume)
     # Not without need: once `held` is read no other state is restored.

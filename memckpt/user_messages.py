@@ -68,9 +68,7 @@ def _named(logger: logging.Logger) -> Iterator[logging.Logger]:
 class Messages:
     """The lines of one training; only its first rank logs them.
 
-    Args:
-        logger: the adapter's logger.
-        speaks: whether this is that rank.
+    `logger`: the adapter's logger. `speaks`: whether this is that rank.
     """
 
     def __init__(self, logger: logging.Logger, speaks: bool) -> None:

@@ -204,11 +204,7 @@ def _not_empty(text: str) -> str:
 
 
 def run_dir_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
-    """MEMCKPT_RUN_DIR; None where it is not set.
-
-    Raises:
-        ConfigurationError: it is empty.
-    """
+    """MEMCKPT_RUN_DIR; None where it is not set. Raises ConfigurationError: it is empty."""
     found = environment.get(RUN_DIR)
     if found == "":
         raise ConfigurationError(f"{RUN_DIR}: expected a directory, found ''")
@@ -218,28 +214,19 @@ def run_dir_from_environment(environment: Mapping[str, str] = os.environ) -> str
 def resume_from_environment(environment: Mapping[str, str] = os.environ) -> ResumeChoice | int | None:
     """MEMCKPT_RESUME; None where it is not set.
 
-    Raises:
-        ConfigurationError: it is neither ``auto``, ``require``, ``exact``, ``never`` nor a step number.
+    Raises ConfigurationError: it is neither ``auto``, ``require``, ``exact``, ``never`` nor a step number.
     """
     found = environment.get(RESUME)
     return None if found is None else parse_resume(found, name=RESUME)
 
 
 def auto_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
-    """MEMCKPT_AUTO; False where it is not set.
-
-    Raises:
-        ConfigurationError: it is neither true nor false.
-    """
+    """MEMCKPT_AUTO; False where it is not set. Raises ConfigurationError: it is neither true nor false."""
     return _truth(AUTO, environment)
 
 
 def disabled_by_environment(environment: Mapping[str, str] = os.environ) -> bool:
-    """MEMCKPT_DISABLE; False where it is not set.
-
-    Raises:
-        ConfigurationError: it is neither true nor false.
-    """
+    """MEMCKPT_DISABLE; False where it is not set. Raises ConfigurationError: it is neither true nor false."""
     return _truth(DISABLE, environment)
 
 

@@ -27,8 +27,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True o
 class Checked:
     """A frozen dataclass of settings. Making it holds each value against its annotation, and converts int to float.
 
-    Attributes:
-        part: path of its fields in the tree, with a dot at the end.
+    `part`: path of its fields in the tree, with a dot at the end.
     """
 
     part: ClassVar[str] = ""
@@ -75,8 +74,7 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
 def parse_text(hint: Any, text: str) -> Any:
     """The value of a setting from a text; ``none`` is None where the setting may be None.
 
-    Raises:
-        ConfigurationError: the text is no such value.
+    Raises ConfigurationError: the text is no such value.
     """
     (kind,), optional = alternatives(hint)
     if optional and text.lower() in _NONE:

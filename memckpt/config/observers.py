@@ -26,8 +26,6 @@ class Watched:
     """A session that begins.
 
     Attributes:
-        model: its model.
-        optimizers: its optimizers.
         tensors: returns the live tensors by name.
         run_dir: its run directory; None: it is disabled, and protects nothing.
         node: name of its node.
@@ -72,8 +70,7 @@ class Committed:
 class Observer:
     """Watches one session. Its methods are called behind what they are about; these here do nothing.
 
-    Attributes:
-        run_dir: run directory in place of the training's own, which is always continued; None: its own.
+    `run_dir`: run directory in place of the training's own, which is always continued; None: its own.
     """
 
     run_dir: str | None = None
@@ -98,8 +95,7 @@ class Observer:
 def observers_from_environment(environment: Mapping[str, str] = os.environ) -> list[Observer]:
     """New observers of one session, as MEMCKPT_OBSERVERS names them.
 
-    Raises:
-        ConfigurationError: the variable names something else, or an observer refuses its arguments.
+    Raises ConfigurationError: the variable names something else, or an observer refuses its arguments.
     """
     found = environment.get(OBSERVERS)
     if found is None:
@@ -123,9 +119,6 @@ def _class_of(name: str) -> Callable[..., Observer]:
 def with_observer(name: str, *arguments: object, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable for trainings that are started: the observers of this environment, and one more.
 
-    Args:
-        name: its class, as ``module:Class``.
-        arguments: of the class, as JSON has them.
-        environment: the variables of this process.
+    `name`: its class, as ``module:Class``. `arguments`: of the class, as JSON has them.
     """
     return {OBSERVERS: json.dumps([[name, *arguments], *json.loads(environment.get(OBSERVERS, "[]"))])}

@@ -85,8 +85,7 @@ class Setting:
     def parse(self, text: str) -> Any:
         """Its value from a text; ``"on"``, ``"off"`` or the name of a variant for a part of the tree.
 
-        Raises:
-            ConfigurationError: the value is not allowed.
+        Raises ConfigurationError: the value is not allowed.
         """
         if not self.is_part:
             return parse_text(self.hint, text)
@@ -170,8 +169,7 @@ def _described(docstring: str) -> dict[str, str]:
 def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: str = "") -> Any:
     """The dataclass that a nested mapping describes; absent fields keep their defaults.
 
-    Raises:
-        ConfigurationError: an unknown key, or a value of another type or out of range.
+    Raises ConfigurationError: an unknown key, or a value of another type or out of range.
     """
     hints = hints_of(kind)
     fields = {each.name: each for each in dataclasses.fields(kind)}

@@ -24,16 +24,14 @@ def available_bytes() -> int:
 def check_budget(needed: int, already_held: int, budget: int | None, detail: str, given_back: int = 0) -> None:
     """Refuse an allocation that cannot fit.
 
+    Raises MemoryBudgetError: with the figures and the remedy.
+
     Args:
-        needed: bytes to allocate now.
         already_held: bytes held already that stay while the new ones are written.
         budget: configured limit on both together, in bytes; None: the machine's memory. A budget beyond that is capped:
             missing anonymous memory shows up as an OOM kill, never as an error.
         detail: breakdown of the figure, for the message.
         given_back: bytes, not among those already held, that are freed before they are needed.
-
-    Raises:
-        MemoryBudgetError: with the figures and the remedy.
     """
     room, source = int(available_bytes() * (1 - _HEADROOM)) + given_back, "available memory"
     if budget is not None and budget - already_held < room:

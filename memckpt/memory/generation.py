@@ -32,17 +32,15 @@ Sendable = tuple[int, bytes, dict[int, bytes]]
 class Generation(ABC):
     """Owns the regions of one generation; :meth:`close` frees them. :func:`make_generation` makes one.
 
-    Complete once every local rank has committed its part of the start; until then it can produce nothing.
+    Complete once every local rank has committed its part of the start; until then it can produce nothing. Raises
+    MemoryBudgetError: there is no room.
 
     Args:
         number: of the generation; no other one has it.
         spec: what it holds.
         allowance: memory that it may take.
-        begins: the record after which it begins. Then only what its start takes is reserved, until
-            :meth:`make_whole`. None: all of it is.
-
-    Raises:
-        MemoryBudgetError: there is no room.
+        begins: the record after which it begins. Then only what its start takes is reserved, until :meth:`make_whole`.
+            None: all of it is.
     """
 
     #: Redoes steps as they are committed; only an :class:`EagerGeneration` has one.
@@ -92,11 +90,8 @@ class Generation(ABC):
     def make_whole(self, held_bytes: int) -> None:
         """Reserve the rest of its slots.
 
-        Args:
-            held_bytes: held on this node beside it.
-
-        Raises:
-            MemoryBudgetError: there is no room; what its start takes stays.
+        `held_bytes`: held on this node beside it. Raises MemoryBudgetError: there is no room; what its start takes
+        stays.
         """
         self.regions.make_whole(held_bytes)
 
@@ -224,8 +219,7 @@ class Generation(ABC):
     def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
         """Records whose bytes are here for peers.
 
-        Args:
-            with_base: whether the base stays as it is, so that a replica that stands there can be sent.
+        `with_base`: whether the base stays as it is, so that a replica that stands there can be sent.
         """
 
     def _logged_for_peers(self) -> list[int]:
@@ -243,11 +237,8 @@ class Generation(ABC):
     ) -> None:
         """The slots have been filled with the window of records that makes the state after `record`.
 
-        Args:
-            before: step and rank states of the record before it, whose window is here as well.
-
-        Raises:
-            DamagedStateError: it is not all there.
+        `before`: step and rank states of the record before it, whose window is here as well. Raises DamagedStateError:
+        it is not all there.
         """
         states = {record: RankStates(step, rank_states)}
         if before is not None:
@@ -281,8 +272,7 @@ class Generation(ABC):
     def settle(self, record: int, behind: int = 0) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it.
 
-        Args:
-            behind: by how many records a replica stays behind it.
+        `behind`: by how many records a replica stays behind it.
         """
         self.ledger.drop_beyond(record)
 
@@ -336,9 +326,7 @@ class LazyGeneration(Generation):
 class EagerGeneration(Generation):
     """A replica of the whole state, which a thread of its own advances behind what all ranks have committed.
 
-    Args:
-        threads: of redo.
-        notify: takes what the redo thread says, on that thread.
+    `notify`: takes what the redo thread says, on that thread.
     """
 
     replica: Replica
@@ -503,8 +491,7 @@ def make_generation(
 ) -> Generation:
     """Reserve the memory of a generation in the mode of its spec; arguments as for the classes.
 
-    Raises:
-        MemoryBudgetError: there is no room.
+    Raises MemoryBudgetError: there is no room.
     """
     made: Generation
     if spec.mode == "eager":

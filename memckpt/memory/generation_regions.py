@@ -15,10 +15,8 @@ from memckpt.user_messages import short_number
 class Allowance:
     """Memory that a generation may take.
 
-    Attributes:
-        held_bytes: held on this node beside it.
-        budget: limit on all of that, in bytes; None: what the machine has.
-        given_back: bytes among `held_bytes` that are let go of before the rest of the slots is reserved.
+    `held_bytes`: held on this node beside it. `budget`: limit on all of that, in bytes; None: what the machine has.
+    `given_back`: bytes among `held_bytes` that are let go of before the rest of the slots is reserved.
     """
 
     held_bytes: int = 0
@@ -29,11 +27,8 @@ class Allowance:
 class GenerationRegions:
     """The creator owns the memory, every opener its mappings; each calls :meth:`close` on its own.
 
-    Attributes:
-        layout: layout of the generation.
-        slots: the ring of records.
-        static: tensors that never change; None where there are none.
-        replica: the state that is redone eagerly; None in other modes.
+    `slots`: the ring of records. `static`: tensors that never change; None where there are none. `replica`: the state
+    that is redone eagerly; None in other modes.
     """
 
     def __init__(self, layout: Layout, slots: Region, static: Region | None, replica: Region | None) -> None:
@@ -47,14 +42,8 @@ class GenerationRegions:
     def create(cls, layout: Layout, allowance: Allowance, begins: int | None = None) -> GenerationRegions:
         """Reserve the memory.
 
-        Args:
-            layout: of the generation.
-            allowance: memory that it may take.
-            begins: the record after which it begins. Then only what its start takes is reserved, until
-                :meth:`make_whole`. None: all of it is.
-
-        Raises:
-            MemoryBudgetError: there is no room.
+        `allowance`: memory that it may take. `begins`: the record after which it begins. Then only what its start takes
+        is reserved, until :meth:`make_whole`. None: all of it is. Raises MemoryBudgetError: there is no room.
         """
         start = None if begins is None else layout.start_ranges(begins)
         later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
@@ -77,8 +66,7 @@ class GenerationRegions:
     def of(cls, layout: Layout, regions: Sequence[Region]) -> GenerationRegions:
         """Tell regions that were handed over apart; takes them over.
 
-        Raises:
-            ValueError: they are not as many as the layout has.
+        Raises ValueError: they are not as many as the layout has.
         """
         rest = list(regions)
         replica = rest.pop() if layout.replica_bytes else None
@@ -103,11 +91,8 @@ class GenerationRegions:
     def make_whole(self, held_bytes: int) -> None:
         """Reserve the rest of the slots.
 
-        Args:
-            held_bytes: held on this node beside them.
-
-        Raises:
-            MemoryBudgetError: there is no room; what the start takes stays.
+        `held_bytes`: held on this node beside them. Raises MemoryBudgetError: there is no room; what the start takes
+        stays.
         """
         if self.whole:
             return

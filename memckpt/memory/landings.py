@@ -24,10 +24,8 @@ FIRING_BITS = 32
 class Landing:
     """A gradient that is complete in a slot.
 
-    Attributes:
-        param: index of its parameter.
-        firing: its number among the gradients that backward made for the parameter in the record, from 1.
-        order: its place in the order of all landed gradients.
+    `param`: index of its parameter. `firing`: its number among the gradients that backward made for the parameter in
+    the record, from 1. `order`: its place in the order of all landed gradients.
     """
 
     param: int

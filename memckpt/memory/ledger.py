@@ -20,12 +20,8 @@ class RankStates(NamedTuple):
 class Ledger:
     """Scalars, steps and rank states of records, as far as they may still be needed.
 
-    Args:
-        ranks: the local ranks that commit to it.
-
-    Attributes:
-        committed: the newest record of each rank that has committed one.
-        pinned: a record whose rank states are kept until it is reset, for a snapshot; None: no record.
+    `ranks`: the local ranks that commit to it. `committed`: the newest record of each rank that has committed one.
+    `pinned`: a record whose rank states are kept until it is reset, for a snapshot; None: no record.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -90,11 +86,7 @@ class Ledger:
         return self._metas
 
     def metas_of(self, records: Iterable[int]) -> tuple[bytes, ...]:
-        """Encoded scalars of records.
-
-        Raises:
-            DamagedStateError: one of them is not known any more.
-        """
+        """Encoded scalars of records. Raises DamagedStateError: one of them is not known any more."""
         wanted = tuple(records)
         missing = [number for number in wanted if number not in self._metas]
         if missing:
@@ -113,11 +105,7 @@ class Ledger:
         return set(self._rank_states.get(record, ())) >= set(self._ranks)
 
     def rank_states(self, record: int) -> dict[int, bytes]:
-        """Encoded rank states after a record, by rank.
-
-        Raises:
-            DamagedStateError: they are not known any more.
-        """
+        """Encoded rank states after a record, by rank. Raises DamagedStateError: they are not known any more."""
         if record not in self._rank_states:
             raise DamagedStateError(f"expected the rank states of record {record}, which training has gone past")
         return dict(self._rank_states[record])

@@ -33,11 +33,7 @@ class LifePage:
 
     @classmethod
     def create(cls) -> LifePage:
-        """Create a page.
-
-        Raises:
-            MemoryBudgetError: the kernel has no room for it.
-        """
+        """Create a page. Raises MemoryBudgetError: the kernel has no room for it."""
         return cls(Region.create("life", _PAGE_BYTES))
 
     @classmethod
@@ -75,12 +71,8 @@ class LifeWatch:
     Each look adds the time since the last one, but at most twice the longest pause between looks: a watcher that was
     stopped has seen nothing.
 
-    Args:
-        page: page of the process; belongs to the caller.
-        pid: id of the process.
-        limit: seconds without a sign of life after which it counts as standing still.
-        threads: threads whose CPU time counts; ``"main"`` if others run independently of the loop.
-        clock: clock in seconds.
+    `limit`: seconds without a sign of life after which it counts as standing still. `threads`: threads whose CPU time
+    counts; ``"main"`` if others run independently of the loop.
     """
 
     def __init__(

@@ -24,9 +24,8 @@ _log = logging.getLogger("memckpt.agent")
 class Difference(NamedTuple):
     """Names in which what ranks of one node want to write differs; none where it differs otherwise.
 
-    Attributes:
-        changing: tensors that some stage by value and others do not.
-        apart: tensors of which some know that ranks have different ones, and others do not.
+    `changing`: tensors that some stage by value and others do not. `apart`: tensors of which some know that ranks have
+    different ones, and others do not.
     """
 
     changing: frozenset[str] = frozenset()
@@ -36,12 +35,8 @@ class Difference(NamedTuple):
 class PendingGeneration:
     """Belongs to the agent's event loop. Owns the generation until it is taken.
 
-    Args:
-        notify: as for a generation.
-        make_room: called with the reason if the old generation and the new one do not fit: lets go of the old one.
-
-    Attributes:
-        generation: None while nothing is about to be written.
+    `notify`: as for a generation. `make_room`: called with the reason if the old generation and the new one do not fit:
+    lets go of the old one. `generation`: None while nothing is about to be written.
     """
 
     def __init__(self, notify: Callable[[RedoNews], None], make_room: Callable[[str], None]) -> None:
@@ -58,9 +53,8 @@ class PendingGeneration:
     def ask(self, rank: int, message: Prepare) -> Difference | None:
         """Note what a rank wants to write.
 
-        Returns:
-            None if no other rank of the node wants anything else for the same record. Otherwise none of them can
-            complete what it writes; what differs, as far as that has names.
+        Returns: None if no other rank of the node wants anything else for the same record. Otherwise none of them can
+        complete what it writes; what differs, as far as that has names.
         """
         if message.record != self._record or rank in self._asked:
             self._record, self._asked = message.record, {}
@@ -79,9 +73,7 @@ class PendingGeneration:
 
         Ranks prepare one after the other: the first may have written its part before the last one asks.
 
-        Args:
-            held_bytes: what is held beside it, and goes if need be.
-            beside: what others hold on this node.
+        `held_bytes`: what is held beside it, and goes if need be. `beside`: what others hold on this node.
         """
         one = self.generation
         if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
@@ -149,12 +141,7 @@ _fallocate = os.posix_fallocate
 
 
 class Reservation:
-    """A region in the making. Owns its memory until :meth:`take` hands it over; call :meth:`close` at the end.
-
-    Args:
-        name: purpose of the region.
-        nbytes: size of the region.
-    """
+    """A region in the making. Owns its memory until :meth:`take` hands it over; call :meth:`close` at the end."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -186,8 +173,7 @@ class Reservation:
     def take_region(self) -> Region:
         """The region, owned by the caller from now on; waits until the reservation is :attr:`over`.
 
-        Raises:
-            MemoryBudgetError: the kernel has no room for it.
+        Raises MemoryBudgetError: the kernel has no room for it.
         """
         self._thread.join()
         fd, self._fd = self._fd, -1

@@ -65,8 +65,7 @@ class PhasesPage:
     def create(cls, ranks: int) -> PhasesPage:
         """Create a page for `ranks` local ranks, 8 KiB each.
 
-        Raises:
-            MemoryBudgetError: the kernel has no room for it.
+        Raises MemoryBudgetError: the kernel has no room for it.
         """
         return cls(Region.create("phases", ranks * _RANK_BYTES))
 
@@ -74,8 +73,7 @@ class PhasesPage:
     def open(cls, fd: int) -> PhasesPage:
         """Map a page that was received over a socket; takes ownership of the descriptor.
 
-        Raises:
-            DamagedStateError: its size is wrong.
+        Raises DamagedStateError: its size is wrong.
         """
         region = Region.open(fd)
         if region.nbytes % _RANK_BYTES:

@@ -69,14 +69,8 @@ class Region:
     def create(cls, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None) -> Region:
         """Reserve anonymous memory.
 
-        Args:
-            name: purpose of the region.
-            nbytes: size of the region.
-            ranges: offsets and lengths, in bytes, of the parts to reserve now; None: all. Other parts must not be
-                touched before :meth:`reserve` has returned.
-
-        Raises:
-            MemoryBudgetError: the kernel has no room for it.
+        `ranges`: offsets and lengths, in bytes, of the parts to reserve now; None: all. Other parts must not be touched
+        before :meth:`reserve` has returned. Raises MemoryBudgetError: the kernel has no room for it.
         """
         fd = -1
         try:
@@ -113,8 +107,7 @@ class Region:
     def reserve(self, name: str) -> None:
         """Reserve the parts that :meth:`create` has left out; existing content stays.
 
-        Raises:
-            MemoryBudgetError: the kernel has no room for it, and nothing has changed.
+        Raises MemoryBudgetError: the kernel has no room for it, and nothing has changed.
         """
         try:
             os.posix_fallocate(self.fd, 0, self.nbytes)

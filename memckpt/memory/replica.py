@@ -160,8 +160,7 @@ class Replica:
     def advance_to(self, record: int) -> None:
         """Unfreeze, and apply exactly up to `record`.
 
-        Raises:
-            AgentError: redo failed on the way, or a record is not there.
+        Raises AgentError: redo failed on the way, or a record is not there.
         """
         with self._condition:
             self._condition.wait_for(lambda: not self._busy)
@@ -201,11 +200,7 @@ class Replica:
     def copy_ahead(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
         """Make the state after `record`, which is held, in a snapshot; the replica, which is frozen, stays behind it.
 
-        Returns:
-            As :meth:`describe_state`, of the snapshot.
-
-        Raises:
-            AgentError: as for :meth:`advance_to`.
+        Returns: As :meth:`describe_state`, of the snapshot. Raises AgentError: as for :meth:`advance_to`.
         """
         missing, plain = self._copy(record, snapshot)
         ahead = Replica(self._layout, self._slots, snapshot, self._ring, torch.get_num_threads(), lambda message: None)

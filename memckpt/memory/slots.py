@@ -88,16 +88,14 @@ class SlotRing:
     def check(self, record: int, ranks: Sequence[int]) -> None:
         """Check that the slot holds all of `record` except its by-value tensors.
 
-        Raises:
-            DamagedStateError: a rank's part belongs to another record or is incomplete.
+        Raises DamagedStateError: a rank's part belongs to another record or is incomplete.
         """
         self._check("slot", self._layout.slot_offset(record), record, ranks)
 
     def check_by_value(self, record: int, ranks: Sequence[int]) -> None:
         """Check that these ranks' by-value tensors of `record` are held; shared ones for all local ranks.
 
-        Raises:
-            DamagedStateError: a rank's part belongs to another record or is incomplete, or the ranks disagree.
+        Raises DamagedStateError: a rank's part belongs to another record or is incomplete, or the ranks disagree.
         """
         if not self._layout.shared:
             self._check_parts(record, ranks)

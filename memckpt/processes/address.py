@@ -53,8 +53,7 @@ class AgentAddress:
     def of(cls, run_dir: str | os.PathLike[str], node: str | None = None) -> AgentAddress:
         """The address for a run directory; `node`: name of the node, None for this one's.
 
-        Raises:
-            ConfigurationError: the path is no text, which files and messages name it by.
+        Raises ConfigurationError: the path is no text, which files and messages name it by.
         """
         found = Path(run_dir).resolve()
         try:
@@ -82,8 +81,7 @@ class AgentAddress:
     def serving(self) -> ServingAgent | None:
         """The agent that the run directory names, dead or alive; None if it names none.
 
-        Raises:
-            AgentError: the file is there, and cannot be read.
+        Raises AgentError: the file is there, and cannot be read.
         """
         try:
             return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
@@ -121,10 +119,8 @@ class AgentAddress:
     def listen(self) -> Listener:
         """Listening sockets, after the run directory was made to name this process.
 
-        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets.
-
-        Raises:
-            AgentError: the file cannot be written.
+        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets. Raises
+        AgentError: the file cannot be written.
         """
         listener = Listener(self.run_dir)
         written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
@@ -162,8 +158,7 @@ class AgentAddress:
     def leaving(self) -> list[ServingAgent]:
         """Agents of this node that answer no more, and may still write to storage what they hold.
 
-        Raises:
-            OSError: the run directory cannot be read.
+        Raises OSError: the run directory cannot be read.
         """
         name = re.compile(rf"leaving-{re.escape(self.node)}-\d+\.json")
         found = []
@@ -185,14 +180,13 @@ class AgentAddress:
     def starting(self, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         """Hold the lock for starting an agent: one starter at a time, and none while an agent withdraws.
 
+        Raises AgentError: another process has held the lock for too long.
+
         Args:
             seconds: longest wait for it.
 
         The lock is a name in the abstract namespace. It goes with its holder, needs no file system with locks, and
         belongs to this node, which may share the run directory with others.
-
-        Raises:
-            AgentError: another process has held the lock for too long.
         """
         text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
         name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
@@ -242,9 +236,8 @@ class AgentAddress:
     def connect(self) -> socket.socket | None:
         """A connection to the agent; None if there is none, or it serves another directory, of which this is a copy.
 
-        Raises:
-            AgentGoneError: it accepts no connections: it is stopped, or overloaded.
-            AgentError: it is alive and cannot be reached from here, or belongs to another user.
+        Raises AgentGoneError: it accepts no connections: it is stopped, or overloaded. Raises AgentError: it is alive
+        and cannot be reached from here, or belongs to another user.
         """
         refused: ServingAgent | None = None
         while True:

@@ -98,12 +98,10 @@ class Attempt:
     def fence(self, newcomer: Hello, newcomer_pid: int) -> list[TrainerHandle]:
         """Make sure that no trainer of this attempt lives on; returns those whose end has to be waited for.
 
-        They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer
-        as a later restart. A living trainer that somebody else still runs is left alone. One that is dying already,
-        and has perhaps closed its connection, is waited for, whoever has started it.
-
-        Raises:
-            RunBusyError: such a trainer holds the run; the message has its pid.
+        They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer as
+        a later restart. A living trainer that somebody else still runs is left alone. One that is dying already, and
+        has perhaps closed its connection, is waited for, whoever has started it. Raises RunBusyError: such a trainer
+        holds the run; the message has its pid.
         """
         here = [
             trainer

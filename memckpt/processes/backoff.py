@@ -12,7 +12,6 @@ class Backoff:
     It never gives up: training that waits for a process would hang for ever. A caller that gives up has a deadline.
 
     Args:
-        clock: clock in seconds.
         at_once: number of deaths in a row that are followed by an immediate new try.
         first: the shortest pause, in seconds.
         longest: the longest pause, in seconds.

@@ -19,11 +19,7 @@ _log = logging.getLogger("memckpt.agent")
 
 
 def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
-    """The agent's status; None if no agent answers.
-
-    Raises:
-        AgentError: the answer is of another type.
-    """
+    """The agent's status; None if no agent answers. Raises AgentError: the answer is of another type."""
     sock = address.connect()
     if sock is None:
         return None
@@ -41,10 +37,8 @@ def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
 def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
     """Have the agent write its newest step as a checkpoint to another store; training continues meanwhile.
 
-    Args:
-        address: address of the run's agent on the node with rank 0.
-        url: URL of an empty store; a directory's path must be absolute.
-        timeout: seconds; while training runs, the next step has to end first.
+    `address`: address of the run's agent on the node with rank 0. `url`: URL of an empty store; a directory's path must
+    be absolute. `timeout`: seconds; while training runs, the next step has to end first.
 
     Raises:
         AgentNotFoundError: there is no agent.
@@ -70,8 +64,7 @@ def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
 def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
     """Make the agent drop everything and end; returns its pid, or None if there was none.
 
-    Raises:
-        AgentError: it has not ended within `timeout` seconds.
+    Raises AgentError: it has not ended within `timeout` seconds.
     """
     sock = address.connect()
     if sock is None:
@@ -103,9 +96,7 @@ def relieve(address: AgentAddress, timeout: float = 10.0) -> None:
 
     It stops answering at once, and writes its state to storage before it ends. The trainers write their state again to
     the agent that answers then. An agent without trainers is left alone: it holds the state that they resume from.
-
-    Raises:
-        AgentError: it still answers after `timeout` seconds.
+    Raises AgentError: it still answers after `timeout` seconds.
     """
     status = ask_status(address)
     sock = address.connect()

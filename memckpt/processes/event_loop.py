@@ -40,13 +40,9 @@ class EventLoop:
 
     What a callback raises leaves :meth:`turn`.
 
-    Args:
-        life: page in which the loop shows that it lives; belongs to the caller.
-        clock: clock of the deadlines, in seconds.
-        poller: waits for descriptors; sockets that others register with it wake the loop.
-
-    Attributes:
-        beat_seconds: longest wait of a turn, in seconds, where others look at `life`; None: no limit.
+    `life`: page in which the loop shows that it lives; belongs to the caller. `clock`: clock of the deadlines, in
+    seconds. `poller`: waits for descriptors; sockets that others register with it wake the loop. `beat_seconds`:
+    longest wait of a turn, in seconds, where others look at `life`; None: no limit.
     """
 
     def __init__(
@@ -87,9 +83,8 @@ class EventLoop:
     def each_turn(self, work: Callable[[], None], deadline: Callable[[], float | None]) -> None:
         """Call `work` at the end of each turn.
 
-        Args:
-            work: does what is due by the clock, or by what has just happened.
-            deadline: returns the time by which a turn has to end, by the clock; None: whenever something happens.
+        `work`: does what is due by the clock, or by what has just happened. `deadline`: returns the time by which a
+        turn has to end, by the clock; None: whenever something happens.
         """
         self._work.append((work, deadline))
 

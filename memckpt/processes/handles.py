@@ -63,11 +63,7 @@ class ProcessHandle:
 
     @classmethod
     def of_peer(cls, sock: socket.socket, pid: int) -> ProcessHandle:
-        """The process at the other end of a Unix socket.
-
-        Raises:
-            ProcessLookupError: it is gone already.
-        """
+        """The process at the other end of a Unix socket. Raises ProcessLookupError: it is gone already."""
         try:
             (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
             os.set_inheritable(fd, False)
@@ -79,8 +75,7 @@ class ProcessHandle:
     def of(cls, pid: int, ticks: int) -> ProcessHandle:
         """The process that has this id and started at `ticks`, in clock ticks since boot.
 
-        Raises:
-            ProcessLookupError: it is gone.
+        Raises ProcessLookupError: it is gone.
         """
         handle = cls(pid, os.pidfd_open(pid))
         if start_ticks(pid) != ticks:

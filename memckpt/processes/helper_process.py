@@ -65,7 +65,8 @@ def _cannot_start(module: str, error: OSError) -> AgentError:
 class HelperProcess(Generic[In, Out]):
     """Owns the process and the connection to it; :meth:`close` ends both, as far as the kernel permits.
 
-    The agent never blocks on it: messages that it does not take at once are queued.
+    The agent never blocks on it: messages that it does not take at once are queued. Raises AgentError: it cannot be
+    started.
 
     Args:
         module: module to run, with these arguments and those for the connection.
@@ -73,9 +74,6 @@ class HelperProcess(Generic[In, Out]):
         received: called with each answer; an AgentError from it means that the process cannot be trusted.
         ended: called with the reason once the process is gone, or cannot be trusted.
         liveness_seconds: seconds without a sign of life after which it counts as standing still; None: not watched.
-
-    Raises:
-        AgentError: it cannot be started.
     """
 
     def __init__(
@@ -174,12 +172,8 @@ class HelperProcess(Generic[In, Out]):
     def _wait(self, ready: Callable[[float], T | None], seconds: float) -> T | None:
         """Wait for something while watching that the process is alive; None after so many seconds.
 
-        Args:
-            ready: waits for it, at most so many seconds; None: it has not come.
-            seconds: longest wait in total.
-
-        Raises:
-            AgentGoneError: the process stands still.
+        `ready`: waits for it, at most so many seconds; None: it has not come. `seconds`: longest wait in total. Raises
+        AgentGoneError: the process stands still.
         """
         until = time.monotonic() + seconds
         while True:
@@ -224,15 +218,9 @@ class HelperProcess(Generic[In, Out]):
     def ask(self, message: Out, expected: type[T], timeout: float, patience: float | None = None) -> T:
         """Send a message and wait for its answer; messages that come before it are received as usual.
 
-        Args:
-            message: the request.
-            expected: type of the answer.
-            timeout: longest wait for each message of the process, in seconds.
-            patience: longest wait in seconds while the process is alive; after `timeout` a warning is logged.
-
-        Raises:
-            AgentGoneError: the process is gone, stands still, or has not answered in time; or an earlier message of it
-                has ended the connection.
+        `timeout`: longest wait for each message of the process, in seconds. `patience`: longest wait in seconds while
+        the process is alive; after `timeout` a warning is logged. Raises AgentGoneError: the process is gone, stands
+        still, or has not answered in time; or an earlier message of it has ended the connection.
         """
         deadline = time.monotonic() + (patience or _TAKE_SECONDS)
         self.send(message, ())
@@ -276,8 +264,7 @@ class HelperProcess(Generic[In, Out]):
         and may hang in a system call. What is to be finished is asked for before (Halt, Drain); what a writer has not
         committed does not count. Callers log why it has to go.
 
-        Args:
-            last: called with each message that it has sent and that was not received yet.
+        `last`: called with each message that it has sent and that was not received yet.
         """
         if self._channel.fileno() < 0:
             return

@@ -25,11 +25,7 @@ _END_SECONDS = 5.0
 
 
 def report_ready(fd: int) -> None:
-    """Report, in the agent, that it answers.
-
-    Raises:
-        AgentError: its starter is gone, or no longer waits.
-    """
+    """Report, in the agent, that it answers. Raises AgentError: its starter is gone, or no longer waits."""
     try:
         os.write(fd, f"{_READY}{_END}".encode())
     except BrokenPipeError as error:
@@ -67,11 +63,8 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
     """Start the agent, detached from this process, and wait until it answers; returns its process id.
 
     If several agents are started at the same time one wins; the others report that, and their starters connect to the
-    winner. The agent belongs to its users, and ends by itself when it has none.
-
-    Raises:
-        AgentError: it did not come up; names its report and its log.
-        ConfigurationError: the run directory cannot be created or written to.
+    winner. The agent belongs to its users, and ends by itself when it has none. Raises AgentError: it did not come up;
+    names its report and its log. Raises ConfigurationError: the run directory cannot be created or written to.
     """
     make_run_dir(address.run_dir)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

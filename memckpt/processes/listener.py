@@ -98,8 +98,7 @@ class ServingAgent(msgspec.Struct, frozen=True):
 class Listener:
     """The two listening sockets of the agent in this process. Its owner closes it.
 
-    Args:
-        run_dir: directory that the agent serves; None: only test whether sockets can listen.
+    `run_dir`: directory that the agent serves; None: only test whether sockets can listen.
     """
 
     def __init__(self, run_dir: Path | None = None) -> None:

@@ -68,8 +68,7 @@ class QueuedLines(logging.Handler):
 def logging_to_stderr(who: str = "") -> Iterator[None]:
     """Log INFO and above to standard error inside the block, without blocking the caller.
 
-    Args:
-        who: name in each line, for a process that shares its log with others.
+    `who`: name in each line, for a process that shares its log with others.
     """
     handler = QueuedLines(sys.stderr.fileno())
     handler.setFormatter(logging.Formatter(f"%(asctime)s {who}{' ' if who else ''}%(levelname)s %(message)s"))
@@ -86,10 +85,7 @@ def logging_to_stderr(who: str = "") -> Iterator[None]:
 class Seldom:
     """Tells when to speak: the first times, then once in a while.
 
-    Args:
-        first: number of times that are all told.
-        seconds: least time between later ones that are told, in seconds.
-        clock: monotonic, in seconds.
+    `first`: number of times that are all told. `seconds`: least time between later ones that are told, in seconds.
     """
 
     def __init__(self, first: int = 10, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,8 +99,7 @@ class Seldom:
     def count(self) -> str | None:
         """Note that it has happened again.
 
-        Returns:
-            Text to add to what is told, which names what was left out; None: nothing is to be told.
+        Returns: Text to add to what is told, which names what was left out; None: nothing is to be told.
         """
         now = self._clock()
         if self._first > 0:

@@ -45,9 +45,8 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def _body_of(fds: list[int]) -> bytes:
     """The body of a message that comes in a file, the first of these descriptors, which is taken and closed.
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no file, or claims more bytes than its sender has memory for.
+    Raises OSError: it cannot be read. Raises ValueError: it is no file, or claims more bytes than its sender has memory
+    for.
     """
     if not fds:
         raise ValueError("its body comes in a file, but there is none")
@@ -79,10 +78,8 @@ class Channel(Generic[In, Out]):
     def send(self, message: Out, fds: Sequence[int] = (), timeout: float | None = 30.0) -> None:
         """Send one message; descriptors are duplicated into the receiver, the caller keeps its own.
 
-        Blocks only while the receiver's buffer is full, at most `timeout` seconds.
-
-        Raises:
-            AgentGoneError: the other end is closed, or took nothing for `timeout` seconds.
+        Blocks only while the receiver's buffer is full, at most `timeout` seconds. Raises AgentGoneError: the other end
+        is closed, or took nothing for `timeout` seconds.
         """
         body = encode(message)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -94,8 +91,7 @@ class Channel(Generic[In, Out]):
     def offer(self, body: bytes, fds: Sequence[int] = ()) -> bool:
         """Send one message, encoded, if the receiver's buffer has room for it; False if not. Never blocks.
 
-        Raises:
-            AgentGoneError: the other end is closed.
+        Raises AgentGoneError: the other end is closed.
         """
         if len(body) <= INLINE_BYTES:
             return self._send(_INLINE + body, list(fds))
@@ -121,8 +117,7 @@ class Channel(Generic[In, Out]):
     def receive(self, timeout: float | None) -> tuple[In, list[int]]:
         """Wait for one message; the caller owns the descriptors that came with it.
 
-        Raises:
-            AgentGoneError: the other end closed the connection or `timeout` seconds passed.
+        Raises AgentGoneError: the other end closed the connection or `timeout` seconds passed.
         """
         received = self.poll(timeout)
         if received is None:

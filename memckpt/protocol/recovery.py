@@ -68,9 +68,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
 class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
     """A source from which nothing, or nothing right, could be read.
 
-    Attributes:
-        node, ranks, generation: as in BadSource.
-        silent: it has not answered, and may do so later.
+    `node`, `ranks`, `generation`: as in BadSource. `silent`: it has not answered, and may do so later.
     """
 
     node: str

@@ -28,7 +28,6 @@ class PeerLinkStatus(msgspec.Struct, frozen=True):
     """The connection to one other node.
 
     Attributes:
-        node: its name.
         connected: whether it answers.
         behind_bytes: what it has not acknowledged yet.
         seconds_silent: since it was last heard; None before the first word.

@@ -92,9 +92,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 class Observed(msgspec.Struct, frozen=True, tag="observed"):
     """What the running job has measured, for the interval of checkpoints.
 
-    Attributes:
-        failures_per_second: rate of its failures.
-        redo_seconds: redo of one record at a restore, in seconds.
+    `failures_per_second`: rate of its failures. `redo_seconds`: redo of one record at a restore, in seconds.
     """
 
     failures_per_second: float
@@ -376,9 +374,8 @@ class OthersStay(msgspec.Struct, frozen=True, tag="others stay"):
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """An agent keeps nothing that comes from now on, and ends: at once, or when what it holds is in storage.
 
-    Attributes:
-        last: whether this is its last message: it ends now.
-        unsaved: then, why what it held is not in storage; empty if it is, or nothing was to be.
+    `last`: whether this is its last message: it ends now. `unsaved`: then, why what it held is not in storage; empty if
+    it is, or nothing was to be.
     """
 
     last: bool = False

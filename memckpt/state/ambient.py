@@ -45,12 +45,7 @@ _DEFAULT = Ambient()
 
 
 def ambient_of(device: str, usual_threads: int | None = None) -> Ambient:
-    """The current settings.
-
-    Args:
-        device: type of the parameters' device.
-        usual_threads: number of threads that need not be recorded; None: none is.
-    """
+    """The current settings. `usual_threads`: number of threads that need not be recorded; None: none is."""
     threads = torch.get_num_threads()
     matmul = torch.backends.cuda.matmul
     autocast = torch.is_autocast_enabled(device)
@@ -98,11 +93,8 @@ def decode(recorded: bytes) -> Ambient:
 def as_recorded(wanted: Ambient, device: str, own_thread: bool) -> Iterator[None]:
     """Use these settings in the calling thread.
 
-    Args:
-        wanted: the settings of the step.
-        device: type of the device that the step is redone on.
-        own_thread: leave the settings of the whole process: the step does not depend on them, and is redone beside
-            others.
+    `device`: type of the device that the step is redone on. `own_thread`: leave the settings of the whole process: the
+    step does not depend on them, and is redone beside others.
     """
     now = ambient_of(device)
     if now == wanted:

@@ -49,13 +49,8 @@ _LIVE: Tree = ["live"]
 class OptimizerCapture:
     """Captures and restores the optimizers of one model.
 
-    Args:
-        optimizers: the live optimizers.
-        tensors: the live tensors by name.
-        modules: the user's modules; their tensors are captured elsewhere.
-
-    Attributes:
-        left_out: state that could not be captured, as text; never shrinks.
+    `modules`: the user's modules; their tensors are captured elsewhere. `left_out`: state that could not be captured,
+    as text; never shrinks.
     """
 
     def __init__(
@@ -236,10 +231,8 @@ class OptimizerCapture:
     def restore(self, captured: list[Any], resharded: bool = False) -> None:
         """Restore what :meth:`capture` returned; call after the tensors in slots are restored.
 
-        Args:
-            captured: one tree per optimizer.
-            resharded: whether ranks hold other shards now than at the capture. Tensors without room in the layout then
-                have no known meaning, and the live ones stay.
+        `resharded`: whether ranks hold other shards now than at the capture. Tensors without room in the layout then
+        have no known meaning, and the live ones stay.
         """
         self._resharded = resharded
         self._restored = []

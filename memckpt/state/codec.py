@@ -48,12 +48,7 @@ def _read_later(value: Any) -> Any:
 
 
 class OnDevice:
-    """A number in a tensor on a device; encoded as its value at the time of packing.
-
-    Args:
-        tensor: a tensor of one element.
-        kind: ``float`` or ``int``.
-    """
+    """A number in a tensor on a device; encoded as its value at the time of packing. `kind`: ``float`` or ``int``."""
 
     def __init__(self, tensor: Any, kind: type[float] | type[int]) -> None:
         self._tensor = tensor
@@ -83,10 +78,7 @@ _STRINGS = frozenset({str})
 def encode(value: Any) -> bytes:
     """Encode a tree of plain values, tensors and arrays.
 
-    The result shares no memory with the values.
-
-    Raises:
-        UnsupportedStateError: a value has another type; names its path.
+    The result shares no memory with the values. Raises UnsupportedStateError: a value has another type; names its path.
     """
     return _encoder.encode(_Packer().pack(value, ""))
 
@@ -94,13 +86,8 @@ def encode(value: Any) -> bytes:
 class Packed:
     """A packed tree, fixed from now on, of which some values may be in flight from a device.
 
-    Args:
-        value: as for :func:`encode`.
-        fetch: starts the copy of a tensor from a device.
-        token: called once the tree is packed; returns a function that waits until all fetched values have arrived.
-
-    Raises:
-        UnsupportedStateError: as :func:`encode`.
+    `fetch`: starts the copy of a tensor from a device. `token`: called once the tree is packed; returns a function that
+    waits until all fetched values have arrived. Raises UnsupportedStateError: as :func:`encode`.
     """
 
     def __init__(self, value: Any, fetch: Fetch, token: Callable[[], Callable[[], None]]) -> None:
@@ -131,11 +118,7 @@ class Packed:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode the result of :func:`encode`.
-
-    Raises:
-        DamagedStateError: the bytes are not a complete encoding.
-    """
+    """Decode the result of :func:`encode`. Raises DamagedStateError: the bytes are not a complete encoding."""
     try:
         return _unpack(_decoder.decode(data))
     except DamagedStateError:
@@ -174,12 +157,8 @@ def _join(path: str, key: object) -> str:
 class _Packer:
     """Replaces values without a msgpack type by tagged lists.
 
-    Args:
-        fetch: starts the copy of a tensor from a device; None: such copies are waited for.
-        refuse: called with path and type of a value that cannot be encoded.
-
-    Attributes:
-        fetched: whether a copy from a device has been started.
+    `fetch`: starts the copy of a tensor from a device; None: such copies are waited for. `refuse`: called with path and
+    type of a value that cannot be encoded. `fetched`: whether a copy from a device has been started.
     """
 
     def __init__(self, fetch: Fetch | None = None, refuse: Callable[[str, str], None] = _refuse) -> None:

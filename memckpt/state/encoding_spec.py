@@ -57,13 +57,7 @@ class EncodedPart(NamedTuple):
 
 
 def encoded_parts(encoding: GradientEncoding, numel: int, dtype: str) -> tuple[EncodedPart, ...]:
-    """Places of all parts.
-
-    Args:
-        encoding: the encoding.
-        numel: number of elements of the gradient.
-        dtype: its dtype, by name.
-    """
+    """Places of all parts."""
     values = encoding.dtype or dtype
     match encoding.kind:
         case "sparse":

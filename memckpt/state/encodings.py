@@ -21,11 +21,8 @@ _SAMPLED, _STRIDE = 8, 7919
 def sparse_parts(numel: int, indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor) -> list[torch.Tensor]:
     """Parts of a sparse gradient.
 
-    Args:
-        numel: number of elements of the gradient.
-        indices: positions of its entries, ascending (int64); those behind the first `count` have no meaning.
-        values: their values.
-        count: number of entries, a tensor with one element on the same device.
+    `indices`: positions of its entries, ascending (int64); those behind the first `count` have no meaning. `count`:
+    number of entries, a tensor with one element on the same device.
     """
     blocks = -(-numel // INDEX_BLOCK)
     valid = torch.arange(indices.numel(), device=indices.device) < count
@@ -56,16 +53,9 @@ def decode(
 ) -> torch.Tensor:
     """The gradient, one-dimensional.
 
-    Args:
-        encoding: how it is encoded.
-        parts: its parts.
-        numel: number of its elements.
-        dtype: its dtype.
-        cut: first element, and the one behind the last; None: all of it. The work is about that of these elements.
-        device: where the gradient is to be, to which its parts are copied; None: with its parts.
-
-    Raises:
-        DamagedStateError: the parts contradict each other.
+    `cut`: first element, and the one behind the last; None: all of it. The work is about that of these elements.
+    `device`: where the gradient is to be, to which its parts are copied; None: with its parts. Raises
+    DamagedStateError: the parts contradict each other.
     """
     start, stop = (0, numel) if cut is None else cut
     device = parts[0].device if device is None else device

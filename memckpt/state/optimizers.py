@@ -100,11 +100,7 @@ def is_importable(cls: type[Optimizer]) -> bool:
 
 
 def resolve(module: str, qualname: str) -> type[Optimizer]:
-    """The optimizer class of that name.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """The optimizer class of that name. Raises UnsupportedError: there is none."""
     try:
         found: Any = importlib.import_module(module)
         for part in qualname.split("."):
@@ -117,11 +113,7 @@ def resolve(module: str, qualname: str) -> type[Optimizer]:
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
-    """Refuse known bugs of torch's optimizers.
-
-    Raises:
-        UnsupportedError: names the reason and the remedy.
-    """
+    """Refuse known bugs of torch's optimizers. Raises UnsupportedError: names the reason and the remedy."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -168,8 +160,7 @@ def rebuild_from_spec(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> Opti
 def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """A sibling of a live optimizer: same class, private attributes, the given groups, no state and no hooks.
 
-    Raises:
-        UnsupportedError: an attribute cannot be copied.
+    Raises UnsupportedError: an attribute cannot be copied.
     """
     return rebuild(type(optimizer), private_attributes(optimizer), groups)
 
@@ -210,13 +201,10 @@ def describe_state(
     Existing state is read; otherwise a dry run of one step on a stand-in finds it. RNG streams, parameter and optimizer
     stay unchanged.
 
-    Args:
-        dry_runs: cache of results for one optimizer; pass an empty dict first.
-        captured: the state is never redone. Then every tensor shaped like the parameter counts as element-wise, state
-            without room in a slot is left out, and a stand-in that cannot be stepped yields an empty description.
-
-    Raises:
-        UnsupportedError: the optimizer cannot take a step on a stand-in.
+    `dry_runs`: cache of results for one optimizer; pass an empty dict first. `captured`: the state is never redone.
+    Then every tensor shaped like the parameter counts as element-wise, state without room in a slot is left out, and a
+    stand-in that cannot be stepped yields an empty description. Raises UnsupportedError: the optimizer cannot take a
+    step on a stand-in.
     """
     elementwise = is_elementwise(optimizer)
     state = optimizer.state.get(param)
@@ -288,8 +276,7 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
 def refuse_unsteppable(optimizer: Optimizer) -> None:
     """Try two steps on stand-ins of the smallest parameter of each group.
 
-    Raises:
-        UnsupportedError: the optimizer cannot take them.
+    Raises UnsupportedError: the optimizer cannot take them.
     """
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if local(param).numel()]
@@ -423,11 +410,8 @@ def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
 def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Parameter] | None = None) -> dict[str, Any]:
     """Copies of the instance attributes that share nothing with the optimizer.
 
-    Args:
-        stand_ins: replacements of parameters that attributes refer to, by `id`; others become empty parameters.
-
-    Raises:
-        UnsupportedError: an attribute cannot be copied.
+    `stand_ins`: replacements of parameters that attributes refer to, by `id`; others become empty parameters. Raises
+    UnsupportedError: an attribute cannot be copied.
     """
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:

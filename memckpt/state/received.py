@@ -15,11 +15,7 @@ _MOST = 1 << 20
 
 
 def read_spec(data: bytes) -> StateSpec:
-    """Decode a spec, and check that a layout can be made from it.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Decode a spec, and check that a layout can be made from it. Raises ValueError: it cannot."""
     try:
         spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's other errors are ValueErrors
     except RecursionError as error:

@@ -37,10 +37,9 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
 class GradientOp(msgspec.Struct, frozen=True, array_like=True):
     """An in-place change of gradients between backward and the optimizer's step.
 
-    Attributes:
-        kind: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by.
-        value: codec encoding of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``.
-        params: indices of the parameters it applies to.
+    `kind`: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by. `value`: codec encoding
+    of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``. `params`: indices of the parameters it
+    applies to.
     """
 
     kind: str
@@ -104,7 +103,6 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     """Records whose state one node can produce: its part of the inventory for the plan.
 
     Attributes:
-        node: name of the node.
         records: numbers of these records, oldest first.
         steps: the user-facing step of each of them.
         ranks: the ranks whose rank states it holds for all of them.

@@ -38,12 +38,8 @@ class GradientSource(Protocol):
     ) -> torch.Tensor | None:
         """A gradient, which must not be changed, in host memory or on the parameter's device; None if there was none.
 
-        Args:
-            meta: the record.
-            sub_step: the optimizer's step.
-            param: index of the parameter.
-            cut: first element, and the one behind the last, of a piece; the result has one dimension then. None: all
-                of it.
+        `cut`: first element, and the one behind the last, of a piece; the result has one dimension then. None: all of
+        it.
         """
         ...
 
@@ -59,10 +55,7 @@ def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str
 class StagedGradients:
     """Reads the gradients of records from a ring of slots.
 
-    Args:
-        buffer: the slots.
-        layout: their layout.
-        device: where encoded gradients are decoded; None: in host memory.
+    `device`: where encoded gradients are decoded; None: in host memory.
     """
 
     def __init__(self, buffer: mmap.mmap, layout: Layout, device: torch.device | None = None) -> None:

@@ -44,8 +44,7 @@ def capture(also: int | None = None) -> RngState:
 
     The current CUDA device's generator is included if CUDA is already initialised in this process.
 
-    Args:
-        also: index of another CUDA device to include: a model's device need not be the current one.
+    `also`: index of another CUDA device to include: a model's device need not be the current one.
     """
     cuda: dict[int, bytes] = {}
     if torch.cuda.is_initialized():
@@ -63,11 +62,9 @@ def capture(also: int | None = None) -> RngState:
 def restore(state: RngState) -> None:
     """Set the global generators to `state`.
 
-    A CUDA state for a device that is not initialised yet takes effect when it is.
-
-    Raises:
-        ValueError: `state` did not come from `capture`, or it belongs to a CUDA device that this machine lacks.
-            Whatever can be checked is checked before the first generator is changed.
+    A CUDA state for a device that is not initialised yet takes effect when it is. Raises ValueError: `state` did not
+    come from `capture`, or it belongs to a CUDA device that this machine lacks. Whatever can be checked is checked
+    before the first generator is changed.
     """
     if not isinstance(state, dict) or not _STATE_KEYS.issubset(state):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
@@ -89,12 +86,9 @@ def restore(state: RngState) -> None:
 def library_states(state: RngState) -> dict[str, Any]:
     """A captured state in the libraries' own formats, for files that others read.
 
-    Returns:
-        ``python``: input of `random.setstate`; ``numpy``: of `numpy.random.set_state`; ``torch``: of
-        `torch.set_rng_state`; ``cuda``: the same for each device, by index.
-
-    Raises:
-        ValueError: `state` did not come from `capture`.
+    Returns: ``python``: input of `random.setstate`; ``numpy``: of `numpy.random.set_state`; ``torch``: of
+    `torch.set_rng_state`; ``cuda``: the same for each device, by index. Raises ValueError: `state` did not come from
+    `capture`.
     """
     name, key, *rest = _numpy_state(state["numpy"])
     return {
@@ -134,8 +128,7 @@ def other_streams() -> Iterator[None]:
 def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
     """The state of a generator object that the user owns, as plain values.
 
-    Raises:
-        ValueError: its state cannot be read (`random.SystemRandom`), or its type is unknown.
+    Raises ValueError: its state cannot be read (`random.SystemRandom`), or its type is unknown.
     """
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "data": _tensor_bytes(generator.get_state())}
@@ -157,8 +150,7 @@ def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
 def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
     """Set `generator` to a state that `capture_generator` took from a generator of the same type.
 
-    Raises:
-        ValueError: `state` is of another kind of generator, or damaged.
+    Raises ValueError: `state` is of another kind of generator, or damaged.
     """
     found = state.get("kind") if isinstance(state, dict) else type(state).__name__
     expected = _kind_of(generator)
@@ -181,8 +173,7 @@ def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
 def make_generator(state: dict[str, Any]) -> AnyGenerator:
     """A new generator with a state that :func:`capture_generator` took.
 
-    Raises:
-        ValueError: the state is of no known kind of generator, or damaged.
+    Raises ValueError: the state is of no known kind of generator, or damaged.
     """
     kind = state.get("kind") if isinstance(state, dict) else type(state).__name__
     generator: AnyGenerator

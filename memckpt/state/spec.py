@@ -57,9 +57,8 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Name, shape and dtype of the part of one tensor that a rank holds.
 
-    Attributes:
-        shape: shape of that part: all of a plain tensor, the local shard of a DTensor.
-        shard: position of the shard; None for a plain tensor.
+    `shape`: shape of that part: all of a plain tensor, the local shard of a DTensor. `shard`: position of the shard;
+    None for a plain tensor.
     """
 
     name: str
