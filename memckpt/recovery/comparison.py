@@ -1,15 +1,18 @@
-"""Comparison of a repeated step's result with the held state, before that overwrites it."""
+"""Comparison of a repeated step's result with the state that is put back over it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
+from memckpt.recovery.target import is_restored
 from memckpt.state import codec
 from memckpt.state.bits import Distance
+from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
 
 #: Kinds of compared values, in causal order.
@@ -68,10 +71,7 @@ class Findings:
 
 
 class Comparison:
-    """Collects differences between the repeated state and the held one; the restorer feeds it.
-
-    Tensors may be added in pieces under one name; they are counted when :meth:`findings` is called.
-    """
+    """Collects differences between a repeated state and the held one. Tensors are counted in :meth:`findings`."""
 
     def __init__(self) -> None:
         #: Reason why some values cannot be compared.
@@ -80,7 +80,7 @@ class Comparison:
         self._tensors: dict[tuple[ComparedKind, str], tuple[Distance, str]] = {}
 
     def tensor(self, kind: ComparedKind, name: str, found: torch.Tensor, held: torch.Tensor) -> None:
-        """Compare a tensor, or one more piece of it."""
+        """Compare a tensor."""
         distance, _ = self._tensors.setdefault((kind, name), (Distance(), str(held.dtype).removeprefix("torch.")))
         distance.add(found, held)
 
@@ -106,8 +106,8 @@ class Comparison:
         """Count a value that exists on one side only."""
         self._findings.count("absences", Difference("absences", name, f"{found} in place of {held}"))
 
-    def states(self, name: str, found: Mapping[str, Any], held: Mapping[str, Any], apart: Iterable[str]) -> None:
-        """Compare an optimizer's state of one parameter, except for the keys in `apart`, compared piece by piece."""
+    def states(self, name: str, found: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+        """Compare an optimizer's state of one parameter."""
         for key in sorted({*found, *held}):
             label = f"{name} ({key})"
             if key not in found or key not in held:
@@ -117,7 +117,7 @@ class Comparison:
             elif not isinstance(held[key], torch.Tensor):
                 if not codec.unencodable_paths([found[key], held[key]]):
                     self.value("state", label, found[key], held[key])
-            elif key not in apart:
+            else:
                 self.tensor("state", label, local(found[key]), local(held[key]))
 
     def findings(self, order: Iterable[str] = ()) -> Findings:
@@ -132,6 +132,59 @@ class Comparison:
         self._tensors.clear()
         self._findings.problem = self.problem
         return self._findings
+
+
+class LiveCopies:
+    """Copies in host memory of the live tensors and the optimizers' state, before a held state overwrites them.
+
+    `state` describes parameters, static tensors and optimizer state, `own` the rank's by-value tensors.
+    """
+
+    def __init__(
+        self,
+        state: StateSpec,
+        own: StateSpec,
+        tensors: Mapping[str, torch.Tensor],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._tensors = tensors
+        self._optimizers = optimizers
+        kinds: dict[str, ComparedKind] = {param.tensor.name: "parameter" for param in state.params}
+        kinds |= dict.fromkeys((spec.name for spec in state.static), "frozen")
+        kinds |= dict.fromkeys((spec.name for spec in own.by_value if is_restored(spec, tensors)), "buffer")
+        self._kinds = kinds
+        self._copies = {name: _copy(tensors[name]) for name in kinds}
+        #: By name of the parameter and index of the optimizer.
+        self._states = {
+            (param.tensor.name, owner.optimizer): {
+                key: _copy(value) if isinstance(value, torch.Tensor) else value
+                for key, value in optimizers[owner.optimizer].state.get(tensors[param.tensor.name], {}).items()
+            }
+            for param in state.params
+            for owner in param.owners
+        }
+
+    @torch.no_grad()
+    def compare(self, comparison: Comparison) -> None:
+        """Compare the copies with the live tensors; each copy is freed after its comparison."""
+        for name, kind in self._kinds.items():
+            comparison.tensor(kind, name, self._copies.pop(name), local(self._tensors[name]))
+        for (name, index), copies in self._states.items():
+            held: dict[str, Any] = self._optimizers[index].state.get(self._tensors[name], {})
+            comparison.states(name, copies, held)
+        self._states.clear()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).to("cpu", copy=True)
+
+
+def copied_bytes(state: StateSpec, own: StateSpec | None = None) -> int:
+    """Upper bound of the copies' host memory, in bytes. `own`: as for :class:`LiveCopies`; None: the same spec."""
+    params = sum(
+        param.tensor.nbytes + sum(one.nbytes for owner in param.owners for one in owner.state) for param in state.params
+    )
+    return params + sum(spec.nbytes for spec in (*state.static, *(own or state).by_value))
 
 
 def _presence(state: Mapping[str, Any], key: str) -> str:

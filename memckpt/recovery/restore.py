@@ -15,19 +15,15 @@ from torch.optim import Optimizer
 from memckpt.errors import DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing
-from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.recovery.target import RestoreTarget, common_device, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
-from memckpt.state.optimizers import fits_room, rebuild_like
+from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import OptimizerFactory, RedoGroup, RedoTarget, StagedGradients, tensor_at
 from memckpt.state.spec import OwnerSpec, StateTensorSpec
 from memckpt.state.tensors import fill, local
-
-#: Tensors before a restore, to be compared: kind, name, optimizer and key of a state, value.
-_Copies = list[tuple[ComparedKind, str, tuple[int, str] | None, torch.Tensor]]
 
 
 class Restorer:
@@ -60,7 +56,6 @@ class Restorer:
         self._tensors = tensors
         self._optimizers = optimizers
         self._params = self._target.params
-        self._comparison: Comparison | None = None
         self.record_redo_seconds: float | None = None
 
     @torch.no_grad()
@@ -71,7 +66,6 @@ class Restorer:
         metas: Sequence[bytes],
         missing: Sequence[tuple[int, int, str]],
         plain: bytes,
-        comparison: Comparison | None = None,
     ) -> None:
         """Copy the state after `record` into the live tensors.
 
@@ -79,15 +73,12 @@ class Restorer:
             rank: rank whose by-value tensors to restore; None for none.
             metas: metadata of the window of records up to and including it (lazy).
             missing, plain: state that does not exist in the replica, and state that is not a tensor (eager).
-            comparison: gets every tensor and state before it is overwritten.
         """
-        self._comparison = comparison
-        self._target.forget_optimizer_state(keep=comparison is not None)
+        self._target.forget_optimizer_state()
         if self._replica is None:
             self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
         else:
             self._restore_from_replica(missing, codec.decode(plain) if plain else {})
-        self._compare_states()
         self._target.order_state_keys()
         self._restore_static()
         if rank is not None:
@@ -105,8 +96,6 @@ class Restorer:
             ):
                 param = self._params[index]
                 held = tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype)
-                if self._comparison is not None:
-                    self._comparison.tensor("parameter", spec.tensor.name, local(param), held)
                 local(param).copy_(held)
                 advance(spec.tensor.nbytes)
                 for owner in spec.owners:
@@ -115,11 +104,7 @@ class Restorer:
                         if (index, owner.optimizer, state.key) in absent:
                             continue
                         held = tensor_at(source, offsets[1][owner.optimizer, state.key], state.shape, state.dtype)
-                        before = self._target.state_before(index, owner.optimizer, state)
-                        if self._comparison is not None and before is not None:
-                            label = f"{spec.tensor.name} ({state.key})"
-                            self._comparison.tensor("state", label, local(before), held)
-                        room = self._target.room_for(index, owner.optimizer, state)
+                        room = self._target.state_tensor(param, state)
                         local(room).copy_(held)
                         values[state.key] = room
                         advance(state.nbytes)
@@ -144,11 +129,10 @@ class Restorer:
         with progress("restoring", self._layout.numel * 12) as advance, RedoThreads(self._layout) as threads:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 due = self._layout.due(anchoring.record)
-                before = [self._copies_before(piece) for piece in due]
                 group = self.at_anchors(due, anchoring)
                 since = [by_number[number] for number in range(anchoring.anchors_of + 1, record + 1)]
                 redo = clock.timed(partial(group.apply_all, since, gradients))
-                threads.run(group.redo_targets, redo, partial(self._bring_home, group.redo_targets, before, advance))
+                threads.run(group.redo_targets, redo, partial(self._bring_home, group.redo_targets, advance))
             threads.wait()
             # A parameter is redone from its anchor, of any of the records, on: (T + 1) / 2 records on average.
             self.record_redo_seconds = clock.busy / threads.width * 2 / (period + 1)
@@ -157,62 +141,10 @@ class Restorer:
         """Pieces in the live tensors' memory, set to the anchors that a record carries, to be redone from there."""
         return RedoGroup(self._layout, [self._anchored(piece, anchoring) for piece in pieces], self._build)
 
-    def _bring_home(
-        self, redo_targets: Sequence[RedoTarget], before: Sequence[_Copies], advance: Callable[[int], None]
-    ) -> None:
-        for redo_target, copies in zip(redo_targets, before, strict=True):
+    def _bring_home(self, redo_targets: Sequence[RedoTarget], advance: Callable[[int], None]) -> None:
+        for redo_target in redo_targets:
             self._target.bring_home(redo_target)
-            self._compare_piece(redo_target, copies)
             advance((redo_target.stop - redo_target.start) * 12)
-
-    def _copies_before(self, piece: Piece) -> _Copies:
-        """Copies of a piece of a parameter and its element-wise state, if they are to be compared."""
-        if self._comparison is None:
-            return []
-        spec = self._layout.spec.params[piece.param]
-        name = spec.tensor.name
-        param = _cut(local(self._params[piece.param]), piece).clone()
-        copies: _Copies = [("parameter", name, None, param)]
-        for owner in spec.owners:
-            for state in owner.state:
-                found = self._target.state_before(piece.param, owner.optimizer, state)
-                if found is not None:
-                    key = (owner.optimizer, state.key)
-                    copies.append(("state", f"{name} ({state.key})", key, _cut(local(found), piece).clone()))
-        return copies
-
-    def _compare_piece(self, redo_target: RedoTarget, copies: _Copies) -> None:
-        param = self._params[redo_target.param]
-        for kind, name, key, copy in copies:
-            assert self._comparison is not None
-            held: Any = param if key is None else self._optimizers[key[0]].state[param].get(key[1])
-            if isinstance(held, torch.Tensor):
-                self._comparison.tensor(kind, name, copy, _cut(local(held), redo_target))
-
-    def _compare_states(self) -> None:
-        """Compare the optimizers' state that is not compared in pieces: its presence, and state without pieces."""
-        if self._comparison is None:
-            return
-        for index, spec in enumerate(self._layout.spec.params):
-            for owner in spec.owners:
-                held = self._optimizers[owner.optimizer].state.get(self._params[index], {})
-                found = self._target.before.get((index, owner.optimizer), {})
-                if self._layout.spec.mode == "snapshot":
-                    # What does not fit its room in the slot is restored, and compared, with the captured state of the
-                    # optimizers themselves.
-                    rooms, param = {one.key: one for one in owner.state}, self._params[index]
-                    found = {
-                        key: value
-                        for key, value in found.items()
-                        if key in held or (key in rooms and fits_room(value, param, rooms[key]))
-                    }
-                in_pieces = {
-                    state.key
-                    for state in owner.state
-                    if self._target.state_before(index, owner.optimizer, state) is not None
-                }
-                self._comparison.states(spec.tensor.name, found, held, in_pieces)
-        self._target.before.clear()
 
     def _build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
         return self._factory(index, groups) if self._factory else rebuild_like(self._optimizers[index], groups)
@@ -251,7 +183,7 @@ class Restorer:
             return local(self._target.state_tensor(param, state))
         live = self._optimizers[owner.optimizer].state[param]
         if state.key not in live:
-            live[state.key] = self._target.room_for(piece.param, owner.optimizer, state)
+            live[state.key] = self._target.state_tensor(param, state)
         tensor = local(live[state.key])
         return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
 
@@ -261,8 +193,6 @@ class Restorer:
         for spec, offset in zip(self._layout.spec.static, self._layout.static_offsets, strict=True):
             assert self._static is not None
             held = tensor_at(self._static.map, offset, spec.shape, spec.dtype)
-            if self._comparison is not None:
-                self._comparison.tensor("frozen", spec.name, local(self._tensors[spec.name]), held)
             fill(self._tensors[spec.name], held)
 
     def _restore_by_value(self, record: int, rank: int) -> None:
@@ -273,8 +203,6 @@ class Restorer:
             if not is_restored(spec, self._tensors):
                 continue
             held = tensor_at(self._slots, base + offset, spec.shape, spec.dtype)
-            if self._comparison is not None:
-                self._comparison.tensor("buffer", spec.name, local(self._tensors[spec.name]), held)
             fill(self._tensors[spec.name], held)
 
 
@@ -296,11 +224,6 @@ class _RedoClock:
                 self.busy += took
 
         return run
-
-
-def _cut(tensor: torch.Tensor, piece: Piece | RedoTarget) -> torch.Tensor:
-    """A piece's elements in row-major order."""
-    return tensor.reshape(-1)[piece.start : piece.stop]
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -38,21 +37,12 @@ class RestoreTarget:
         self.tensors = tensors
         self.optimizers = optimizers
         self.params = [tensors[param.tensor.name] for param in layout.spec.params]
-        #: The previous state, by parameter and optimizer; kept only for a comparison.
-        self.before: dict[tuple[int, int], dict[str, Any]] = {}
 
-    def forget_optimizer_state(self, keep: bool = False) -> None:
-        """Drop the optimizers' state for the parameters that are about to be restored.
-
-        Args:
-            keep: hold it in `before`. Its element-wise tensors are then restored into, not allocated anew: a second
-                copy of all of them may not fit on the device.
-        """
-        for index, (spec, param) in enumerate(zip(self.layout.spec.params, self.params, strict=True)):
+    def forget_optimizer_state(self) -> None:
+        """Drop the optimizers' state for the parameters that are about to be restored."""
+        for spec, param in zip(self.layout.spec.params, self.params, strict=True):
             for owner in spec.owners:
-                state = self.optimizers[owner.optimizer].state.pop(param, None)
-                if keep and state is not None:
-                    self.before[index, owner.optimizer] = dict(state)
+                self.optimizers[owner.optimizer].state.pop(param, None)
 
     def order_state_keys(self) -> None:
         """Order the keys of the optimizers' state as the optimizers create them: state_dict() shows the order."""
@@ -68,19 +58,6 @@ class RestoreTarget:
                     if found is not None:
                         order = orders.get((id(param), index), [])
                         optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
-
-    def state_before(self, index: int, optimizer: int, spec: StateTensorSpec) -> torch.Tensor | None:
-        """The previous element-wise state, to be restored into; None if there is none, or it does not fit."""
-        found = self.before.get((index, optimizer), {}).get(spec.key)
-        if not spec.elementwise or not isinstance(found, torch.Tensor):
-            return None
-        held = local(found)
-        return found if (tuple(held.shape), held.dtype) == (spec.shape, getattr(torch, spec.dtype)) else None
-
-    def room_for(self, index: int, optimizer: int, spec: StateTensorSpec) -> torch.Tensor:
-        """The tensor that a state of the parameter with that index is restored into."""
-        before = self.state_before(index, optimizer, spec)
-        return before if before is not None else self.state_tensor(self.params[index], spec)
 
     def state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
         """Uninitialised room for state, about to be overwritten. A DTensor if it is element-wise and `param` is one."""
@@ -102,7 +79,7 @@ class RestoreTarget:
                     live[key] = value
                     continue
                 if key not in live:
-                    live[key] = self.room_for(redo_target.param, optimizer, spec)
+                    live[key] = self.state_tensor(param, spec)
                 home = local(live[key]) if whole else local(live[key]).view(-1)[redo_target.start : redo_target.stop]
                 if home.data_ptr() != value.data_ptr():
                     home.copy_(value)

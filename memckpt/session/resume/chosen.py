@@ -12,9 +12,7 @@ import torch
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
-from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.live_copies import LiveCopies
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.recovery.restore import Restorer
 from memckpt.session.connection import PreparedRegions
@@ -83,10 +81,12 @@ class ChosenInMemory:
         """Layout of the state."""
         return self.message.spec
 
+    tensors_spec = spec
+
     # Writing to the live tensors
 
-    def restore(self, live: LiveState, rank: int, comparison: Comparison | None) -> float | None:
-        """Write the state to the live tensors; what they had before goes to `comparison`.
+    def restore(self, live: LiveState, rank: int) -> float | None:
+        """Write the state to the live tensors.
 
         Returns:
             The duration of the redo of one record, in seconds; None where nothing was redone.
@@ -94,7 +94,7 @@ class ChosenInMemory:
         assert self.writer is not None
         restorer = Restorer(self.writer.layout, self.regions, self.writer.ring, live.tensors(), live.optimizers)
         missing, plain = self.message.missing, self.message.plain
-        restorer.restore(self.held.record, rank, self.metas, missing, plain, comparison)
+        restorer.restore(self.held.record, rank, self.metas, missing, plain)
         return restorer.record_redo_seconds
 
     def is_recut(self, live: LiveState) -> bool:
@@ -199,6 +199,11 @@ class ChosenInStorage:
         return self.stored.own.spec
 
     @property
+    def tensors_spec(self) -> StateSpec:
+        """Layout of parameters, static tensors and optimizer state."""
+        return self.stored.state.spec
+
+    @property
     def resharded(self) -> bool:
         """Whether the ranks, or their shards, are not those of the run that wrote it."""
         return not self.stored.exact
@@ -218,15 +223,9 @@ class ChosenInStorage:
             point.step, point.record, self.held.tier, self.state["provided"], point.world_size, newest
         )
 
-    def restore(self, live: LiveState, rank: int, comparison: Comparison | None) -> None:
+    def restore(self, live: LiveState, rank: int) -> None:
         """Write the state to the live tensors, as :meth:`ChosenInMemory.restore` does."""
-        tensors, optimizers = live.tensors(), live.optimizers
-        copies = None
-        if comparison is not None:
-            copies = LiveCopies(self.stored.state.spec, self.spec, tensors, optimizers)
-        self.stored.restore(tensors, optimizers)
-        if copies is not None and comparison is not None:
-            copies.compare(comparison)
+        self.stored.restore(live.tensors(), live.optimizers)
 
     def is_recut(self, live: LiveState) -> bool:
         """Whether the live tensors are cut into other shards than the state was."""

@@ -21,8 +21,8 @@ from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
 from memckpt.memory.budget import available_bytes
 from memckpt.protocol.trainer import Checked
+from memckpt.recovery.comparison import copied_bytes
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.live_copies import copied_bytes
 from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import LocalTraining, Ranks
@@ -268,7 +268,7 @@ class RepeatChoice:
         own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
         if not own and before is not None:
             own = self._why_not_reduced_alike(chosen.state, codec.decode(before.rank_states[rank]))
-        reason = next(filter(None, self._ranks.gather(own)), "")
+        reason = next(filter(None, self._ranks.gather(own)), "") or self._why_no_room(copied_bytes(chosen.spec), 0)
         if reason:
             # A node that has fetched its state has no replica to advance.
             self._ranks.together(lambda: chosen.advance_replica(self._link) if before is not None else None)
@@ -322,14 +322,16 @@ class RepeatChoice:
         """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
         layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
         changed = any(held.structure() != former.structure() for held, former in layouts)
-        copies = copied_bytes(stored.state.spec, stored.own.spec)
-        known = self._ranks.gather((changed, copies, Layout(spec).total_bytes // len(self._ranks.unit)))
-        here = [known[rank] for rank in self._ranks.local_ranks]
-        copies, protection = (sum(each[index] for each in here) for index in (1, 2))
-        tight = copies + protection > available_bytes()
-        if any(each[0] for each in known):
+        if any(self._ranks.gather(changed)):
             return f"the layout of the state has changed with step {stored.point.step}"
-        if any(self._ranks.gather(tight)):
+        protection = Layout(spec).total_bytes // len(self._ranks.unit)
+        return self._why_no_room(copied_bytes(stored.state.spec, stored.own.spec), protection)
+
+    def _why_no_room(self, copies: int, protection: int) -> str:
+        """Why a node cannot keep copies of the state to compare, beside its protection; the same on every rank."""
+        known = self._ranks.gather((copies, protection))
+        copies, protection = map(sum, zip(*(known[rank] for rank in self._ranks.local_ranks), strict=True))
+        if any(self._ranks.gather(copies + protection > available_bytes())):
             return (
                 f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
             )

@@ -16,7 +16,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.journal.events import Recovered
-from memckpt.recovery.comparison import Comparison
+from memckpt.recovery.comparison import Comparison, LiveCopies
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import LocalTraining
@@ -82,18 +82,23 @@ class Restoration:
 
         Args:
             chosen: the state.
-            comparison: gets every tensor and optimizer state before it is overwritten; None: they are dropped.
+            comparison: compares with it what the live tensors had before; None: that is dropped.
         """
         state = chosen.state
         restore_groups(self._live, state)
         self._live.part_views(state["views"])
         if isinstance(chosen, ChosenInMemory) and chosen.writer is None:
             chosen.writer = self._staging.open(chosen.regions)
+        copies = None
+        if comparison is not None:
+            copies = LiveCopies(chosen.tensors_spec, chosen.spec, self._live.tensors(), self._live.optimizers)
         with rng.preserved():
-            self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, comparison)
+            self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank)
         if "optimizers" in state:  # what is in no slot
             self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
         restore_state_order(self._live, state)
+        if copies is not None and comparison is not None:
+            copies.compare(comparison)
         return Evidence(chosen.spec, self._live)  # not the writer's: a repeated step may have replaced modules
 
     def go_on(
