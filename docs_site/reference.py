@@ -254,29 +254,18 @@ def exit_statuses() -> str:
 def events() -> str:
     """Every event of a journal with its fields."""
     lines: list[str] = []
-    for part in typing.get_args(AnyEvent):
-        for kind in typing.get_args(part) or (part,):
-            text, _, described = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
-            meant = {name: words for names, words in _entries(described) for name in names}
-            lines += [f"## `{kind.__struct_config__.tag}`", "", _plain(text), ""]
-            lines += [f"- `{name}`{_colon(meant.get(name, ''))}" for name in kind.__struct_fields__]
-            lines.append("")
+    for kind in dict.fromkeys(typing.get_args(AnyEvent)):
+        source = inspect.getsource(kind)
+        meant = {name: f": {_plain(text)}." for name, text in re.findall(r"^    (\w+): .*  #: (.*)$", source, re.M)}
+        lines += [f"## `{kind.__struct_config__.tag}`", "", _plain(inspect.getdoc(kind) or ""), ""]
+        lines += [f"- `{name}`{meant.get(name, '')}" for name in kind.__struct_fields__]
+        lines.append("")
     return "\n".join(lines)
-
-
-def _entries(described: str) -> Iterator[tuple[list[str], str]]:
-    for entry in re.split(r"\n(?=    \w)", described):
-        names, _, words = entry.partition(": ")
-        yield names.strip().split(", "), _plain(" ".join(words.split()))
 
 
 def _plain(text: str) -> str:
     """A docstring's text without roles."""
     return re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("\n", " ")
-
-
-def _colon(text: str) -> str:
-    return f": {text}" if text else ""
 
 
 def metrics() -> str:

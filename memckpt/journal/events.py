@@ -21,40 +21,27 @@ Value = Union[None, bool, int, float, str]  # noqa: UP007
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of every line.
+    """Fields of every line."""
 
-    Attributes:
-        time: seconds since 1970 (UTC) by the node's clock.
-        node: name of the node whose agent has written it.
-        attempt: number of the attempt, one more for each start of the training; 0 before the first.
-    """
-
-    time: float
-    node: str
-    attempt: int
+    time: float  #: seconds since 1970 (UTC) by the node's clock
+    node: str  #: name of the node whose agent has written it
+    attempt: int  #: number of the attempt, one more for each start of the training; 0 before the first
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event"):
-    """Base of all events."""
+    """Base of all events. Each one's docstring and the comments behind its fields are its text in the reference."""
 
 
 # The agent and the attempts
 
 
 class AgentStarted(Event, frozen=True, tag="agent_started"):
-    """An agent has begun to serve the run.
+    """An agent has begun to serve the run."""
 
-    Attributes:
-        pid: its process id.
-        by_operator: whether it was started beside the job, and not by a trainer.
-        replaces: pid of the agent before it, if that one died without leaving (killed); None otherwise.
-        schema: of the lines that follow.
-    """
-
-    pid: int
-    by_operator: bool
-    replaces: int | None = None
-    schema: int = SCHEMA
+    pid: int  #: its process id
+    by_operator: bool  #: whether it was started beside the job, and not by a trainer
+    replaces: int | None = None  #: pid of the agent before it, if that one was killed; None otherwise
+    schema: int = SCHEMA  #: of the lines that follow
 
 
 class AgentLeft(Event, frozen=True, tag="agent_left"):
@@ -64,17 +51,11 @@ class AgentLeft(Event, frozen=True, tag="agent_left"):
 
 
 class AttemptBegan(Event, frozen=True, tag="attempt_began"):
-    """Trainers have come.
+    """Trainers have come."""
 
-    Attributes:
-        world_size: number of ranks of the job.
-        trainers: rank and pid of those of this node that had come by then.
-        rejoined: whether they were training already, and have come from an agent that is gone.
-    """
-
-    world_size: int
-    trainers: tuple[tuple[int, int], ...]
-    rejoined: bool = False
+    world_size: int  #: number of ranks of the job
+    trainers: tuple[tuple[int, int], ...]  #: rank and pid of those of this node that had come by then
+    rejoined: bool = False  #: whether they were training already, and have come from an agent that is gone
 
 
 class StartedOver(Event, frozen=True, tag="started_over"):
@@ -84,38 +65,22 @@ class StartedOver(Event, frozen=True, tag="started_over"):
 
 
 class Recovered(Event, frozen=True, tag="recovered"):
-    """A state is restored. From the trainer of rank 0.
+    """A state is restored. From the trainer of rank 0."""
 
-    Attributes:
-        step: restored step.
-        record: its record.
-        tier: source of the state: ``"local memory"``, ``"peers"``, ``"storage"``, or the name of another place.
-        seconds: duration of the restore, without the start of the process.
-        steps_lost: number of committed steps beyond the restored one; None where it is not known.
-        exact: False where training does not go on bit for bit, as the number of ranks or the mesh has changed.
-        repeated: step that is taken once more first, as a proof; None if no step is.
-    """
-
-    step: int
-    record: int
-    tier: str
-    seconds: float
-    steps_lost: int | None
-    exact: bool = True
-    repeated: int | None = None
+    step: int  #: restored step
+    record: int  #: its record
+    tier: str  #: source of the state: ``"local memory"``, ``"peers"``, ``"storage"``, or the name of another place
+    seconds: float  #: duration of the restore, without the start of the process
+    steps_lost: int | None  #: number of committed steps beyond the restored one; None where it is not known
+    exact: bool = True  #: False where training does not go on bit for bit: the ranks or the mesh have changed
+    repeated: int | None = None  #: step that is taken once more first, as a proof; None if no step is
 
 
 class FirstStep(Event, frozen=True, tag="first_step"):
-    """The first step of an attempt is committed.
+    """The first step of an attempt is committed."""
 
-    Attributes:
-        step: that step.
-        seconds: from the end of the former attempt's trainers to this commit, or from this attempt's begin where there
-            was none.
-    """
-
-    step: int
-    seconds: float
+    step: int  #: that step
+    seconds: float  #: from the end of the former attempt's trainers to this commit; else from this attempt's begin
 
 
 class ResumeChecked(Event, frozen=True, tag="resume_check"):
@@ -163,23 +128,14 @@ class Finished(Event, frozen=True, tag="finished"):
 
 
 class Protected(Event, frozen=True, tag="protected"):
-    """A generation (a fresh start of base and log) is complete: what follows can be recovered.
+    """A generation (a fresh start of base and log) is complete: what follows can be recovered."""
 
-    Attributes:
-        ranks: ranks of the generation.
-        record: record after which it begins.
-        generation: its number.
-        mode: redo mode.
-        mode_reason: why this mode.
-        held_bytes: shared memory of the node.
-    """
-
-    ranks: RankGroup
-    record: int
-    generation: int
-    mode: str
-    mode_reason: str
-    held_bytes: int
+    ranks: RankGroup  #: ranks of the generation
+    record: int  #: record after which it begins
+    generation: int  #: its number
+    mode: str  #: redo mode
+    mode_reason: str  #: why this mode
+    held_bytes: int  #: shared memory of the node
 
 
 class GenerationDue(Event, frozen=True, tag="generation_due"):
@@ -218,31 +174,19 @@ class PeersGap(Event, frozen=True, tag="peers_gap"):
 
 
 class Stalled(Event, frozen=True, tag="stalled"):
-    """Protection has kept ranks from training for a second or more at a step. Several within ten seconds are one event.
+    """Protection has made a step wait for a second or more. Several within ten seconds are one event."""
 
-    Attributes:
-        step: newest step by then.
-        longest_ms: the longest stall, in milliseconds.
-        count: number of such stalls.
-    """
-
-    step: int | None
-    longest_ms: float
-    count: int
+    step: int | None  #: newest step by then
+    longest_ms: float  #: the longest stall, in milliseconds
+    count: int  #: number of such stalls
 
 
 class Lagging(Event, frozen=True, tag="lagging"):
-    """A tier has been as far behind training as slots allow for five seconds: training waits for it, or overtakes it.
+    """A tier has been as far behind training as slots allow for five seconds; training waits for it or overtakes it."""
 
-    Attributes:
-        tier: ``"replica"`` (redo) or ``"peers"``.
-        behind: records that it is behind.
-        limit: records that the slots allow.
-    """
-
-    tier: str
-    behind: int
-    limit: int
+    tier: str  #: ``"replica"`` (redo) or ``"peers"``
+    behind: int  #: records that it is behind
+    limit: int  #: records that the slots allow
 
 
 class CaughtUp(Event, frozen=True, tag="caught_up"):
@@ -253,17 +197,11 @@ class CaughtUp(Event, frozen=True, tag="caught_up"):
 
 
 class Drifted(Event, frozen=True, tag="drifted"):
-    """The audit has found a replica that differs from training, by twice as much as before or for the first time.
+    """The audit has found a replica that differs from training, by twice as much as before or for the first time."""
 
-    Attributes:
-        record: whose anchor showed it.
-        max_ulp: largest difference, in units in the last place.
-        tensor: where first.
-    """
-
-    record: int
-    max_ulp: float
-    tensor: str
+    record: int  #: whose anchor showed it
+    max_ulp: float  #: largest difference, in units in the last place
+    tensor: str  #: where first
 
 
 class Voided(Event, frozen=True, tag="voided"):
@@ -294,21 +232,13 @@ class Advised(Event, frozen=True, tag="advised"):
 
 
 class Stored(Event, frozen=True, tag="stored"):
-    """A checkpoint is in storage, whole and verified.
+    """A checkpoint is in storage, whole and verified."""
 
-    Attributes:
-        ranks: ranks whose state it has.
-        step: its step.
-        record: its record.
-        nbytes: its bytes.
-        seconds: duration of the write.
-    """
-
-    ranks: RankGroup
-    step: int
-    record: int
-    nbytes: int
-    seconds: float
+    ranks: RankGroup  #: ranks whose state it has
+    step: int  #: its step
+    record: int  #: its record
+    nbytes: int  #: its bytes
+    seconds: float  #: duration of the write
 
 
 class NotStored(Event, frozen=True, tag="not_stored"):
@@ -323,37 +253,21 @@ class NotStored(Event, frozen=True, tag="not_stored"):
 
 
 class Sample(Event, frozen=True, tag="sample"):
-    """Figures of a running training: every 5 seconds at first, then rarer, at last every 5 minutes.
+    """Figures of a running training: every 5 seconds at first, then rarer, at last every 5 minutes."""
 
-    Attributes:
-        step: newest step in this node's memory.
-        stored_step: newest step that this agent has made restorable from storage; None before the first.
-        peers_record: newest record that peers have acknowledged for every node; None without peers.
-        record: newest committed record.
-        commits: commits of this node's ranks since the last sample.
-        stall_ms: mean stall of these commits, in milliseconds; None where there were none.
-        longest_stall_ms: the longest of them.
-        lag_records: records that the replica is behind; None without a replica.
-        drift_ulp: the largest that the audit has found so far.
-        held_bytes: shared memory of base and log.
-        peers_bytes: memory of other nodes' records here.
-        agent_bytes: the agent's own resident memory.
-        sent_bytes: bytes sent to peers in this attempt.
-    """
-
-    step: int | None
-    stored_step: int | None
-    peers_record: int | None
-    record: int | None
-    commits: int
-    stall_ms: float | None
-    longest_stall_ms: float
-    lag_records: int | None
-    drift_ulp: float
-    held_bytes: int
-    peers_bytes: int
-    agent_bytes: int
-    sent_bytes: int
+    step: int | None  #: newest step in this node's memory
+    stored_step: int | None  #: newest step that this agent has made restorable from storage; None before the first
+    peers_record: int | None  #: newest record that peers have acknowledged for every node; None without peers
+    record: int | None  #: newest committed record
+    commits: int  #: commits of this node's ranks since the last sample
+    stall_ms: float | None  #: mean stall of these commits, in milliseconds; None where there were none
+    longest_stall_ms: float  #: the longest of them
+    lag_records: int | None  #: records that the replica is behind; None without a replica
+    drift_ulp: float  #: the largest that the audit has found so far
+    held_bytes: int  #: shared memory of base and log
+    peers_bytes: int  #: memory of other nodes' records here
+    agent_bytes: int  #: the agent's own resident memory
+    sent_bytes: int  #: bytes sent to peers in this attempt
 
 
 class Lost(Event, frozen=True, tag="lost"):
@@ -362,42 +276,17 @@ class Lost(Event, frozen=True, tag="lost"):
     count: int
 
 
-#: Events of the agent.
-AgentEvent = Union[  # noqa: UP007
-    AgentStarted,
-    AgentLeft,
-    AttemptBegan,
-    FirstStep,
-    ResumeChecked,
-    TrainerDied,
-    TrainerLeft,
-    Fenced,
-    Preempted,
-    Finished,
-    Protected,
-    GenerationDue,
-    Degraded,
-    Whole,
-    PeersGap,
-    Stalled,
-    Lagging,
-    CaughtUp,
-    Drifted,
-    Voided,
-    Decision,
-    Stored,
-    NotStored,
-    Sample,
-    Lost,
-]
 #: Events that only a trainer knows of, and sends to its agent.
 TrainerEvent = Union[StartedOver, Recovered, GapEnded, Advised]  # noqa: UP007
-#: All of them.
-AnyEvent = Union[AgentEvent, TrainerEvent]  # noqa: UP007
+AnyEvent = Union[  # noqa: UP007
+    AgentStarted, AgentLeft, AttemptBegan, FirstStep, ResumeChecked, TrainerDied, TrainerLeft, Fenced, Preempted,
+    Finished, Protected, GenerationDue, Degraded, Whole, PeersGap, Stalled, Lagging, CaughtUp, Drifted, Voided,
+    Decision, Stored, NotStored, Sample, Lost, TrainerEvent,
+]  # fmt: skip
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """An event of a later version: its name, and its other fields."""
+    """An event of a later version."""
 
     name: str
     fields: dict[str, Any]
@@ -427,11 +316,7 @@ def encode(envelope: Envelope, event: AnyEvent | Unknown) -> bytes:
 
 
 def decode(line: bytes) -> Entry:
-    """The inverse of :func:`encode`.
-
-    Raises:
-        DamagedStateError: the line is torn, or no event.
-    """
+    """The inverse of :func:`encode`. Raises DamagedStateError where the line is torn, or no event."""
     try:
         envelope = _envelopes.decode(line)
         try:

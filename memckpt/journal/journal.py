@@ -1,7 +1,6 @@
-"""The journal of a run on a node: JSON lines in the run directory, bounded, written by a thread that nobody waits for.
+"""The journal of a run on a node: JSON lines in the run directory, bounded, written by a thread of its own.
 
-The run directory may be on a network disk that hangs or is full. Events then are lost and counted, and that is logged
-once; nothing else depends on the journal. It is not synced: a crash of the machine may take the last lines along.
+Where the disk hangs or is full, events are lost and counted. The files are not synced: a crash may take the last lines.
 """
 
 from __future__ import annotations
@@ -50,15 +49,7 @@ def files_of(run_dir: Path, node: str | None = None) -> dict[str, list[Path]]:
 class Journal:
     """Owns a thread and a descriptor of the run directory, which may be moved; :meth:`close` it.
 
-    Args:
-        run_dir: the run directory.
-        node: name of the node.
-        file_bytes: size at which a file is rotated.
-        clock: wall clock, in seconds since 1970.
-
-    Attributes:
-        attempt: number of the attempt that events belong to.
-        problem: why events cannot be written now; empty if they can.
+    `file_bytes` is the size at which a file is rotated; `clock` gives seconds since 1970.
     """
 
     def __init__(
@@ -68,7 +59,9 @@ class Journal:
         self._node = node
         self._file_bytes = file_bytes
         self._clock = clock
+        #: Number of the attempt that events belong to.
         self.attempt = 0
+        #: Why events cannot be written now; empty if they can.
         self.problem = ""
         self._directory = -1
         self._lines: queue.Queue[bytes | threading.Event | None] = queue.Queue(_MOST_WAITING)
@@ -86,12 +79,7 @@ class Journal:
         return self._dropped + self._failed
 
     def add(self, event: AnyEvent, at: float | None = None) -> None:
-        """Add an event. Never blocks, and never raises for the sake of the journal.
-
-        Args:
-            event: what has happened.
-            at: when, in seconds since 1970; None: now.
-        """
+        """Add an event that happened `at` some time (seconds since 1970). Never blocks, nor raises for the journal."""
         try:
             self._lines.put_nowait(self._line(event, at))
         except queue.Full:
@@ -111,14 +99,14 @@ class Journal:
         return line + b"\n"
 
     def settle(self, seconds: float) -> bool:
-        """Wait until what was noted is written, or could not be, but for `seconds` at most; returns whether it is."""
+        """Wait `seconds` at most until what was added is written or lost; returns whether that was long enough."""
         written = threading.Event()
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(written)
         return written.wait(seconds)
 
     def close(self) -> None:
-        """End the thread, and wait briefly until queued events are written. Idempotent."""
+        """End the thread once queued events are written; wait briefly for that. Idempotent."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
             self._thread.join(_END_SECONDS)
@@ -166,10 +154,9 @@ class Journal:
             self.problem = ""
 
     def _append(self, data: bytes) -> None:
-        """Write whole lines behind those that are there. The file is opened each time: others rotate and delete, too.
+        """Append whole lines to the file, which is opened each time: others rotate and delete it, too.
 
-        Raises:
-            OSError: it cannot be done, or in part only; the next call ends a line that is torn.
+        After an OSError a part may be written; the next call ends the torn line.
         """
         if self._directory < 0:
             self._directory = os.open(self._run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -194,11 +181,7 @@ class Journal:
         return os.open(file_name(self._node), flags, 0o644, dir_fd=self._directory)
 
     def _rotate(self) -> None:
+        here = self._directory
         for age in range(OLDER_FILES - 1, -1, -1):
             with contextlib.suppress(FileNotFoundError):
-                os.rename(
-                    file_name(self._node, age),
-                    file_name(self._node, age + 1),
-                    src_dir_fd=self._directory,
-                    dst_dir_fd=self._directory,
-                )
+                os.rename(file_name(self._node, age), file_name(self._node, age + 1), src_dir_fd=here, dst_dir_fd=here)

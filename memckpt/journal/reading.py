@@ -51,17 +51,13 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def read_journal(run_dir: Path, node: str | None = None) -> list[Entry]:
-    """All events of a run, oldest first; `node`: of that node only. Empty where there is no journal.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """All events of a run, oldest first; `node`: of that node only. Raises OSError where a file cannot be read."""
     with contextlib.closing(Follower(run_dir, node)) as follower:
         return follower.poll()
 
 
 def latest_attempt(run_dir: Path, node: str) -> int:
-    """Number of the newest attempt that a node's journal knows of; 0 where it knows of none, or cannot be read."""
+    """Number of the newest attempt in a node's journal; 0 where there is none, or it cannot be read."""
     numbers = [0]
     for path in reversed(files_of(run_dir, node).get(node, [])):
         if not path.is_file():
@@ -102,10 +98,8 @@ class _File:
 
     def _rotated(self) -> bool:
         """Whether the path leads to another file than the one that is open."""
-        if self._fd < 0:
-            return True
         try:
-            return not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+            return self._fd < 0 or not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
         except FileNotFoundError:  # between two renames
             return False
 
@@ -127,11 +121,7 @@ class Follower:
         self._files: dict[str, _File] = {}
 
     def poll(self) -> list[Entry]:
-        """The entries since the last call, by time.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """The entries since the last call, by time. Raises OSError where a file cannot be read."""
         found: list[Entry] = []
         for node, paths in files_of(self._run_dir, self._node).items():
             if node not in self._files:
