@@ -16,10 +16,9 @@ import time
 from collections.abc import Sequence
 
 from memckpt.errors import MALFORMED
-from memckpt.processes.address import peer
+from memckpt.processes.address import BACKLOG, peer
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
-from memckpt.processes.listener import BACKLOG
 from memckpt_run.attempts import Attempt, Given, PythonCommand
 from memckpt_run.messages import Become, Begin, Ended, Started, receive_request, send, unpacked
 from memckpt_run.notes import Notes

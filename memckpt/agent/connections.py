@@ -11,11 +11,10 @@ import socket
 from collections.abc import Callable, Iterator
 
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
-from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.address import AgentAddress, Listener, ServingAgent, peer
 from memckpt.processes.attempt import TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
-from memckpt.processes.listener import Listener, ServingAgent
 from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.trainer import Leaving, Refused

@@ -1,7 +1,12 @@
-"""Address of a run's agent on a node: a file in the run directory that names its socket, and a lock for its start.
+"""Address of a run's agent on a node: a file in the run directory that names its sockets, and a lock for its start.
 
 The file is the only source. The environment of a later trainer may differ from that of the one that started the agent,
-and directories such as XDG_RUNTIME_DIR go when the user logs out.
+and directories such as XDG_RUNTIME_DIR go when the user logs out. The file also names its directory: in a copy of that
+directory it names an agent of another run.
+
+No path leads to the sockets, so none can be removed: one has a name in the abstract namespace, which belongs to the
+network namespace; the other is reached from other network namespaces, through a descriptor of the agent in ``/proc``.
+Both go with the agent.
 """
 
 from __future__ import annotations
@@ -13,9 +18,11 @@ import logging
 import os
 import platform
 import re
+import secrets
 import select
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +31,14 @@ from pathlib import Path
 import msgspec
 
 from memckpt.errors import MALFORMED, AgentError, AgentGoneError, ConfigurationError
-from memckpt.processes.listener import BACKLOG, Listener, ServingAgent
+from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.protocol.descriptors import readable
+from memckpt.storage.owner import lies_elsewhere
 
 _log = logging.getLogger("memckpt.agent")
 NODE_VARIABLE = "MEMCKPT_NODE"
+#: Length of the queue of connections that the agent has not accepted yet. A stopped agent accepts none.
+BACKLOG = 64
 #: Longest wait for room in the queue of an agent's connections, in seconds.
 _CONNECT_SECONDS = 5.0
 #: Longest time, in seconds, for which another process may start or end an agent.
@@ -40,6 +50,68 @@ _END_SECONDS = 10.0
 def node_name() -> str:
     """This node's name: MEMCKPT_NODE, or the host name."""
     return os.environ.get(NODE_VARIABLE) or platform.node()
+
+
+class ServingAgent(msgspec.Struct, frozen=True):
+    """Content of the file: the agent's process, its directory and its two sockets.
+
+    Attributes:
+        boot: id of the machine's boot; process ids of another boot mean nothing.
+        pid_namespace: inode of the PID namespace of `pid`.
+        socket: name in the abstract namespace.
+        descriptor: descriptor in the process that refers to the other socket's inode; -1: none.
+        directory: path of the run directory when the agent started; empty: unknown.
+        device, inode: of that directory.
+        directory_descriptor: descriptor in the process that refers to that directory, which may be moved; -1: none.
+    """
+
+    pid: int
+    start_ticks: int
+    boot: str
+    pid_namespace: int
+    socket: str
+    descriptor: int
+    directory: str = ""
+    device: int = 0
+    inode: int = 0
+    directory_descriptor: int = -1
+
+    @property
+    def addresses(self) -> Iterator[str]:
+        """Addresses to connect to, best first."""
+        yield f"\0{self.socket}"
+        if self.descriptor >= 0 and self._is_visible:
+            yield f"/proc/{self.pid}/fd/{self.descriptor}"
+
+    def serves_elsewhere(self, run_dir: Path) -> str:
+        """The directory that the agent serves if it is another one than `run_dir`; else empty."""
+        paths = [self.directory]
+        if self.directory_descriptor >= 0 and self._is_visible:
+            with contextlib.suppress(OSError):  # the agent is leaving
+                paths.append(os.readlink(f"/proc/{self.pid}/fd/{self.directory_descriptor}"))
+        return next((path for path in paths if path and lies_elsewhere(run_dir, Path(path), self._is_directory)), "")
+
+    def _is_directory(self, found: os.stat_result) -> bool:
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+    @property
+    def _is_visible(self) -> bool:
+        return self._pid_counts and start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def _pid_counts(self) -> bool:
+        return (self.boot, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+    def ends(self, within: float) -> bool:
+        """Whether the process is gone or ends within so many seconds; also True if that is unknown here."""
+        if not self._pid_counts:
+            return True
+        try:
+            process = ProcessHandle.of(self.pid, self.start_ticks)
+        except ProcessLookupError:
+            return True
+        with contextlib.closing(process):
+            return process.wait(within)
 
 
 @dataclass(frozen=True)
@@ -117,10 +189,10 @@ class AgentAddress:
     # The agent's side
 
     def listen(self) -> Listener:
-        """Listening sockets, after the run directory was made to name this process.
+        """Listening sockets, which the caller closes, after the run directory was made to name this process.
 
-        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets. Raises
-        AgentError: the file cannot be written.
+        The caller holds :meth:`starting`, and has seen that no other agent answers. Raises AgentError: the file cannot
+        be written.
         """
         listener = Listener(self.run_dir)
         written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
@@ -138,7 +210,7 @@ class AgentAddress:
         return listener
 
     def withdraw(self, serving: ServingAgent) -> None:
-        """Make the file name this agent as one that leaves. The caller holds :meth:`starting`, and :meth:`forget`."""
+        """Make the file name this agent as one that leaves. The caller holds :meth:`starting`."""
         if self.serving() == serving:
             try:
                 self.file_path.replace(self.leaving_path(serving))
@@ -180,32 +252,23 @@ class AgentAddress:
     def starting(self, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         """Hold the lock for starting an agent: one starter at a time, and none while an agent withdraws.
 
-        Raises AgentError: another process has held the lock for too long.
-
-        Args:
-            seconds: longest wait for it.
-
         The lock is a name in the abstract namespace. It goes with its holder, needs no file system with locks, and
-        belongs to this node, which may share the run directory with others.
+        belongs to this node, which may share the run directory with others. Raises AgentError: another process has held
+        it for more than `seconds`.
         """
         text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
         name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
         deadline = time.monotonic() + seconds
         while True:
-            lock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                lock.bind(name)
-                lock.listen(BACKLOG)
+                lock = _listen_at(name)
                 break
             except OSError as error:
-                lock.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
             self._wait_for_starter(name, deadline, seconds)
-        try:
+        with lock:
             yield
-        finally:
-            lock.close()
 
     def _wait_for_starter(self, name: str, deadline: float, limit: float) -> None:
         """Wait until the lock's holder releases it; only briefly if it does not listen yet."""
@@ -297,24 +360,105 @@ class AgentAddress:
                     raise AgentError(
                         f"the agent of {self.run_dir} runs as uid {uid}; expected this user, {os.getuid()}"
                     )
-            except BlockingIOError as error:
-                sock.close()
-                raise AgentGoneError(
-                    f"agent pid {serving.pid} has accepted no connection for {_CONNECT_SECONDS:.0f} s (stopped or "
-                    "overloaded?)"
-                ) from error
-            except (ConnectionRefusedError, FileNotFoundError, PermissionError) as error:
-                sock.close()
-                refusal = error
-            except BaseException:  # raised again; the socket has no other owner
-                sock.close()
-                raise
-            else:
                 return sock
+            except BaseException as error:  # the socket has no other owner
+                sock.close()
+                if isinstance(error, BlockingIOError):
+                    raise AgentGoneError(
+                        f"agent pid {serving.pid} has accepted no connection for {_CONNECT_SECONDS:.0f} s (stopped or "
+                        "overloaded?)"
+                    ) from error
+                if not isinstance(error, (ConnectionRefusedError, FileNotFoundError, PermissionError)):
+                    raise
+                refusal = error
         raise ConnectionRefusedError(str(refusal)) from refusal
+
+
+class Listener:
+    """The two listening sockets of the agent in this process. Its owner closes it.
+
+    `run_dir`: directory that the agent serves; None: only test whether sockets can listen.
+    """
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        name = f"memckpt-{secrets.token_hex(16)}"
+        self.sockets = [_listen_at(f"\0{name}")]
+        self._descriptor = self._directory = -1
+        try:
+            self._listen_in_proc()
+        except OSError as error:  # no directory for temporary files
+            _log.info("trainers in another network namespace will not reach this agent: %s", error)
+        pid = os.getpid()
+        self.serving = ServingAgent(pid, start_ticks(pid), _boot_id(), _pid_namespace(), name, self._descriptor)
+        if run_dir is not None:
+            self._open_directory(run_dir)
+
+    def _listen_in_proc(self) -> None:
+        """Listen on a socket whose path is removed as soon as a descriptor refers to its inode."""
+        with tempfile.TemporaryDirectory(prefix="memckpt-") as directory:
+            # Through a descriptor of the directory: a socket's path has 107 bytes at most.
+            fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                path = f"/proc/self/fd/{fd}/socket"
+                self.sockets.append(_listen_at(path))
+                self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.close(fd)
+
+    def _open_directory(self, run_dir: Path) -> None:
+        """Keep the directory open, to see where it is moved to, and to keep its inode from changing or being reused."""
+        try:
+            self._directory = fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # no directory: writing the file will raise
+            return
+        found = os.fstat(fd)
+        self.serving = msgspec.structs.replace(
+            self.serving, directory=str(run_dir), device=found.st_dev, inode=found.st_ino, directory_descriptor=fd
+        )
+
+    @property
+    def moved_to(self) -> Path | None:
+        """The run directory's new path if it was moved since the agent started; None: not moved, or removed."""
+        if self._directory < 0:
+            return None
+        now = os.readlink(f"/proc/self/fd/{self._directory}")
+        try:
+            same = now != self.serving.directory and os.path.samestat(os.stat(now), os.fstat(self._directory))
+        except OSError:
+            return None
+        return Path(now) if same else None
+
+    def close(self) -> None:
+        """Close sockets and descriptors. Idempotent."""
+        for listening in self.sockets:
+            listening.close()
+        for fd in (self._descriptor, self._directory):
+            if fd >= 0:
+                os.close(fd)
+        self._descriptor = self._directory = -1
+
+
+def _listen_at(address: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(address)
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except BaseException:  # raised again; the socket has no other owner
+        listening.close()
+        raise
+    return listening
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
     """Process id and user id of the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

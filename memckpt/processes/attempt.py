@@ -21,10 +21,7 @@ _log = logging.getLogger("memckpt.agent")
 
 @dataclass
 class TrainerHandle:
-    """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards.
-
-    `accelerated`: it trains on an accelerator.
-    """
+    """One trainer rank of the attempt, on an `accelerated` device or not; `unit`: the node's ranks with its shards."""
 
     rank: int
     unit: RankGroup
@@ -99,9 +96,8 @@ class Attempt:
         """Make sure that no trainer of this attempt lives on; returns those whose end has to be waited for.
 
         They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer as
-        a later restart. A living trainer that somebody else still runs is left alone. One that is dying already, and
-        has perhaps closed its connection, is waited for, whoever has started it. Raises RunBusyError: such a trainer
-        holds the run; the message has its pid.
+        a later restart. One that is dying already, and has perhaps closed its connection, is waited for. Raises
+        RunBusyError: a living trainer that another launcher still runs holds the run; the message has its pid.
         """
         here = [
             trainer
@@ -126,7 +122,7 @@ class Attempt:
 def _superseded(launcher: Launcher, newcomer: Hello) -> bool:
     """Whether a rank that this launcher started belongs to the past: its launcher is gone, or has restarted."""
     if launcher.pid == 0:
-        return False  # started by hand: nobody but a person restarts it
+        return False  # started by hand: only a person restarts it
     if start_ticks(launcher.pid) != launcher.start_ticks:
         return True
     same = (launcher.pid, launcher.start_ticks) == (newcomer.launcher.pid, newcomer.launcher.start_ticks)

@@ -11,11 +11,8 @@ class Backoff:
 
     It never gives up: training that waits for a process would hang for ever. A caller that gives up has a deadline.
 
-    Args:
-        at_once: number of deaths in a row that are followed by an immediate new try.
-        first: the shortest pause, in seconds.
-        longest: the longest pause, in seconds.
-        steady: lifetime, in seconds, from which on a death does not count as a failed start.
+    The first `at_once` deaths in a row are followed by an immediate try, later ones by `first` to `longest` seconds.
+    After a life of `steady` seconds a death does not count as a failed start.
     """
 
     def __init__(
@@ -36,7 +33,7 @@ class Backoff:
         self._deaths = 0
 
     def reset(self) -> None:
-        """Forget earlier deaths: the next process has nothing to do with them."""
+        """Drop earlier deaths: the next process has nothing to do with them."""
         self._deaths = 0
 
     def started(self) -> None:

@@ -1,6 +1,6 @@
 """The event loop of a process: descriptors, deadlines by a clock, and calls from other threads.
 
-Deadlines are asked for in each turn, and not kept in timers: whoever has one computes it from what it knows, so that
+Deadlines are asked for in each turn, and not kept in timers: their owner computes them from what it knows, so that
 nothing has to be cancelled or set anew when that changes.
 
 asyncio was tried and is as fast. It has no single turns that a test could step through, no work at the end of a turn,
@@ -38,11 +38,9 @@ class Poller(Protocol):
 class EventLoop:
     """Belongs to one thread; only :meth:`post` may be called from others. Owns a pipe that wakes it; :meth:`close` it.
 
-    What a callback raises leaves :meth:`turn`.
-
-    `life`: page in which the loop shows that it lives; belongs to the caller. `clock`: clock of the deadlines, in
-    seconds. `poller`: waits for descriptors; sockets that others register with it wake the loop. `beat_seconds`:
-    longest wait of a turn, in seconds, where others look at `life`; None: no limit.
+    What a callback raises leaves :meth:`turn`. Sockets that others register with `poller` wake the loop. The caller
+    owns `life`, the page in which the loop shows that it lives; where others look at it, a turn waits for at most
+    `beat_seconds`.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class EventLoop:
     def attend(self, source: HasDescriptor, callback: Callable[[], None], to_write: bool = False) -> None:
         """Call a function whenever there is something to read, or an end; with `to_write` also when there is room.
 
-        A source that is attended to gets the new function. Whoever closes it calls :meth:`forget` before.
+        A source that is attended to gets the new function. Call :meth:`unregister` before it is closed.
         """
         self._attend(source.fileno(), callback, select.POLLIN | (select.POLLOUT if to_write else 0))
 
@@ -81,17 +79,11 @@ class EventLoop:
             self._poller.unregister(fd)
 
     def each_turn(self, work: Callable[[], None], deadline: Callable[[], float | None]) -> None:
-        """Call `work` at the end of each turn.
-
-        `work`: does what is due by the clock, or by what has just happened. `deadline`: returns the time by which a
-        turn has to end, by the clock; None: whenever something happens.
-        """
+        """Call `work` at the end of each turn. A turn ends when something happens, by `deadline()` at the latest."""
         self._work.append((work, deadline))
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the loop call a function, after those that it was given before; safe to call from any thread, and from
-        a signal handler. A loop that is closed calls nothing.
-        """
+        """Have the loop call a function after earlier ones, unless it is closed. For any thread and signal handler."""
         self._posted.append(call)
         if self._wake_write >= 0:
             with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop is awake

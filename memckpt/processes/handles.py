@@ -22,13 +22,20 @@ def start_ticks(pid: int) -> int:
     The main thread of a process that was killed may be a zombie before the others have ended. Until then the process
     has its descriptors, and its listening sockets take connections: it is there.
     """
+    fields = _stat_of(pid)
+    if not fields:
+        return 0
+    threads = int(fields[17])
+    return 0 if fields[0] in "ZX" and threads <= 1 else int(fields[19])
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields of its stat file from the state on; empty if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0
-    fields = stat[stat.rindex(")") + 2 :].split()
-    threads = int(fields[17])
-    return 0 if fields[0] in "ZX" and threads <= 1 else int(fields[19])
+        return []
+    return stat[stat.rindex(")") + 2 :].split()
 
 
 def _status_of(pid: int) -> dict[str, str]:
@@ -101,12 +108,8 @@ class ProcessHandle:
         """Whether it is dead, exiting, or has a pending SIGKILL: its end only has to be waited for."""
         if not self.alive():
             return True
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return True
-        fields = stat[stat.rindex(")") + 2 :].split()
-        if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
+        fields = _stat_of(self.pid)
+        if not fields or fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
             return True
         status = _status_of(self.pid)
         pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)

@@ -1,10 +1,12 @@
-"""The agent's end of a helper process: a writer, the auditor, or the replicator."""
+"""A helper process of an agent (a writer, the auditor, the replicator): the agent's end, and the process's own."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from typing import Generic, TypeVar
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
+from memckpt.processes.launch import environment_with_package
 from memckpt.protocol.channel import Channel, encode
 from memckpt.protocol.descriptors import writable
 from memckpt.protocol.messages import (
@@ -30,6 +33,7 @@ from memckpt.protocol.messages import (
 )
 
 _log = logging.getLogger("memckpt.agent")
+#: Longest time, in seconds, for a killed process to end, and for one to read a message.
 _END_SECONDS = 5.0
 _TAKE_SECONDS = 5.0
 #: The longest wait for an answer, however many other messages come before it.
@@ -55,25 +59,16 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _cannot_start(module: str, error: OSError) -> AgentError:
-    return AgentError(
-        f"expected to start a process of {module}, found {error}; raise the limit on processes, open files or memory "
-        "that the error names"
-    )
-
-
 class HelperProcess(Generic[In, Out]):
     """Owns the process and the connection to it; :meth:`close` ends both, as far as the kernel permits.
 
-    The agent never blocks on it: messages that it does not take at once are queued. Raises AgentError: it cannot be
-    started.
+    The agent never blocks on it: messages that it does not take at once are queued. It runs `module` with `arguments`
+    and those for the connection. Raises AgentError: it cannot be started.
 
-    Args:
-        module: module to run, with these arguments and those for the connection.
-        loop: the agent's, which reads the answers; the process may watch its page.
-        received: called with each answer; an AgentError from it means that the process cannot be trusted.
-        ended: called with the reason once the process is gone, or cannot be trusted.
-        liveness_seconds: seconds without a sign of life after which it counts as standing still; None: not watched.
+    `loop`: the agent's, which reads the answers; the process may watch its page. `received`: called with each answer;
+    an AgentError from it means that the process cannot be trusted. `ended`: called with the reason once the process is
+    gone, or cannot be trusted. `liveness_seconds`: after so long without a sign of life it counts as standing still;
+    None: not watched.
     """
 
     def __init__(
@@ -103,30 +98,25 @@ class HelperProcess(Generic[In, Out]):
     def _start(self, module: str, arguments: Sequence[str]) -> None:
         pages = {"--life": self._life, "--agent-life": self._loop.life}
         given = {option: page.fd for option, page in pages.items() if self._life is not None and page is not None}
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:
-            raise _cannot_start(module, error) from error
-        package_root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
-        try:
-            connection = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid())]
-            connection += [word for option, fd in given.items() for word in (option, str(fd))]
-            with _signals_held_back():
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, *connection, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno(), *given.values()],
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-        except OSError as error:
-            ours.close()
-            raise _cannot_start(module, error) from error
-        except BaseException:  # raised again; our end of the pair has no other owner
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(ours.close)
+                with theirs, _signals_held_back():
+                    connection = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid())]
+                    connection += [word for option, fd in given.items() for word in (option, str(fd))]
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", module, *connection, *arguments],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno(), *given.values()],
+                        env=environment_with_package(),
+                    )
+            except OSError as error:
+                raise AgentError(
+                    f"expected to start a process of {module}, found {error}; raise the limit on processes, open files "
+                    "or memory that the error names"
+                ) from error
+            undo.pop_all()
         self._channel = Channel[In, Out](ours)
         #: Descriptors that came with the message being received.
         self._came: list[int] = []
@@ -170,10 +160,9 @@ class HelperProcess(Generic[In, Out]):
             self._watch.limit = liveness_seconds
 
     def _wait(self, ready: Callable[[float], T | None], seconds: float) -> T | None:
-        """Wait for something while watching that the process is alive; None after so many seconds.
+        """Wait for what `ready` waits for, while watching that the process is alive; None after so many seconds.
 
-        `ready`: waits for it, at most so many seconds; None: it has not come. `seconds`: longest wait in total. Raises
-        AgentGoneError: the process stands still.
+        `ready` waits for at most as many seconds as it is given. Raises AgentGoneError: the process stands still.
         """
         until = time.monotonic() + seconds
         while True:
@@ -301,3 +290,46 @@ class HelperProcess(Generic[In, Out]):
 WriterProcess = HelperProcess[WriterToAgent, AgentToWriter]
 AuditorProcess = HelperProcess[AuditorToAgent, AgentToAuditor]
 ReplicatorProcess = HelperProcess[ReplicatorToAgent, AgentToReplicator]
+
+
+# The process's own end: it dies with its agent, and yields CPU, disk and memory to training.
+
+#: The number of the system call ioprio_set, which the C library has no function for.
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282}
+_OF_THREAD = 1
+#: Niceness above the agent's, which is 10 by default: 19 is the lowest priority that there is.
+_NICER = 9
+_CLASS_SHIFT, _IDLE = 13, 3
+#: A writer that the kernel ends for want of memory costs one checkpoint; a trainer or an agent costs more.
+_OOM_SCORE = 500
+_PR_SET_PDEATHSIG = 1
+
+
+def belong_to(agent: int) -> bool:
+    """Have this process killed as its agent dies, and leave signals to the agent; False: that is dead already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:
+        return False
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: it may have to save before it leaves
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
+    return True
+
+
+def step_back() -> None:
+    """Have this thread served when nobody else wants a CPU, or the disk. The other threads keep their priorities."""
+    os.nice(_NICER)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, _OF_THREAD, 0, _IDLE << _CLASS_SHIFT) < 0:
+        # Kernels and sandboxes without it: the thread has its niceness.
+        _log.info("the I/O priority cannot be set: %s", os.strerror(ctypes.get_errno()))
+
+
+def prefer_to_be_ended() -> None:
+    """Have the kernel end this process first where memory is short."""
+    path = Path("/proc/self/oom_score_adj")
+    if int(path.read_text()) < _OOM_SCORE:
+        path.write_text(str(_OOM_SCORE))

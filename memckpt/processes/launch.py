@@ -102,35 +102,31 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
     return pid
 
 
-def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "memckpt.agent",
-        str(address.run_dir),
-        "--node",
-        address.node,
-        "--linger-seconds",
-        str(config.linger_seconds),
-        "--niceness",
-        str(config.niceness),
-        "--ready-fd",
-        str(report_fd),
-    ]
+def environment_with_package() -> dict[str, str]:
+    """This process's environment, in which a process of any working directory finds this package.
+
+    The trainer may run in another directory than it was started in, and its sys.path is not inherited.
+    """
     package_root = str(Path(__file__).resolve().parents[2])
-    environment = {
-        **os.environ,
-        "OMP_WAIT_POLICY": "passive",
-        # The trainer may run in another directory than it was started in, and its sys.path is not inherited.
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")])),
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subprocess.Popen[bytes]:
+    options = {
+        "--node": address.node,
+        "--linger-seconds": config.linger_seconds,
+        "--niceness": config.niceness,
+        "--ready-fd": report_fd,
     }
+    words = [str(word) for option in options.items() for word in option]
     with address.log_path.open("ab") as log:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "memckpt.agent", str(address.run_dir), *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**environment_with_package(), "OMP_WAIT_POLICY": "passive"},
             start_new_session=True,
             pass_fds=[report_fd],
         )
@@ -154,10 +150,6 @@ def _end_agent(line: str) -> None:
     if not line:
         return
     pid, ticks = (int(word) for word in line.split())
-    with contextlib.suppress(ProcessLookupError):
-        process = ProcessHandle.of(pid, ticks)
-        try:
-            process.kill()
-            process.wait(_END_SECONDS)
-        finally:
-            process.close()
+    with contextlib.suppress(ProcessLookupError), contextlib.closing(ProcessHandle.of(pid, ticks)) as process:
+        process.kill()
+        process.wait(_END_SECONDS)

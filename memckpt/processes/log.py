@@ -66,10 +66,7 @@ class QueuedLines(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to_stderr(who: str = "") -> Iterator[None]:
-    """Log INFO and above to standard error inside the block, without blocking the caller.
-
-    `who`: name in each line, for a process that shares its log with others.
-    """
+    """Log INFO and above to standard error in the block, without blocking; `who`: name in each line of a shared log."""
     handler = QueuedLines(sys.stderr.fileno())
     handler.setFormatter(logging.Formatter(f"%(asctime)s {who}{' ' if who else ''}%(levelname)s %(message)s"))
     root = logging.getLogger()
@@ -83,10 +80,7 @@ def logging_to_stderr(who: str = "") -> Iterator[None]:
 
 
 class Seldom:
-    """Tells when to speak: the first times, then once in a while.
-
-    `first`: number of times that are all told. `seconds`: least time between later ones that are told, in seconds.
-    """
+    """Tells when to speak: the `first` times, then at most once in so many seconds."""
 
     def __init__(self, first: int = 10, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._first = first
@@ -97,10 +91,7 @@ class Seldom:
         self._untold = 0
 
     def count(self) -> str | None:
-        """Note that it has happened again.
-
-        Returns: Text to add to what is told, which names what was left out; None: nothing is to be told.
-        """
+        """Count one more time; returns a text to add to what is told, on what was left out; None: tell nothing."""
         now = self._clock()
         if self._first > 0:
             self._first -= 1

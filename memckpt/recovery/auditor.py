@@ -23,7 +23,7 @@ from memckpt.errors import AgentGoneError, DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.processes.helper import belong_to, prefer_to_be_ended, step_back
+from memckpt.processes.helper_process import belong_to, prefer_to_be_ended, step_back
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
 from memckpt.protocol.trainer import Arithmetic

@@ -15,10 +15,9 @@ from memckpt.cli.run_view import read_within
 from memckpt.config import ErasureConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError
-from memckpt.processes.address import AgentAddress
+from memckpt.processes.address import AgentAddress, Listener
 from memckpt.processes.control import ask_status
 from memckpt.processes.handles import start_ticks
-from memckpt.processes.listener import Listener
 from memckpt.protocol.status import Status
 from memckpt.storage.catalog import without
 from memckpt.storage.chain import stored_points

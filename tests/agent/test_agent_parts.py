@@ -26,11 +26,10 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.processes import helper_process
-from memckpt.processes.address import AgentAddress
+from memckpt.processes.address import AgentAddress, Listener
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import INLINE_BYTES, Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.peer_job import PhasesAre

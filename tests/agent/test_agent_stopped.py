@@ -13,9 +13,8 @@ import pytest
 from memckpt.agent.server import Agent
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.processes.address import AgentAddress
+from memckpt.processes.address import AgentAddress, Listener
 from memckpt.processes.control import ask_status
-from memckpt.processes.listener import Listener
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving

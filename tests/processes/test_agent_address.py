@@ -21,7 +21,6 @@ from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError
 from memckpt.processes import address as address_module
 from memckpt.processes import launch
-from memckpt.processes import listener as listener_module
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.protocol.descriptors import readable
@@ -119,7 +118,7 @@ def test_an_agent_that_lives_and_cannot_be_reached_is_named(
 def test_an_agent_that_accepts_nothing_is_not_waited_for_long(
     address: AgentAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "BACKLOG", 0)
+    monkeypatch.setattr(address_module, "BACKLOG", 0)
     monkeypatch.setattr(address_module, "_CONNECT_SECONDS", 0.01)
     listener = address.listen()
     first = address.connect()
@@ -250,7 +249,7 @@ def test_a_copy_does_not_find_the_agent_of_the_original(
     """Wherever both are; what the agent's directory is now is seen in its own PID namespace only."""
     original, copy = served.run_dir, tmp_path / "copy"
     if not seen:
-        monkeypatch.setattr(listener_module, "_pid_namespace", lambda: 1)
+        monkeypatch.setattr(address_module, "_pid_namespace", lambda: 1)
     if moved:
         original = original.rename(tmp_path / "moved")
     shutil.copytree(original, copy)

@@ -13,7 +13,7 @@ import sys
 
 from memckpt.errors import AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
-from memckpt.processes.helper import belong_to
+from memckpt.processes.helper_process import belong_to
 from memckpt.processes.log import logging_to_stderr
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.descriptors import raise_limit

@@ -13,7 +13,7 @@ import socket
 import sys
 
 from memckpt.errors import AgentGoneError
-from memckpt.processes.helper import belong_to, prefer_to_be_ended
+from memckpt.processes.helper_process import belong_to, prefer_to_be_ended
 from memckpt.protocol.channel import WriterChannel
 
 

@@ -31,7 +31,7 @@ from memckpt.errors import (
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.processes.helper import step_back
+from memckpt.processes.helper_process import step_back
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
 from memckpt.protocol.storing import Saved, SaveFailed
