@@ -373,13 +373,11 @@ class ResumedState:
         self.record = record
         #: Rank states of the records after a captured one, by record and rank.
         self._following = generation.following(record)
-        lazy = generation.replica is None and generation.spec.mode == "lazy"
-        reason = generation.why_not_repeated(record) if repeat or lazy else ""
-        before = _before(generation, record) if (repeat or lazy) and not reason else None
+        reason = generation.why_not_repeated(record) if repeat else ""
         #: Why its step is not repeated, in words; empty if it is.
         self._not_repeated = reason if repeat else ""
-        self._before = before if repeat else None
-        self._earlier = tuple(_earlier(generation, record)) if lazy else ()
+        self._before = _before(generation, record) if repeat and not reason else None
+        self._earlier = tuple(_earlier(generation, record)) if generation.replica is None else ()
         self._generation = generation
         self._advanced: set[int] = set()
 
@@ -399,6 +397,8 @@ class ResumedState:
             missing, plain = held.replica.describe_state()
             if self._before is None:
                 held.replica.advance_to(self.record)
+            else:
+                metas = (self._before.meta,)
         else:
             metas = held.metas_for(self.record)
         return Prepared(

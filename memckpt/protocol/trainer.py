@@ -130,12 +130,12 @@ class Before(msgspec.Struct, frozen=True, array_like=True):
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """Answer to Prepare and Resume. Regions come along as descriptors: slots, then static and replica where present.
 
-    For Resume: `metas` are the records to redo (lazy), `rank_states` those of `record` by rank, and `missing` and
-    `plain` describe the replica's state (eager) as in RecordMeta.
+    For Resume: `metas` are the records to redo, `rank_states` those of `record` by rank, and `missing` and `plain`
+    describe the replica's state (eager) as in RecordMeta.
 
     Where the step of `record` can be repeated, `before` is what it is repeated from, and an eager replica stands there
-    until all local ranks have asked to advance. Otherwise `not_repeated` says why. With lazy redo `earlier` is what the
-    records before are made from, newest first: one is restored where this one does not prove itself. `following` are
+    until all local ranks have asked to advance. Otherwise `not_repeated` says why. Without a replica `earlier` is what
+    the records before are made from, newest first: one is restored where this one does not prove itself. `following`:
     the rank states of later records, by record and rank, of which a captured state has nothing else.
 
     `whole`: all slots are reserved. Where they are not, no record may be begun before they are (NeedSlots).

@@ -71,7 +71,8 @@ class Restorer:
 
         Args:
             rank: rank whose by-value tensors to restore; None for none.
-            metas: metadata of the window of records up to and including it (lazy).
+            metas: metadata of the window of records up to and including it (lazy); of records behind the replica's
+                (eager).
             missing, plain: state that does not exist in the replica, and state that is not a tensor (eager).
         """
         self._target.forget_optimizer_state()
@@ -79,6 +80,8 @@ class Restorer:
             self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
         else:
             self._restore_from_replica(missing, codec.decode(plain) if plain else {})
+            for meta in metas:
+                self._redo_behind_replica(decode_meta(meta))
         self._target.order_state_keys()
         self._restore_static()
         if rank is not None:
@@ -110,6 +113,25 @@ class Restorer:
                         advance(state.nbytes)
                     if values:
                         self._optimizers[owner.optimizer].state[param] = values
+
+    def _redo_behind_replica(self, meta: RecordMeta) -> None:
+        """Redo one record in the live tensors, as the replica will."""
+        self._ring.check(meta.record, self._layout.spec.local_ranks)
+        for piece in self._layout.due(meta.record):
+            self._target.bring_home(self._anchored(piece, meta))
+        redo_targets = []
+        for index, spec in enumerate(self._layout.spec.params):
+            param = self._params[index]
+            states = {one.optimizer: self._optimizers[one.optimizer].state.get(param, {}) for one in spec.owners}
+            own = {
+                optimizer: {key: local(one) if isinstance(one, torch.Tensor) else one for key, one in state.items()}
+                for optimizer, state in states.items()
+            }
+            redo_targets.append(RedoTarget(index, 0, local(param).numel(), _parameter(local(param)), own))
+        gradients = StagedGradients(self._slots, self._layout, common_device(self._params))
+        RedoGroup(self._layout, redo_targets, self._build).apply(meta, gradients)
+        for redo_target in redo_targets:
+            self._target.bring_home(redo_target)
 
     # Lazy: anchors, then the records since
 
@@ -173,8 +195,7 @@ class Restorer:
             room = self._room_for(piece, owner, state, whole)
             room.copy_(anchor)
             states[owner.optimizer][state.key] = room
-        parameter = torch.nn.Parameter(target, requires_grad=target.is_floating_point() or target.is_complex())
-        return RedoTarget(piece.param, piece.start, piece.stop, parameter, states)
+        return RedoTarget(piece.param, piece.start, piece.stop, _parameter(target), states)
 
     def _room_for(self, piece: Piece, owner: OwnerSpec, state: StateTensorSpec, whole: bool) -> torch.Tensor:
         """The live tensor's memory for element-wise state; else a tensor private to the redo target."""
@@ -224,6 +245,10 @@ class _RedoClock:
                 self.busy += took
 
         return run
+
+
+def _parameter(target: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(target, requires_grad=target.is_floating_point() or target.is_complex())
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:

@@ -163,20 +163,13 @@ def change_in_the_commit(control: Control) -> None:
 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_what_a_repeated_step_led_to_is_compared_with_its_sample(lab: Lab, redo: str) -> None:
-    """A replica stands before the record: only what is put back behind the step shows what it makes of it."""
+    """A repeated step would not show it, as training writes to a tensor behind what is recorded of its step."""
     settings = config(redo, audit_budget=0.0)
     actions = {("in commit", CHANGED): change_in_the_commit, ("after commit", CHANGED): kill_self}
     lab.train(PLAIN, settings, prepare=look_away, actions=actions)
-    later: Any = {} if redo == "lazy" else {("after commit", CHANGED + 2): kill_self}
-    ended = lab.train(PLAIN, settings, seed=4, unchecked=None, actions=later)
-    if redo == "lazy":
-        assert ended.restored_step == CHANGED - 1
-        assert ended.verdict[0] == "equal"
-        return
-    assert ended.verdict[0] == "different"
-    assert f"the state after step {CHANGED}, from where it was put back is DIFFERENT: parameter" in ended.verdict[1]
     ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
-    assert not ended.of("restored")[0]["exact"]
+    assert ended.restored_step == CHANGED - 1
+    assert ended.verdict[0] == "equal"
 
 
 class Stamped(nn.BatchNorm1d):

@@ -109,17 +109,16 @@ class ChosenInMemory:
         self.held = replace(self.held, step=before.step, record=self.plan.record - 1, rank_state=self.state["provided"])
 
     def unrepeated(self, rank: int) -> ChosenInMemory | None:
-        """The record itself where its step is to be repeated; None where it is not, or a replica stands before it."""
-        if self.message.before is None or not self.message.earlier:
+        """The record itself where its step is to be repeated; None where it is not."""
+        if self.message.before is None:
             return None
         return self._at(self.plan.record, self.plan.step, self.message.rank_states[rank], self.message.metas)
 
     def take_repeated(self, rank: int) -> ChosenInMemory | None:
         """The record whose step is repeated from this state, which owns the writer then; None if no step is."""
-        if self.message.before is None:
-            return None
-        repeated = self._at(self.plan.record, self.plan.step, self.message.rank_states[rank], self.message.metas)
-        self.writer = None
+        repeated = self.unrepeated(rank)
+        if repeated is not None:
+            self.writer = None
         return repeated
 
     def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
@@ -136,12 +135,16 @@ class ChosenInMemory:
         message = msgspec.structs.replace(self.message, before=None)
         if self.regions.replica is not None:
             advanced = link.advance(self.plan.record)
-            message = msgspec.structs.replace(message, missing=advanced.missing, plain=advanced.plain)
+            message = msgspec.structs.replace(message, missing=advanced.missing, plain=advanced.plain, metas=())
+            self.metas = ()
         self.regions.message = message
 
     def forgo_repetition(self) -> None:
-        """Do not repeat the record's step."""
-        self.regions.message = msgspec.structs.replace(self.message, before=None)
+        """Do not repeat the record's step; the state before it stays one that can be restored."""
+        message = self.message
+        assert message.before is not None
+        earlier = message.earlier or (message.before,)
+        self.regions.message = msgspec.structs.replace(message, before=None, earlier=earlier)
 
     def earlier(self, rank: int) -> list[ChosenInMemory]:
         """The records before it, newest first, in the same regions; none where its step is to be repeated."""
@@ -232,13 +235,21 @@ class ChosenInStorage:
         held = sorted((one.name, one.shape, one.shard) for one in self.spec.tensors() if one.shard is not None)
         return sorted(live.pieces()) != held
 
-    def take_repeated(self, rank: int) -> ChosenInStorage | None:
+    def unrepeated(self, rank: int) -> ChosenInStorage | None:
         """The state after the step that is repeated from this one; None if no step is."""
         if self.repeated is None:
             return None
         point, state = self.repeated.point, codec.decode(self.repeated.rank_state)
         held = replace(self.held, step=point.step, record=point.record, rank_state=state["provided"])
-        return ChosenInStorage(held, state, self.repeated, self.newest_known, restored=True)
+        return ChosenInStorage(held, state, self.repeated, self.newest_known)
+
+    def take_repeated(self, rank: int) -> ChosenInStorage | None:
+        """The same, as the state that is put back."""
+        repeated = self.unrepeated(rank)
+        return None if repeated is None else replace(repeated, restored=True)
+
+    def forgo_repetition(self) -> None:
+        """No-op: the state before it is found in the store again."""
 
     def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
         """The optimizer steps of the state's last record; None where it has none."""

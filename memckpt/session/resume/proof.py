@@ -28,7 +28,7 @@ from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import LocalTraining, Ranks
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.resume.repetition import Repetition, any_accelerator, compare_following
-from memckpt.session.resume.report import RestoreReport, ResumeCheck, judge, judge_witness, prove
+from memckpt.session.resume.report import RestoreReport, ResumeCheck, judge, judge_witness
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.session.resume.witness import Witness
 from memckpt.session.staging import RestorePoint
@@ -153,12 +153,7 @@ class ResumeProof:
         if found is None:
             self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
             return None, "the agent has gone"
-        everybody, sampled = found
-        accelerated = any_accelerator(self._training.live, self._ranks)
-        proof = prove(sampled, accelerated, repetition.step, "where it was put back")
-        if proof.differs:
-            self.check.prove(proof)
-        judge(self.check, everybody, accelerated, what)
+        judge(self.check, found, any_accelerator(self._training.live, self._ranks), what)
         if self.check.verdict in ("equal", "rounding"):
             self._proven.note_equal()
         return repetition.held.take_writer(), ""

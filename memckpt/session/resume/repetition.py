@@ -118,7 +118,7 @@ class Repetition:
     def __init__(
         self,
         held: Chosen,
-        write: Callable[[Chosen, Comparison], Evidence],
+        write: Callable[[Chosen, Comparison], object],
         link: AgentLink,
         live: LiveState,
         ranks: Ranks,
@@ -138,20 +138,18 @@ class Repetition:
         """Release the held record; training ends before the step does."""
         self.held.close()
 
-    def finish(self, rank_state: bytes, states: RankState) -> tuple[list[Findings], list[Findings]] | None:
+    def finish(self, rank_state: bytes, states: RankState) -> list[Findings] | None:
         """Compare the live state with the held one, and put the held one back; collective.
 
         Returns:
-            The findings of all ranks, by rank, and those of what was put back, compared with its sample; None if some
-            agent is gone and nothing was put back.
+            The findings of all ranks, by rank; None if some agent is gone and nothing was put back.
 
         Raises:
             DamagedStateError: the held state cannot be put back; on every rank.
         """
         if not all(self._ranks.gather(self._advance_replica())):
             return None
-        found = self._ranks.together(lambda: self._try_to_put_back(rank_state, states))
-        return [one for one, _ in found], [sampled for _, sampled in found]
+        return self._ranks.together(lambda: self._try_to_put_back(rank_state, states))
 
     def _advance_replica(self) -> bool:
         """Have the replica redo the step. Returns False if its agent is gone."""
@@ -162,9 +160,9 @@ class Repetition:
             return False
         return True
 
-    def _try_to_put_back(self, rank_state: bytes, states: RankState) -> tuple[Findings, Findings]:
+    def _try_to_put_back(self, rank_state: bytes, states: RankState) -> Findings:
         try:
-            repeated, evidence = self._put_back(rank_state, states)
+            return self._put_back(rank_state, states)
         except Exception as error:  # redo runs the user's classes with what was recorded
             raise DamagedStateError(
                 f"resume: expected to put the state after step {self.step} back, which was repeated, found "
@@ -172,12 +170,8 @@ class Repetition:
                 "resume_check='witness' (with 'auto' the next start repeats no step), which leaves such a state for an "
                 "older one"
             ) from error
-        sampled = Comparison()
-        if "evidence" in self.held.state:
-            compare_sample(evidence, self.held.state["evidence"], sampled)
-        return repeated, sampled.findings(self._live.tensors())
 
-    def _put_back(self, rank_state: bytes, states: RankState) -> tuple[Findings, Evidence]:
+    def _put_back(self, rank_state: bytes, states: RankState) -> Findings:
         comparison = Comparison()
         if self.steps is not None:
             self.steps.end_steps()
@@ -188,10 +182,10 @@ class Repetition:
         if "optimizers" in held:
             found = self._live.capture_optimizers(self.held.spec)
             comparison.value("state", "optimizers", found, held["optimizers"])
-        evidence = self._write(self.held, comparison)
+        self._write(self.held, comparison)
         states.put_back({name: held["provided"][name] for name in differing})
         rng.restore(held["rng"])
-        return comparison.findings(self._live.tensors()), evidence
+        return comparison.findings(self._live.tensors())
 
 
 def compare_following(

@@ -355,10 +355,14 @@ class Resumption:
         Raises:
             DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
         """
-        self._prove_newest()
+        newest = self._prove_newest()
         first, fill = self.chosen, self._restoration.fill
         assert first is not None
         proof = fill(first)
+        if proof is not None and proof.differs and newest is not None:
+            first = self._forgo_repetition(newest, "the state that the step would be repeated from is refuted")
+            self._ranks.together(lambda: newest.advance_replica(self._link))
+            proof = fill(first)
         if proof is None or not proof.differs:
             return Filled(first, proof)
         told = any(self._ranks.gather(told))
@@ -373,25 +377,38 @@ class Resumption:
                 f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
                 "starts over"
             )
-        fill(first)  # nothing proves itself: this one is the nearest, and its report says what differs
+        # Nothing proves itself: this one is the nearest, and its report says what differs.
+        self._ranks.together(lambda: first.advance_replica(self._link))
+        fill(first)
         return Filled(first, proof)
 
-    def _prove_newest(self) -> None:
-        """Where a step is to be repeated, prove the state that it led to, which is put back in the end."""
+    def _prove_newest(self) -> Chosen | None:
+        """Where a step is to be repeated, prove the state that it led to, which is put back in the end; collective.
+
+        Returns:
+            That state, proven; None where no step is repeated. Where it is refuted it becomes the chosen one.
+        """
         chosen = self.chosen
-        newest = chosen.unrepeated(self._ranks.rank) if isinstance(chosen, ChosenInMemory) else None
+        newest = chosen.unrepeated(self._ranks.rank) if chosen is not None else None
         if not all(self._ranks.gather(newest is not None)):
-            return
+            return None
+        assert chosen is not None
         assert newest is not None
-        assert isinstance(chosen, ChosenInMemory)
         proof = self._restoration.fill(newest)
-        if proof is not None and proof.differs:
-            # A repeated step would only show that again.
-            newest.forgo_repetition()
-            self.chosen = newest
-            self._repeat.give_up("the state that the step led to is refuted")
-        else:
+        if isinstance(chosen, ChosenInMemory) and isinstance(newest, ChosenInMemory):
             chosen.writer = newest.writer
+        if proof is None or not proof.differs:
+            return newest
+        # A repeated step would only show that again.
+        self._forgo_repetition(newest, "the state that the step led to is refuted")
+        return None
+
+    def _forgo_repetition(self, newest: Chosen, reason: str) -> Chosen:
+        """Choose the state after the step that was to be repeated, for this reason."""
+        newest.forgo_repetition()
+        self.chosen = newest
+        self._repeat.give_up(reason)
+        return newest
 
     def _others(self) -> Iterator[Chosen]:
         """Older states that can be restored in place of the chosen one, nearest first; collective.
