@@ -28,6 +28,10 @@ _HYPERPARAMETERS = ("groups", "trainable", "state_order")
 _ABSENCES = ("gradients", "pending")
 #: First characters of the names of the session's own objects, whose owners say what is missing.
 OWN = "memckpt_"
+#: Beginnings of reasons that later resumes inherit: training goes on from a state that has this difference in it.
+EARLIER = "an earlier resume was not exact: "
+#: The same, of a reason that the user knew of: ``resume="exact"`` was not asked for.
+ACCEPTED = "an earlier resume was not exact, and was accepted: "
 #: Objects with a state that hang on the model's modules.
 OBJECTS = OWN + "objects"
 

@@ -39,7 +39,7 @@ from memckpt.session.loop import LoaderT, Loop
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
 from memckpt.session.protection import PreemptionNotice, Protection
-from memckpt.session.rank_state import OBJECTS, OWN, Parts, RankState
+from memckpt.session.rank_state import ACCEPTED, OBJECTS, OWN, Parts, RankState
 from memckpt.session.ranks import (
     LocalTraining,
     Ranks,
@@ -261,8 +261,7 @@ class Session:
         report = self.restore_tensors()
         held = self._resumption.held
         if report is not None and held is not None:
-            report = report.because(self._rank_state.load_registered(held.rank_state))
-            self._refuse_inexact(report)
+            self._accept(report.because(self._rank_state.load_registered(held.rank_state)))
         if report is not None or held is None:
             self.restore_rng()
         return None if report is None else report.because(*self._loop.found)
@@ -286,20 +285,26 @@ class Session:
         self._rank_state.load([OBJECTS], chosen.held.rank_state)
         report = report.because(*(one for one in self._rank_state.reasons if one not in known))
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
-        self._refuse_inexact(report)
+        self._accept(report)
         self._proof.begin_comparison(chosen)
         for each in self._observers:
             each.see_restored(report.step, report.record, report.tier, report.seconds, report.repeated)
         return report
 
-    def _refuse_inexact(self, report: RestoreReport) -> None:
-        """Raise ResumeMismatchError where an exact resume is asked for, and this one is not; on every rank."""
-        found = next(filter(None, self._ranks.gather("; ".join(report.reasons))), "")
+    def _accept(self, report: RestoreReport) -> None:
+        """Have later resumes name why this one is not exact, unless an exact one is asked for; collective.
+
+        Raises:
+            ResumeMismatchError: it is, and this one is not exact; on every rank.
+        """
+        reasons = [one for one in report.reasons if not one.startswith(ACCEPTED)]
+        found = next(filter(None, self._ranks.gather("; ".join(reasons))), "")
         if self._resumes_exactly and found:
             raise ResumeMismatchError(
                 f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. What was held "
                 "is still held: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
             )
+        self._rank_state.carry(ACCEPTED + one for one in reasons if one not in self._rank_state.reasons)
 
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""

@@ -114,12 +114,18 @@ def test_a_record_without_a_sample_is_resumed_and_not_called_exact(lab: Lab) -> 
 
 
 def test_where_nothing_proves_itself_the_nearest_is_resumed_and_it_is_said(lab: Lab) -> None:
-    die_behind_the_change(lab, config("lazy", resume_check="witness"), later=3)
-    ended = resume(lab, config("lazy", resume_check="witness"))
+    """Also at later resumes, which are exact but for that: even a user who wants exact ones goes on."""
+    settings = config("lazy", resume_check="witness", audit_budget=0.0)
+    die_behind_the_change(lab, settings, later=3)
+    ended = resume(lab, settings, actions={("after commit", CHANGED + 5): kill_self})
     assert ended.restored_step == CHANGED + 3
     verdict, line = ended.verdict
     assert verdict == "different"
     assert line.startswith(f"a sample of the state after step {CHANGED + 3}, from local memory is DIFFERENT: parameter")
+    later = resume(lab, settings, resume="exact")
+    assert later.restored_step == CHANGED + 5
+    assert not later.of("restored")[0]["exact"]
+    assert "an earlier resume was not exact, and was accepted: a sample of the state" in later.log
 
 
 def test_an_exact_resume_that_cannot_be_had_is_refused_and_nothing_is_lost(lab: Lab) -> None:

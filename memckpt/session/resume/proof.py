@@ -24,7 +24,7 @@ from memckpt.protocol.trainer import Checked
 from memckpt.recovery.comparison import copied_bytes
 from memckpt.recovery.from_storage import StoredState
 from memckpt.session.link import AgentLink
-from memckpt.session.rank_state import RankState
+from memckpt.session.rank_state import EARLIER, RankState
 from memckpt.session.ranks import LocalTraining, Ranks
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.resume.repetition import Repetition, any_accelerator, compare_following
@@ -125,6 +125,7 @@ class ResumeProof:
         """Correct the report: a loader has gone on with other data than it was left at."""
         if self.report is not None:
             self.report.because(reason)
+            self._rank_state.carry([EARLIER + reason])
 
     # The first records
 
@@ -197,9 +198,8 @@ class ResumeProof:
             ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
         """
         check, config = self.check, self._training.config
-        if check.verdict == "different":
-            # Later resumes go on from a state that has this difference in it, and would call themselves exact.
-            self._rank_state.carry([f"an earlier resume was not exact: {check.line.partition(';')[0]}"])
+        if check.verdict == "different" and not check.refuted:  # what the report has not said
+            self._rank_state.carry([EARLIER + check.line.partition(";")[0]])
         if self._ranks.rank == 0:
             level = logging.WARNING if check.verdict == "different" else logging.INFO
             show_by_default(_check_log)
