@@ -269,38 +269,30 @@ def _plain(text: str) -> str:
 
 
 def metrics() -> str:
-    """Every metric of an agent: families as ``families.py`` makes them."""
+    """Every metric of an agent, by the calls that make them in ``metrics.py``."""
     lines = ["| metric | kind | meaning |", "|---|---|---|"]
-    tree = ast.parse((ROOT / "memckpt/agent/metrics/families.py").read_text())
-    lines += sorted(row for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for row in _families(node))
+    tree = ast.parse((ROOT / "memckpt/agent/metrics.py").read_text())
+    lines += sorted(row for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for row in _metrics_of(node))
     return "\n".join(lines)
 
 
-_KINDS = {"gauge": "gauge", "gauges": "gauge", "counter": "counter", "counters": "counter", "info": "info"}
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 
-def _families(function: ast.FunctionDef) -> Iterator[str]:
-    """Rows for the families that a function makes, by its calls of ``make`` or of a family's class."""
-    texts = {
-        target.id: node.value.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def _metrics_of(function: ast.FunctionDef) -> Iterator[str]:
+    """Rows for the metrics that a function makes: kind, name, text, ..., label."""
+    texts: dict[str, object] = {}
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and len(node.args) > 1:
-            given = [
-                each.value if isinstance(each, ast.Constant) else texts.get(ast.unparse(each)) for each in node.args
-            ]
-            name, text, *more = map(str, given)
-            if ast.unparse(node.func) == "HistogramMetricFamily":
-                yield f"| `{name}` | histogram | {text} |"
-            elif isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "make":
-                kind = _KINDS[node.func.attr]
-                by = f"{{{more[0]}}}" if node.func.attr in ("gauges", "counters") else ""
-                yield f"| `memckpt_{name}{_SUFFIXES.get(kind, '')}{by}` | {kind} | {text} |"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            texts[ast.unparse(node.targets[0])] = node.value.value
+        if isinstance(node, ast.Yield) and isinstance(node.value, ast.Call):
+            given = node.value.args
+            args = [each.value if isinstance(each, ast.Constant) else texts.get(ast.unparse(each)) for each in given]
+            if (maker := ast.unparse(node.value.func)) != "Measured":
+                args.insert(0, maker.strip("_"))
+            kind, name, text, _, *more = args
+            by = f"{{{more[0]}}}" if more and maker != "Measured" else ""
+            yield f"| `memckpt_{name}{_SUFFIXES.get(str(kind), '')}{by}` | {kind} | {text} |"
 
 
 def promises() -> str:

@@ -9,12 +9,11 @@ from memckpt.journal.events import AnyEvent
 from memckpt.memory.redo_news import RedoNews
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
-from memckpt.protocol.status import MetricsSettings
 from memckpt.state.records import RankGroup
 
 
 class Host(Protocol):
-    """What a group asks of the process that it lives in. All but :meth:`notify` belong to the event loop."""
+    """The agent. All but :meth:`notify` belong to the event loop."""
 
     def start_writer(
         self,
@@ -22,13 +21,7 @@ class Host(Protocol):
         received: Callable[[WriterToAgent], None],
         ended: Callable[[str], None],
     ) -> WriterProcess:
-        """Start a process that writes.
-
-        Args:
-            what: it writes.
-            received: called with each of its answers.
-            ended: called with the reason when it is gone.
-        """
+        """Start a process that writes; `received` gets its answers, `ended` the reason of its end."""
 
     def tell_ranks(
         self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
@@ -39,26 +32,23 @@ class Host(Protocol):
         """Hand the event loop a message from the redo thread of these ranks' group; called on that thread."""
 
     def checkpoint_failed(self) -> None:
-        """A checkpoint could not be written."""
+        """Note that a checkpoint could not be written, and that nothing that is held is still to be written."""
 
     def note_event(self, event: AnyEvent) -> None:
         """Add an event to the run's journal, and count it. Never blocks."""
-
-    def show_metrics(self, settings: MetricsSettings) -> None:
-        """Show the agent's metrics there, and nowhere else."""
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
 
 
 class Siblings(Protocol):
-    """The other groups of a node, as one of them knows them."""
+    """The groups of a node."""
 
     def announce(self, ranks: RankGroup, record: int) -> None:
-        """The group of these ranks takes a checkpoint after a record."""
+        """Tell the other groups that the group of these ranks takes a checkpoint after a record."""
 
     def hurry(self, lead: int) -> None:
-        """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
+        """Have all give orders `lead` records ahead from now on: one for a snapshot was too late for some ranks."""
 
     def bytes_beside(self, ranks: RankGroup) -> int:
         """Memory that the node holds beside the group of these ranks, in bytes."""

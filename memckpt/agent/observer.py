@@ -1,6 +1,6 @@
 """What happens to a run, told to its journal: from messages as they pass, and from a look at the status each second.
 
-So no part of the agent has to think of the journal, and a commit costs two look-ups by type.
+So no other part of the agent has to think of the journal, nor of the figures of training.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from memckpt.agent.status import Figures
 from memckpt.journal.events import (
+    Advised,
     AgentLeft,
     AgentStarted,
     AnyEvent,
@@ -59,110 +60,109 @@ _LOOK_SECONDS = 1.0
 _SAMPLE_SECONDS, _SAMPLE_GROWTH, _SAMPLE_SECONDS_AT_LAST = 5.0, 0.002, 300.0
 #: Seconds for which an agent waits until the number of a new attempt is in the journal.
 _NUMBER_SECONDS = 1.0
+#: Weight of a new sample in the average stall; number of commits whose stalls are shown.
+_STALL_WEIGHT, _RECENT = 0.05, 64
+#: Bounds of the classes in which stalls are counted, in milliseconds.
+STALL_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1_000.0, 5_000.0, 30_000.0)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Figures:
+    """What an agent has seen since it started."""
+
+    check: str = ""  #: the finding of the attempt's resume check, in one line
+    verdict: str = ""  #: its verdict; empty before there is one
+    advice: Advised | None = None  #: the setting that would pay; None if no other one would
+    max_drift_ulp: float = 0.0
+    stall_ms: float | None = None  #: moving average of what a step waits for us; None before the first commit
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  #: of the newest commits, in ms
+    commits: int = 0
+    stalled_ms: float = 0.0  #: sum of all stalls
+    stall_counts: list[int] = field(default_factory=lambda: [0] * (len(STALL_BOUNDS_MS) + 1))  #: commits by stall
+    committed_at: float | None = None  #: time of the newest commit (monotonic clock)
+    events: Counter[str] = field(default_factory=Counter)  #: number of events by name
+    recoveries: Counter[str] = field(default_factory=Counter)  #: number of recoveries by tier
+    recovery_seconds: float = 0.0
+    steps_lost: int = 0  #: by recoveries, as far as it is known
+    stored_bytes: int = 0  #: of checkpoints
+    stored_at: float | None = None  #: when storage got its newest step, in seconds since 1970
+
+    def add_stall(self, stall_ms: float) -> None:
+        """Count how long a step has waited."""
+        before = stall_ms if self.stall_ms is None else self.stall_ms
+        self.stall_ms = before + _STALL_WEIGHT * (stall_ms - before)
+        self.stalls.append(stall_ms)
+        self.commits += 1
+        self.stalled_ms += stall_ms
+        self.stall_counts[bisect_left(STALL_BOUNDS_MS, stall_ms)] += 1
+
+    @property
+    def seconds_since_commit(self) -> float | None:
+        """None before the first commit."""
+        return time.monotonic() - self.committed_at if self.committed_at is not None else None
 
 
 class Observer:
     """Belongs to the agent's event loop. Owns the journal; :meth:`close` it.
 
-    Args:
-        address: address of the agent.
-        by_operator: whether it was started beside the job.
-        figures: what it has seen of training.
-        status: makes the agent's status.
-        clock: monotonic, in seconds.
-
-    Attributes:
-        counts: number of events since the agent's start, by name.
-        recoveries: number of recoveries, by tier.
-        recovery_seconds: their duration together.
-        steps_lost: by them, as far as it is known.
-        stored_bytes: written to storage as checkpoints.
-        stored_at: when storage got its newest step, in seconds since 1970; None before the first.
-        verdict: of the attempt's resume check; empty before it has one.
+    `by_operator` is as for the agent; `status` makes its status; `clock` is monotonic, in seconds.
     """
 
     def __init__(
         self,
         address: AgentAddress,
         by_operator: bool,
-        figures: Figures,
         status: Callable[[], Status],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._address = address
+        self.figures = Figures()
         self._by_operator = by_operator
-        self._figures = figures
         self._status = status
         self._clock = clock
         self.journal = Journal(address.run_dir, address.node)
         #: Number of the newest attempt that the journal knew of as the agent started.
         self._former_attempt = latest_attempt(address.run_dir, address.node)
-        self.counts: Counter[str] = Counter()
-        self.recoveries: Counter[str] = Counter()
-        self.recovery_seconds = 0.0
-        self.steps_lost = 0
-        self.stored_bytes = 0
-        self.stored_at: float | None = None
         self._stored_step: int | None = None
-        self.verdict = ""
         self._attempt: Attempt | None = None
         #: The attempt whose begin is noted, by its nonce.
         self._noted = ""
         #: When the trainers of the last attempt ended, or this one began; None once its first step is noted.
         self._down_since: float | None = None
         self._look_at = -math.inf
-        self._sampled_from: float | None = None
-        self._sample_at = math.inf
-        self._commits, self._stalled_ms = 0, 0.0
-        self._longest_ms = 0.0
+        self._sampled_from = self._sample_at = math.inf
+        #: As far as the last sample counted: commits, and their stalls; and the longest stall since.
+        self._commits, self._stalled_ms, self._longest_ms = 0, 0.0, 0.0
         self._drift_ulp = 0.0
-        self._memory = Tier("memory", self.note_event, clock)
-        self._peers = Tier("peers", self.note_event, clock)
-        self._storage = Tier("storage", self.note_event, clock)
-        self._replica_lag = Lag("replica", self.note_event, clock)
-        self._peers_lag = Lag("peers", self.note_event, clock)
+        self._memory, self._peers, self._storage = (
+            Tier(name, self.note_event, clock) for name in ("memory", "peers", "storage")
+        )
+        self._replica_lag, self._peers_lag = (Lag(name, self.note_event, clock) for name in ("replica", "peers"))
         self._stalls = Stalls(self.note_event, clock)
         self._seldom_due, self._seldom_protected = Seldom(clock=clock), Seldom(clock=clock)
         #: Mode of protection, and its reason, of each unit's newest generation.
         self._protected_how: dict[RankGroup, tuple[str, str]] = {}
         self._gap: tuple[int, int] | None = None
-        self._heard: dict[type, Callable[[TrainerHandle, Any], None]] = {
-            said.Commit: self._committed,
-            said.GenerationCommit: self._step_ended,
-            said.Checked: self._checked,
-            said.Configure: self._configured,
-            said.Void: self._voided,
-            said.NeedGeneration: self._generation_due,
-            said.Preempted: self._preempted,
-            said.Goodbye: self._goodbye,
-        }
-        self._told: dict[type, Callable[[RankGroup, Any], None]] = {
-            Saved: self._stored,
-            SaveFailed: self._not_stored,
-            said.Protected: self._protected,
-            said.Gap: self._gap_began,
-            said.Alarm: self._gap_began,
-            said.Drift: self._drifted,
-        }
 
     def note_event(self, event: AnyEvent) -> None:
         """Add an event to the journal, and count it. Never blocks."""
         self.journal.add(event)
-        self.counts[name_of(event)] += 1
+        figures = self.figures
+        figures.events[name_of(event)] += 1
         if isinstance(event, Recovered):
-            self.recoveries[event.tier] += 1
-            self.recovery_seconds += event.seconds
-            self.steps_lost += event.steps_lost or 0
+            figures.recoveries[event.tier] += 1
+            figures.recovery_seconds += event.seconds
+            figures.steps_lost += event.steps_lost or 0
+        elif isinstance(event, Advised):
+            figures.advice = event if event.line else None
 
     def _note_now_and_then(self, seldom: Seldom, event: AnyEvent) -> None:
         """Count an event of a generation, and add it to the journal now and then.
 
-        A script that changes weights has a generation at each step, and the journal is bounded: all of them would leave
-        no room for what else there is.
+        A script that changes weights has a generation at each step; all of them would fill the bounded journal.
         """
         if seldom.count() is None:
-            self.counts[name_of(event)] += 1
+            self.figures.events[name_of(event)] += 1
         else:
             self.note_event(event)
 
@@ -179,51 +179,76 @@ class Observer:
         return max(self._former_attempt, self.journal.attempt)
 
     def started(self, replaces: int | None) -> None:
-        """The agent serves; `replaces` is the pid of one that died without leaving."""
+        """Note that the agent serves; `replaces`: pid of one that died without leaving."""
         self.note_event(AgentStarted(os.getpid(), self._by_operator, replaces))
 
     def close(self, reason: str) -> None:
-        """The agent ends."""
+        """Note that the agent ends."""
         self.note_event(AgentLeft(reason))
         self.journal.close()
 
     # Messages as they pass
 
     def heard(self, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent) -> None:
-        """A trainer of the attempt has said something, which is about to be handled."""
-        note = self._heard.get(type(message))
-        if note is not None:
-            self._attempt = attempt
-            note(trainer, message)
+        """Note what a trainer of the attempt says, before it is handled."""
+        self._attempt = attempt
+        match message:
+            case said.Commit(step=step, stall_ms=stall_ms):
+                self.figures.add_stall(stall_ms)
+                self._longest_ms = max(self._longest_ms, stall_ms)
+                self._stalls.add(step, stall_ms)
+                self._step_ended(step)
+            case said.GenerationCommit():
+                self._step_ended(message.step)
+            case said.Note():
+                self.note_event(message.event)
+            case said.Checked():
+                self.figures.check, self.figures.verdict = message.line, message.verdict
+                self.note_event(ResumeChecked(message.verdict, message.line))
+            case said.Configure():
+                self._configured(trainer, attempt, message)
+            case said.Void():
+                self.note_event(Voided(trainer.rank, message.record, message.reason))
+            case said.NeedGeneration():
+                self._note_now_and_then(self._seldom_due, GenerationDue(message.record, message.reason))
+            case said.Preempted():
+                self.note_event(Preempted(trainer.rank))
+            case said.Goodbye(finished=True):
+                others = [one for one in attempt.trainers.values() if one is not trainer]
+                if attempt.all_here and all(one.finished for one in others):
+                    self.note_event(Finished(self._status().step))
 
     def told(self, ranks: RankGroup, message: AgentToTrainer) -> None:
-        """The trainers of these ranks are told something."""
-        note = self._told.get(type(message))
-        if note is not None:
-            note(ranks, message)
+        """Note what the trainers of these ranks are told."""
+        match message:
+            case Saved():
+                self.figures.stored_bytes += message.nbytes
+                self.note_event(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
+            case SaveFailed():
+                self.note_event(NotStored(ranks, message.step, message.reason))
+            case said.Protected():
+                self._protected(ranks, message)
+            case said.Gap() | said.Alarm():
+                self._memory.update(message.reason)
+            case said.Drift():
+                self.figures.max_drift_ulp = max(self.figures.max_drift_ulp, message.max_ulp)
+                if message.sure or message.max_ulp >= 2 * self._drift_ulp:
+                    self._drift_ulp = max(self._drift_ulp, message.max_ulp)
+                    self.note_event(Drifted(message.record, message.max_ulp, message.tensor))
 
-    def _committed(self, trainer: TrainerHandle, message: said.Commit) -> None:
-        if message.stall_ms > self._longest_ms:
-            self._longest_ms = message.stall_ms
-        self._stalls.add(message.step, message.stall_ms)
-        self._step_ended(trainer, message)
-
-    def _step_ended(self, trainer: TrainerHandle, message: said.Commit | said.GenerationCommit) -> None:
+    def _step_ended(self, step: int) -> None:
+        self.figures.committed_at = time.monotonic()
         if self._down_since is not None:
-            self.note_event(FirstStep(message.step, round(self._clock() - self._down_since, 3)))
+            self.note_event(FirstStep(step, round(self._clock() - self._down_since, 3)))
             self._down_since = None
 
-    def _checked(self, trainer: TrainerHandle, message: said.Checked) -> None:
-        self.verdict = message.verdict
-        self.note_event(ResumeChecked(message.verdict, message.line))
-
-    def _configured(self, trainer: TrainerHandle, message: said.Configure) -> None:
-        attempt, timeline = self._attempt, message.timeline
-        if timeline is None or attempt is None or timeline.nonce == self._noted:
+    def _configured(self, trainer: TrainerHandle, attempt: Attempt, message: said.Configure) -> None:
+        timeline = message.timeline
+        if timeline is None or timeline.nonce == self._noted:
             return
         self._noted = timeline.nonce
         self.journal.attempt = timeline.number
-        self.verdict = ""
+        self.figures.verdict = ""
         came = tuple(sorted((one.rank, one.process.pid) for one in attempt.trainers.values()))
         # One that rejoins has got somewhere before it said hello to this agent.
         rejoined = trainer.next_record > 0
@@ -233,33 +258,9 @@ class Observer:
         now = self._clock()
         if self._down_since is None and not rejoined:
             self._down_since = now
-        self._sampled_from, self._sample_at = now, now
-        self._look_at = now
+        self._sampled_from = self._sample_at = self._look_at = now
         self._peers.restart()
         self._gap = None
-
-    def _voided(self, trainer: TrainerHandle, message: said.Void) -> None:
-        self.note_event(Voided(trainer.rank, message.record, message.reason))
-
-    def _generation_due(self, trainer: TrainerHandle, message: said.NeedGeneration) -> None:
-        self._note_now_and_then(self._seldom_due, GenerationDue(message.record, message.reason))
-
-    def _preempted(self, trainer: TrainerHandle, message: said.Preempted) -> None:
-        self.note_event(Preempted(trainer.rank))
-
-    def _goodbye(self, trainer: TrainerHandle, message: said.Goodbye) -> None:
-        attempt = self._attempt
-        assert attempt is not None
-        others = [one for one in attempt.trainers.values() if one is not trainer]
-        if message.finished and attempt.all_here and all(one.finished for one in others):
-            self.note_event(Finished(self._status().step))
-
-    def _stored(self, ranks: RankGroup, message: Saved) -> None:
-        self.stored_bytes += message.nbytes
-        self.note_event(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
-
-    def _not_stored(self, ranks: RankGroup, message: SaveFailed) -> None:
-        self.note_event(NotStored(ranks, message.step, message.reason))
 
     def _protected(self, ranks: RankGroup, message: said.Protected) -> None:
         status = self._status()
@@ -271,18 +272,10 @@ class Observer:
             self.note_event(event)
         self._memory.update("")
 
-    def _gap_began(self, ranks: RankGroup, message: said.Gap | said.Alarm) -> None:
-        self._memory.update(message.reason)
-
-    def _drifted(self, ranks: RankGroup, message: said.Drift) -> None:
-        if message.sure or message.max_ulp >= 2 * self._drift_ulp:
-            self._drift_ulp = max(self._drift_ulp, message.max_ulp)
-            self.note_event(Drifted(message.record, message.max_ulp, message.tensor))
-
     # Trainers that go
 
     def trainer_left(self, trainer: TrainerHandle, last: bool) -> None:
-        """A trainer's connection has ended; `last`: no other one is here."""
+        """Note the end of a trainer's connection; `last`: no other one is here."""
         if not trainer.finished:
             kind = TrainerDied if trainer.process.dying() else TrainerLeft
             self.note_event(kind(trainer.rank, trainer.process.pid, self._status().step))
@@ -290,7 +283,7 @@ class Observer:
             self._down_since = self._clock()
 
     def fencing(self, dying: Sequence[TrainerHandle]) -> None:
-        """A new attempt waits until these are dead."""
+        """Note that a new attempt waits until these are dead."""
         self.note_event(Fenced(tuple(trainer.process.pid for trainer in dying)))
 
     # The clock
@@ -308,44 +301,36 @@ class Observer:
             return
         self._look_at = now + _LOOK_SECONDS
         status = self._status()
-        self._compare_status(status)
-        if now >= self._sample_at:
-            self._sample(status, now)
-
-    def _compare_status(self, status: Status) -> None:
-        """Note what has changed."""
-        self._storage.update(status.storage.alarm if status.storage is not None else "")
-        self._see_stored(status)
         newest = max((record for _, record in status.committed), default=None)
-        if newest is not None and status.applied is not None:
-            self._replica_lag.update(newest - status.applied, status.slots - 1)
+        lag = newest - status.applied if newest is not None and status.applied is not None else None
+        self._compare_status(status, newest, lag)
+        if now >= self._sample_at:
+            self._sample(status, now, newest, lag)
+
+    def _compare_status(self, status: Status, newest: int | None, lag: int | None) -> None:
+        """Note what has changed; `lag`: records that the replica is behind the newest one."""
+        storage, peers = status.storage, status.peers
+        self._storage.update(storage.alarm if storage is not None else "")
+        step = storage.step if storage is not None else None
+        if step is not None and step != self._stored_step:  # a checkpoint, or a batch of records
+            self._stored_step, self.figures.stored_at = step, time.time()
+        if lag is not None:
+            self._replica_lag.update(lag, status.slots - 1)
         self._stalls.note_stalls()
-        peers = status.peers
         if peers is None:
             return
-        if not peers.protected:
-            self._peers.update(peers.problem or "not every record is where it belongs")
-        else:
-            self._peers.update("")
+        self._peers.update("" if peers.protected else peers.problem or "not every record is where it belongs")
         if newest is not None and peers.watermark is not None and peers.every == 1:
             self._peers_lag.update(newest - peers.watermark, status.slots)
         if peers.gap is not None and peers.gap != self._gap:
             self._gap = peers.gap
             self.note_event(PeersGap(*peers.gap))
 
-    def _see_stored(self, status: Status) -> None:
-        """A checkpoint, or a batch of records, may have moved what storage can produce."""
-        step = status.storage.step if status.storage is not None else None
-        if step is not None and step != self._stored_step:
-            self._stored_step, self.stored_at = step, time.time()
-
-    def _sample(self, status: Status, now: float) -> None:
-        assert self._sampled_from is not None
+    def _sample(self, status: Status, now: float, newest: int | None, lag: int | None) -> None:
         grown = (now - self._sampled_from) * _SAMPLE_GROWTH
         self._sample_at = now + min(max(_SAMPLE_SECONDS, grown), _SAMPLE_SECONDS_AT_LAST)
-        figures, peers = self._figures, status.peers
+        figures, peers = self.figures, status.peers
         commits, stalled = figures.commits - self._commits, figures.stalled_ms - self._stalled_ms
-        newest = max((record for _, record in status.committed), default=None)
         self.note_event(
             Sample(
                 step=status.step,
@@ -355,9 +340,7 @@ class Observer:
                 commits=commits,
                 stall_ms=round(stalled / commits, 3) if commits else None,
                 longest_stall_ms=round(self._longest_ms, 3),
-                lag_records=max(0, newest - status.applied)
-                if newest is not None and status.applied is not None
-                else None,
+                lag_records=max(0, lag) if lag is not None else None,
                 drift_ulp=status.max_drift_ulp,
                 held_bytes=status.held_bytes,
                 peers_bytes=peers.held_bytes if peers is not None else 0,
@@ -384,13 +367,7 @@ Clock = Callable[[], float]
 
 
 class Tier:
-    """A tier that is whole or degraded.
-
-    Args:
-        name: its name in events.
-        note: takes events.
-        clock: monotonic, in seconds.
-    """
+    """A tier that is whole or degraded."""
 
     def __init__(self, name: str, note: Note, clock: Clock) -> None:
         self._name = name
@@ -410,7 +387,7 @@ class Tier:
         self._reason, self._since = None, self._clock()
 
     def update(self, reason: str) -> None:
-        """Note a change. `reason`: why it is degraded; empty if it is whole."""
+        """Note a change; `reason`: why it is degraded, empty if it is whole."""
         if (not reason) == (self._reason == ""):
             return
         now = self._clock()

@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from memckpt.agent.auditing import Auditing
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Gate
+from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
 from memckpt.agent.lifetime import Lifetime
-from memckpt.agent.metrics.exporter import Metrics
-from memckpt.agent.metrics.figures import Snapshot
+from memckpt.agent.metrics import Metrics, measure
 from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peer_tier import Peers
-from memckpt.agent.status import Figures, describe
-from memckpt.agent.trainer_messages import TrainerMessages
+from memckpt.agent.status import describe
 from memckpt.errors import AgentError, RunBusyError
 from memckpt.journal.events import AnyEvent
+from memckpt.memory.generation import Generation
 from memckpt.memory.life import LifePage, look_seconds
 from memckpt.memory.redo_news import RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress, peer
@@ -36,23 +38,42 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.descriptors import raise_limit
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent
+from memckpt.protocol.peer_job import AskPhases, Join, Listen
+from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, StopRequest
-from memckpt.protocol.storing import SaveTo
+from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, SnapshotTaken
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
+    Advance,
     Alarm,
     Begin,
+    Checked,
+    Commit,
+    Configure,
     Drift,
+    GenerationCommit,
+    Goodbye,
     Hello,
     HoldingOn,
     Inventory,
     Leaving,
+    NeedGeneration,
+    NeedSlots,
+    Note,
+    Observed,
+    OthersStay,
+    Preempted,
+    Prepare,
+    Prepared,
+    Resume,
+    Void,
 )
 from memckpt.state.records import RankGroup
+from memckpt.state.search_path import extend_search_path
 
 _log = logging.getLogger("memckpt.agent")
-#: How many records ahead all ranks are told to copy their state for somebody.
+#: How many records ahead all ranks are told to copy their state for an export.
 _SAVE_AHEAD = 4
 
 
@@ -84,28 +105,13 @@ class Agent:
         self._connections = Connections(address, self._loop, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
         self._past_nonces: set[str] = set()
-        self._figures = Figures()
-        self._observer = Observer(address, by_operator, self._figures, self._status, self._loop.clock)
-        self._metrics = Metrics(
-            address,
-            metrics,
-            self._loop.post,
-            lambda: Snapshot.take_figures(self._status(), self._figures, self._observer),
-        )
+        self._observer = Observer(address, by_operator, self._status, self._loop.clock)
+        self._metrics = Metrics(address, metrics, self._loop.post, lambda: measure(self._status(), self._observer))
         self._liveness_seconds = 15.0
         self._groups = Groups(address.node, self)
         self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator, self._loop.clock)
-        self._peers = Peers(
-            self._loop,
-            self._groups.get,
-            self._groups.adopt,
-            self._watermark_advanced,
-            self._replicator_lost,
-        )
+        self._peers = Peers(self._loop, self._groups, self._peers_changed)
         self._auditing = Auditing(self._loop, self._handle_news)
-        self._trainer_messages = TrainerMessages(
-            self, self._connections, self._groups, self._peers, self._lifetime, self._figures, self._auditing
-        )
         #: In front of the attempt that is about to begin, while trainers of the present one are dying.
         self._gate = Gate(self._loop, self._connections, self._observer, self._lifetime)
         self._loop.each_turn(self._groups.look_at_clock, self._groups.deadline)
@@ -129,7 +135,7 @@ class Agent:
         dead = self._address.serving()  # one that leaves takes its name away
         self._connections.listen()
         self._observer.started(None if dead is None else dead.pid)
-        self._metrics.show_as_configured()
+        self._metrics.configure()
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to leave; `ready` is called first, and ends it by raising."""
@@ -156,15 +162,13 @@ class Agent:
         self._lifetime.end_when_saved(reason, ordered=True)
 
     def _save_to(self, connection: Connection, url: str) -> None:
-        """Somebody wants what memory holds, in a place of their own."""
+        """Export what memory holds."""
         training = self._attempt if self._lifetime.idle_since is None else None
         ahead = training.newest_record + _SAVE_AHEAD if training is not None else 0
-        self._groups.save_to(
-            url, lambda answer: self._connections.answer(connection, answer), training is not None, ahead
-        )
+        self._groups.save_to(url, partial(self._connections.answer, connection), training is not None, ahead)
 
     def checkpoint_failed(self) -> None:
-        """A checkpoint could not be written: what nobody else will write is tried again."""
+        """Try again what no trainer will write: a checkpoint could not be written."""
         if self._lifetime.checkpoint_failed():
             self._tell_trainers(HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
 
@@ -242,36 +246,23 @@ class Agent:
 
     # Peers
 
-    def _watermark_advanced(self, advanced: WatermarkAdvanced) -> None:
-        self._raise_redo_limits()
-        self._tell_trainers(advanced)
-
-    def _replicator_lost(self, reason: str) -> None:
-        self._raise_redo_limits()  # some may have waited for its answer
-        self._tell_trainers(ReplicatorLost(reason))
-
-    def _raise_redo_limits(self) -> None:
+    def _peers_changed(self, message: WatermarkAdvanced | ReplicatorLost) -> None:
         for group in self._groups:
-            group.generations.raise_redo_limit(self._peers.redo_limit(group))
+            self._raise_redo_limit(group)  # which may have waited for its answer
+        self._tell_trainers(message)
 
-    def note_event(self, event: AnyEvent) -> None:
-        """Add an event to the run's journal, and count it. Never blocks."""
-        self._observer.note_event(event)
-
-    def show_metrics(self, settings: MetricsSettings) -> None:
-        """Show its metrics where the trainers' configuration says."""
-        self._metrics.configure(settings)
+    def _raise_redo_limit(self, group: Group) -> None:
+        group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
         return self._peers.kept_bytes
 
-    def _accelerates(self, ranks: RankGroup) -> bool:
-        """Whether one of these ranks trains on an accelerator, which rounds otherwise than redo here."""
-        trainers = self._attempt.trainers.values() if self._attempt is not None else ()
-        return any(trainer.accelerated for trainer in trainers if trainer.unit == ranks)
+    def note_event(self, event: AnyEvent) -> None:
+        """Add an event to the run's journal, and count it. Never blocks."""
+        self._observer.note_event(event)
 
-    # From redo threads
+    # From redo threads, and from the auditor
 
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
@@ -280,14 +271,16 @@ class Agent:
     def _handle_news(self, ranks: RankGroup, message: RedoNews) -> None:
         group = self._groups.get(ranks)
         if group is None:
-            return  # it has been let go of since
+            return  # it was dropped meanwhile
         if isinstance(message, ReplicaCopied):
             group.saver.snapshots.copied(message)
             return
         if isinstance(message, Drift):
-            self._figures.note_drift(message)
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
-            message = group.generations.drifted(message, exact=message.sure or not self._accelerates(ranks))
+            trainers = self._attempt.trainers.values() if self._attempt is not None else ()
+            # An accelerator rounds otherwise than redo here.
+            rounds_alike = not any(trainer.accelerated for trainer in trainers if trainer.unit == ranks)
+            message = group.generations.drifted(message, exact=message.sure or rounds_alike)
         if isinstance(message, Alarm):
             _log.error("%s", message.reason)
             group.generations.drop_all()
@@ -311,12 +304,11 @@ class Agent:
                 return
         trainer = connection.trainer
         if trainer is None or self._attempt is None or connection.nonce != self._attempt.nonce:
-            _log.info(
-                "ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid
-            )
+            pid = connection.process.pid
+            _log.info("ignored %s from pid %d: not of the current attempt", type(message).__name__, pid)
             return
         self._observer.heard(trainer, self._attempt, message)
-        self._trainer_messages.handle(connection, trainer, self._attempt, message)
+        self._handle_trainer(connection, trainer, self._attempt, message)
 
     def _hello(self, connection: Connection, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -366,12 +358,124 @@ class Agent:
                 trainer.process.close()
             self._past_nonces.add(self._attempt.nonce)
         self._lifetime.begin_attempt(first=self._attempt is None)
-        self._figures.check = ""
+        self._observer.figures.check = ""
         self._peers.begin_attempt()
         for group in self._groups:
             self._auditing.drop_group(group.ranks)
         self._groups.begin_attempt()
         self._attempt = Attempt.of(hello)
+
+    def _handle_trainer(
+        self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent
+    ) -> None:
+        """Do what a trainer of the attempt asks for.
+
+        AgentError says that it breaks the protocol; another MemckptError is told to the trainer, which goes on.
+        """
+        group = self._groups[trainer.unit]
+        match message:
+            case Prepare():
+                self._auditing.drop_group(trainer.unit)  # its memory is about to be let go of
+                if message.discard:
+                    self._groups.discard(attempt)
+                generation = group.prepare(trainer.rank, message)
+                prepared = Prepared(generation.number, generation.spec, whole=generation.whole, begins=message.record)
+                self._send_regions(connection, prepared, generation)
+            case Observed():
+                group.saver.observe(message)
+            case NeedSlots():
+                group.want_slots(trainer.rank, message)
+                self._groups.make_slots(attempt, now=trainer.unit if message.now else ())
+            case Resume():
+                generation, prepared = group.resume(message)
+                prepared = msgspec.structs.replace(prepared, drift=generation.drift)
+                self._send_regions(connection, prepared, generation)
+                if generation.drift is not None:
+                    self._connections.answer(connection, generation.drift)  # nothing may have been done about it yet
+            case Advance():
+                answer = group.advance(trainer.rank, message)
+                if answer is not None:  # to all ranks at once: until then one of them may still read the state before
+                    self.tell_ranks(trainer.unit, answer)
+            case Checked():
+                level = logging.WARNING if message.verdict == "different" else logging.INFO
+                _log.log(level, "resume check: %s", message.line)
+            case Note():
+                pass  # the observer has heard it
+            case SaveRecord():
+                self._save_record(connection, message)
+            case Configure():
+                if not self._lifetime.by_operator:
+                    self._lifetime.linger_seconds = message.linger_seconds
+                self._metrics.configure(message.metrics)
+                self._auditing.configure(message)
+                extend_search_path(message.search_path)
+                self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
+            case GenerationCommit():
+                trainer.next_record = message.record + 1
+                group.generation_committed(trainer.rank, message)
+                self._committed(group, trainer, attempt)
+            case Commit():
+                trainer.next_record = message.record + 1
+                group.commit(trainer.rank, message, attempt)
+                self._committed(group, trainer, attempt)
+            case Listen():
+                self._connections.answer(connection, self._peers.listen(message))
+            case Join():
+                self._peers.join(message)
+                for each in self._groups:
+                    self._raise_redo_limit(each)
+            case AskPhases():
+                ranks = attempt.local_ranks
+                phases, fd = self._peers.phases(ranks.index(trainer.rank), len(ranks))
+                self._connections.answer(connection, phases, [fd])
+            case Recover():
+                self._peers.recover(message, partial(self._connections.answer, connection))
+            case SnapshotTaken():
+                group.saver.snapshots.taken(trainer.rank, message)
+            case Void():
+                _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
+                trainer.next_record = message.record + 1
+                self._groups.make_slots(attempt)
+            case NeedGeneration():
+                self._order_generation(group, message, connection)
+            case Preempted():
+                stored = self._groups.preempt()
+                what = "what is held goes to storage now" if stored else "without storage, it stays in memory only"
+                _log.warning("rank %d got SIGTERM: %s", trainer.rank, what)
+            case Goodbye():
+                trainer.finished = message.finished
+                if attempt.all_finished:
+                    # Its connection ends when everything is gone.
+                    self._lifetime.end_when_saved("training finished", finishing=True)
+                else:
+                    self._connections.answer(connection, OthersStay())
+                    self._connections.drop(connection)
+            case _:
+                raise AgentError(f"unexpected {type(message).__name__} from a trainer")
+
+    def _committed(self, group: Group, trainer: TrainerHandle, attempt: Attempt) -> None:
+        """Have audits, peers and ranks that wait for slots go on with what a group has committed."""
+        self._auditing.committed(group, trainer.accelerated)
+        self._peers.sync(group)
+        self._raise_redo_limit(group)
+        self._groups.make_slots(attempt)
+
+    def _order_generation(self, group: Group, message: NeedGeneration, asker: Connection) -> None:
+        assert asker.trainer is not None
+        order = group.order_generation(message, asker.trainer.rank)
+        # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
+        # pass the record without a backward that needs the asker.
+        self._connections.answer(asker, order)
+
+    def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
+        self._connections.answer(connection, message, [region.fd for region in generation.regions])
+
+    def _save_record(self, connection: Connection, message: SaveRecord) -> None:
+        def answer(saved: Saved | SaveFailed) -> None:
+            problem = saved.reason if isinstance(saved, SaveFailed) else ""
+            self._connections.answer(connection, RecordSaved(message.record, problem))
+
+        self._groups.save_record(message.record, message.url, answer)
 
     def _status(self) -> Status:
         trainers = self._attempt.living() if self._attempt is not None else []
@@ -381,11 +485,9 @@ class Agent:
             trainers,
             groups,
             self._lifetime,
-            self._figures,
+            self._observer,
             self._peers.status,
-            self._observer.journal.problem,
             self._metrics.state,
-            self._observer.unprotected,
             self._auditing.status,
         )
 

@@ -4,77 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from memckpt.agent.group import Group
 from memckpt.agent.lifetime import Lifetime
-from memckpt.journal.events import Advised
+from memckpt.agent.observer import Observer
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import TrainerHandle
 from memckpt.protocol.status import AuditStatus, PeersStatus, Status, StorageStatus
-from memckpt.protocol.trainer import Commit, Drift
-
-#: Weight of a new sample in the average stall.
-_STALL_WEIGHT = 0.05
-#: Number of commits whose stalls are shown.
-_RECENT = 64
-#: Bounds of the classes in which stalls are counted, in milliseconds.
-STALL_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1_000.0, 5_000.0, 30_000.0)
-
-
-class Figures:
-    """What an agent has seen of training.
-
-    Attributes:
-        check: the finding of the attempt's resume check, in one line.
-        max_drift_ulp: the largest that was seen.
-        stall_ms: moving average of what a step waits for us; None before the first commit.
-        stalls: what the newest commits have waited, in milliseconds.
-        advice: the setting that would pay, and why; None if no other one would.
-        commits, stalled_ms: number of commits of records, and the sum of what they have waited.
-        stall_counts: number of them by stall: at most each of ``STALL_BOUNDS_MS``, and more.
-    """
-
-    def __init__(self) -> None:
-        self.check = ""
-        self.advice: Advised | None = None
-        self.max_drift_ulp = 0.0
-        self.stall_ms: float | None = None
-        self.stalls: deque[float] = deque(maxlen=_RECENT)
-        self.commits = 0
-        self.stalled_ms = 0.0
-        self.stall_counts = [0] * (len(STALL_BOUNDS_MS) + 1)
-        self._committed_at: float | None = None
-
-    def committed(self) -> None:
-        """A rank has committed something."""
-        self._committed_at = time.monotonic()
-
-    def note_stall(self, message: Commit) -> None:
-        """Count how long a step has waited."""
-        before = message.stall_ms if self.stall_ms is None else self.stall_ms
-        self.stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
-        self.stalls.append(message.stall_ms)
-        self.commits += 1
-        self.stalled_ms += message.stall_ms
-        self.stall_counts[bisect_left(STALL_BOUNDS_MS, message.stall_ms)] += 1
-
-    def note_advice(self, advised: Advised) -> None:
-        """Keep what a trainer advises in the place of what it has advised before."""
-        self.advice = advised if advised.line else None
-
-    def note_drift(self, message: Drift) -> None:
-        """Count how far a replica is off."""
-        self.max_drift_ulp = max(self.max_drift_ulp, message.max_ulp)
-
-    @property
-    def seconds_since_commit(self) -> float | None:
-        """None before the first one."""
-        return time.monotonic() - self._committed_at if self._committed_at is not None else None
 
 
 def describe(
@@ -82,27 +21,16 @@ def describe(
     trainers: Sequence[TrainerHandle],
     groups: Sequence[Group],
     lifetime: Lifetime,
-    figures: Figures,
+    observer: Observer,
     peers: PeersStatus | None,
-    journal: str,
     metrics: str,
-    unprotected: str,
-    audit: AuditStatus | None = None,
+    audit: AuditStatus | None,
 ) -> Status:
-    """Describe an agent; of several sets of shards the least that is true of all.
+    """Describe an agent: of several groups, in the order of their ranks, the least that is true of all.
 
-    Args:
-        address: where it is found.
-        trainers: living ones of the attempt.
-        groups: of the ranks that it holds, in the order of their ranks.
-        lifetime: of the agent.
-        figures: that it has seen.
-        peers: status of replication; None without peers.
-        journal: why the journal cannot be written; empty if it can.
-        metrics: where metrics are shown, or why not; empty if none are asked for.
-        unprotected: why memory does not hold what trainers do; empty if it does.
-        audit: what the audit has done; None: nothing.
+    `trainers` are the living ones of the attempt; `metrics` says where metrics are shown, or why not.
     """
+    figures = observer.figures
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
     steps = [step for one in generations if (step := one.newest_step) is not None]
@@ -136,19 +64,16 @@ def describe(
         advice_reason="" if figures.advice is None else figures.advice.reason,
         slots=first.spec.slots if first is not None else 0,
         recent_stalls=tuple(figures.stalls),
-        journal=journal,
+        journal=observer.journal.problem,
         metrics=metrics,
-        unprotected=unprotected,
+        unprotected=observer.unprotected,
         audit=audit,
     )
 
 
 def _storage(groups: Sequence[Group]) -> StorageStatus | None:
-    parts = []
-    for one in groups:
-        part = one.saver.status(one.held.newest_step if one.held is not None else None)
-        if part is not None:
-            parts.append(part)
+    found = (one.saver.status(one.held.newest_step if one.held is not None else None) for one in groups)
+    parts = [part for part in found if part is not None]
     if not parts:
         return None
 

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,15 +18,14 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from memckpt.agent.metrics import exporter
-from memckpt.agent.metrics.exporter import Collector, Exporter, Metrics
-from memckpt.agent.metrics.figures import Snapshot
+from memckpt.agent import metrics as shown_metrics
+from memckpt.agent.metrics import Collector, Exporter, Measured, Metrics
 from memckpt.config import AgentConfig
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.status import MetricsSettings
 from tests.support.cluster.waiting import until
-from tests.support.monitoring.shown_metrics import LABELS, get, now, samples_in, snapshot_of, text_of
+from tests.support.monitoring.shown_metrics import LABELS, get, measured_of, now, samples_in, text_of
 from tests.support.monitoring.statuses import an_agent, some_peers
 
 
@@ -41,13 +41,11 @@ def samples_of(text: str) -> dict[str, float]:
 
 
 def test_what_the_metrics_say(tmp_path: Path) -> None:
-    snapshot = snapshot_of(tmp_path, an_agent(peers=some_peers(), slots=4))
-    found = samples_of(text_of(snapshot))
+    now = time.time()
+    found = samples_of(text_of(measured_of(tmp_path, an_agent(peers=some_peers(), slots=4))))
     expected = {
         "memckpt_committed_step": 10,
         "memckpt_committed_record": 10,
-        "memckpt_committed_timestamp_seconds": snapshot.time - 0.25,
-        "memckpt_agent_start_time_seconds": snapshot.time - 7200,
         "memckpt_trainers": 2,
         "memckpt_replica_lag_records": 3,
         "memckpt_slots": 4,
@@ -79,21 +77,23 @@ def test_what_the_metrics_say(tmp_path: Path) -> None:
     }
     assert {name: found.get(name) for name in expected} == expected
     assert math.isclose(found["memckpt_stall_seconds_sum"], 40.00315)
+    assert now <= found["memckpt_committed_timestamp_seconds"] + 0.25 <= time.time()
+    assert now <= found["memckpt_agent_start_time_seconds"] + 7200 <= time.time()
     # What is not known is left out, and no family is empty.
-    less = samples_of(text_of(snapshot_of(tmp_path, an_agent(storage=None, step=None, applied=None, committed=()))))
+    less = samples_of(text_of(measured_of(tmp_path, an_agent(storage=None, step=None, applied=None, committed=()))))
     assert not [name for name in less if "stored" in name or "peers_" in name or "committed_step" in name]
 
 
 def test_the_openmetrics_format_says_the_same(tmp_path: Path) -> None:
-    snapshot = snapshot_of(tmp_path, an_agent(peers=some_peers()))
-    text = text_of(snapshot, generate_openmetrics)
+    measured = measured_of(tmp_path, an_agent(peers=some_peers()))
+    text = text_of(measured, generate_openmetrics)
     strict = {
         sample.name: sample.value
         for family in parse_openmetrics(text)  # refuses what the standard does
         for sample in family.samples
         if set(sample.labels) == set(LABELS)
     }
-    plain = samples_of(text_of(snapshot))
+    plain = samples_of(text_of(measured))
     assert strict == {name: plain[name] for name in strict}
     assert len(strict) > 25
 
@@ -106,11 +106,11 @@ class Shown:
 
     def __init__(self, run_dir: Path) -> None:
         self.address = AgentAddress(run_dir, "node")
-        self.snapshot = snapshot_of(run_dir, an_agent())
+        self.measured = measured_of(run_dir, an_agent())
         self._made: list[Exporter] = []
 
     def __call__(self, post: Callable[[Callable[[], None]], None] = now, **settings: Any) -> Exporter:
-        made = Exporter(MetricsSettings(**settings), self.address, post, lambda: self.snapshot)
+        made = Exporter(MetricsSettings(**settings), self.address, post, lambda: self.measured)
         self._made.append(made)
         until(lambda: made.state != "about to be shown")
         return made
@@ -147,7 +147,7 @@ def test_prometheus_is_answered_and_finds_out_where(shown: Shown, tmp_path: Path
 
 
 def test_an_event_loop_that_hangs_is_seen(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(shown_metrics, "_ANSWER_SECONDS", 0.01)
     made = shown(lambda call: None, port=0)
     with pytest.raises(urllib.error.HTTPError, match="500"):
         get(made.state)
@@ -164,13 +164,13 @@ def test_a_port_that_is_taken_is_said_and_nothing_else_happens(shown: Shown, tmp
 def test_a_file_is_written_again_and_again_and_removed_at_the_end(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "_FILE_SECONDS", 0.01)
+    monkeypatch.setattr(shown_metrics, "_FILE_SECONDS", 0.01)
     made = shown(file="here-{run}-{node}.prom")
     path = tmp_path / f"here-{tmp_path.name}-node.prom"
     assert made.state == str(path)
     assert "# TYPE memckpt_events counter" not in path.read_text()
     assert samples_in(path)["memckpt_committed_step"] == 10
-    shown.snapshot = snapshot_of(tmp_path, an_agent(step=11))
+    shown.measured = measured_of(tmp_path, an_agent(step=11))
     until(lambda: samples_in(path)["memckpt_committed_step"] == 11)
     made.close()
     assert list(tmp_path.glob("*here*")) == []
@@ -191,9 +191,9 @@ def test_a_file_that_cannot_be_written_is_said(shown: Shown) -> None:
 
 def test_settings_of_the_trainers_are_followed_unless_an_operator_has_decided(tmp_path: Path) -> None:
     def state_of(fixed: MetricsSettings | None, *configured: MetricsSettings) -> str:
-        metrics = Metrics(AgentAddress(tmp_path, "node"), fixed, now, lambda: snapshot)
+        metrics = Metrics(AgentAddress(tmp_path, "node"), fixed, now, lambda: measured)
         try:
-            metrics.show_as_configured()
+            metrics.configure()
             for each in configured:
                 metrics.configure(each)
             until(lambda: metrics.state != "about to be shown")
@@ -201,7 +201,7 @@ def test_settings_of_the_trainers_are_followed_unless_an_operator_has_decided(tm
         finally:
             metrics.close()
 
-    snapshot = snapshot_of(tmp_path, an_agent())
+    measured = measured_of(tmp_path, an_agent())
     off, first, second = MetricsSettings(), MetricsSettings(file="first"), MetricsSettings(file="second")
     assert state_of(None, off) == ""
     assert state_of(None, first).endswith("first")
@@ -211,8 +211,8 @@ def test_settings_of_the_trainers_are_followed_unless_an_operator_has_decided(tm
     assert state_of(first, off).endswith("first")
 
 
-def test_a_snapshot_that_cannot_be_taken_does_not_end_the_loop(tmp_path: Path) -> None:
-    def fail() -> Snapshot:
+def test_what_cannot_be_measured_does_not_end_the_loop(tmp_path: Path) -> None:
+    def fail() -> list[Measured]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from memckpt.agent.observer import Observer, resident_bytes
-from memckpt.agent.status import Figures
 from memckpt.journal.events import (
     AttemptBegan,
     CaughtUp,
@@ -58,10 +57,9 @@ class Run:
     def __init__(self, run_dir: Path) -> None:
         self.now = 100.0
         self.status = an_agent(storage=None, committed=((0, 10),), applied=10, slots=3)
-        self.figures = Figures()
         self.run_dir = run_dir
         address = AgentAddress(run_dir, "node")
-        self.observer = Observer(address, False, self.figures, lambda: self.status, lambda: self.now)
+        self.observer = Observer(address, False, lambda: self.status, lambda: self.now)
         self.process: Any = Process()
         channel: Any = None
         self.trainer = TrainerHandle(0, (0,), self.process, channel, Launcher(0, 0, 0), 0)
@@ -74,9 +72,7 @@ class Run:
         self.observer.heard(self.trainer, self.attempt, message)
 
     def commit(self, step: int, stall_ms: float = 0.0) -> None:
-        message = Commit(1, step, step, b"", stall_ms=stall_ms)
-        self.figures.note_stall(message)
-        self.says(message)
+        self.says(Commit(1, step, step, b"", stall_ms=stall_ms))
 
     def after(self, seconds: float, **changes: Any) -> None:
         """Look each second, the status having changed."""
@@ -174,8 +170,8 @@ def test_checkpoints_and_what_they_add_up_to(run: Run) -> None:
     run.observer.told((0,), Saved(5, 5, 100, 1.5, 1.0))
     run.observer.told((1,), Saved(5, 5, 200, 1.5, 1.0))
     run.observer.told((0,), SaveFailed(6, "no space left"))
-    assert run.observer.stored_bytes == 300
-    assert run.observer.counts["stored"] == 2
+    assert run.observer.figures.stored_bytes == 300
+    assert run.observer.figures.events["stored"] == 2
     found = [one for one in run.events() if isinstance(one, (Stored, NotStored))]
     assert found == [Stored((0,), 5, 5, 100, 1.5), Stored((1,), 5, 5, 200, 1.5), NotStored((0,), 6, "no space left")]
 
@@ -209,7 +205,7 @@ def test_samples_become_rare(run: Run) -> None:
         run.commit(step, 1.5 * step)
     run.after(40_000)
     # One in 5 s for 2,500 s, then one in 0.2% of the time that has passed.
-    assert 1_500 < run.observer.counts["sample"] < 2_000
+    assert 1_500 < run.observer.figures.events["sample"] < 2_000
     samples = [one for one in run.events() if isinstance(one, Sample)]
     assert (samples[0].commits, samples[0].stall_ms, samples[0].longest_stall_ms) == (3, 3.0, 4.5)
     assert (samples[1].commits, samples[1].stall_ms, samples[1].longest_stall_ms) == (0, None, 0.0)
@@ -249,4 +245,4 @@ def test_a_generation_at_each_step_leaves_room_for_what_else_there_is(run: Run) 
     told = [one for one in run.events() if isinstance(one, ProtectedEvent)]
     assert [each.record for each in told] == [*range(1, 12), 50]
     assert told[-1].mode == "snapshot"
-    assert run.observer.counts["protected"] == 100
+    assert run.observer.figures.events["protected"] == 100

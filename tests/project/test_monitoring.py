@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -23,7 +22,7 @@ from memckpt.config import AgentConfig
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.service_harness import ROOT
 from tests.support.cluster.waiting import until
-from tests.support.monitoring.shown_metrics import get, snapshot_of, text_of
+from tests.support.monitoring.shown_metrics import get, measured_of, text_of
 from tests.support.monitoring.statuses import an_agent, some_peers
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
@@ -57,7 +56,7 @@ def exposition(tmp_path_factory: pytest.TempPathFactory) -> str:
     status = an_agent(peers=some_peers(), slots=4)
     assert status.storage is not None
     status = msgspec.structs.replace(status, storage=msgspec.structs.replace(status.storage, loses_at_most=3))
-    return text_of(dataclasses.replace(snapshot_of(tmp_path_factory.mktemp("run"), status), stored_at=1.0))
+    return text_of(measured_of(tmp_path_factory.mktemp("run"), status, stored_at=1.0))
 
 
 def names_in(exposition: str) -> set[str]:

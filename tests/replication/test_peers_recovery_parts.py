@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.replication.recovery import Recovery
+from memckpt.agent.replication.peer_tier import Recovery
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentGoneError
 from memckpt.protocol.channel import Channel

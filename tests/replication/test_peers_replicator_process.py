@@ -31,6 +31,7 @@ from memckpt.protocol.replication import (
     Halted,
     Holds,
     ListFragments,
+    ReplicatorLost,
     SendGeneration,
     WatermarkAdvanced,
 )
@@ -52,10 +53,14 @@ class Desk:
         self.lost: list[str] = []
         self.places = {(0,): Place(), (1,): Place()}
         monkeypatch.setattr(own_replicator, "ReplicatorProcess", self._start)
-        find: Any = self.places.get
+        groups: Any = SimpleNamespace(get=self.places.get, adopt=self.places.get)
         self.now = 100.0
         self.loop = EventLoop(clock=lambda: self.now)
-        self.peers = Peers(self.loop, find, find, lambda passed: None, self.lost.append)
+        self.peers = Peers(self.loop, groups, self._told)
+
+    def _told(self, message: WatermarkAdvanced | ReplicatorLost) -> None:
+        if isinstance(message, ReplicatorLost):
+            self.lost.append(message.reason)
 
     def _start(
         self, module: str, arguments: object, loop: object, received: Any, ended: Any, *watched: object

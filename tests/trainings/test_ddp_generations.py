@@ -8,7 +8,7 @@ import pytest
 
 from memckpt.agent.connections import Connection
 from memckpt.agent.group import Group
-from memckpt.agent.trainer_messages import TrainerMessages
+from memckpt.agent.server import Agent
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
 from tests.support.trainings.ddp_cases import Job
 from tests.support.trainings.ddp_runs import survives
@@ -75,10 +75,10 @@ def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ask at the same record; the agent comes to the second one's question when all is done already."""
-    order, committed = TrainerMessages._order_generation, Group.generation_committed
+    order, committed = Agent._order_generation, Group.generation_committed
     asked: list[Any] = []
 
-    def order_later(agent: TrainerMessages, group: Group, message: NeedGeneration, asker: Connection) -> None:
+    def order_later(agent: Agent, group: Group, message: NeedGeneration, asker: Connection) -> None:
         asked.append((agent, group, message, asker))
         if len(asked) == 2:
             order(*asked[0])
@@ -89,7 +89,7 @@ def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
             order(*asked.pop())
             print("the late order is given")
 
-    monkeypatch.setattr(TrainerMessages, "_order_generation", order_later)
+    monkeypatch.setattr(Agent, "_order_generation", order_later)
     monkeypatch.setattr(Group, "generation_committed", commit_and_order)
     agent = lab.start_agent()
     survives(lab, job_of(lab, "lazy", False, (0, 1)), [Death("all", 9, "forward")], [9])

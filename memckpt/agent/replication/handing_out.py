@@ -16,6 +16,8 @@ from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import SendGeneration, SendRecord, StateCopied
 from memckpt.state.records import Branch, RankGroup
 
+_log = logging.getLogger("memckpt.agent")
+
 
 def announce(group: Group, held: Generation, name: str, watermark: int) -> SendGeneration:
     """Description of a generation that is complete, all of which goes to peers.
@@ -65,18 +67,9 @@ class Standing(NamedTuple):
 
 
 def stand_still(ranks: RankGroup, message: Recover, group: Group | None) -> Standing | str:
-    """Have the state of some ranks of this node stand still.
+    """Have the state of some ranks of this node stand still, as a recovery wants it; or say why it cannot.
 
-    Args:
-        ranks: the ranks.
-        message: names the record, and whether the state before it is wanted, too.
-        group: their state; None: they are not on this node.
-
-    Returns:
-        The state; or why it cannot be had after that record, in words.
-
-    Raises:
-        AgentError: it is not here.
+    Raises AgentError where the ranks have no `group` on this node, or it does not reach the record.
     """
     record, behind = message.record, int(message.before)
     if group is None:
@@ -91,9 +84,7 @@ def hand_out(
 ) -> SendGeneration:
     """Description of a state that stands still, for readers only.
 
-    Args:
-        behind: number of records by which the replica stands behind it (eager); these are handed out as they were
-            staged, and with them the states before.
+    The replica stands `behind` it by some records (eager), which are handed out as they were staged.
     """
     base = record - behind
     missing: tuple[tuple[int, int, str], ...] = ()
@@ -121,14 +112,11 @@ def hand_out(
     )
 
 
-_log = logging.getLogger("memckpt.agent")
-
-
 class OwnRecords:
     """What of a node's own records the replicator has been given, and under which names."""
 
     def __init__(self) -> None:
-        # An agent that replaces another one in its attempt counts from 1 again, so numbers are not unique.
+        # Numbers are not unique: an agent that replaces another one in its attempt counts from 1 again.
         self._token = secrets.token_hex(4)
         #: By unit: the name of the generation that is sent, and the newest record of it that the replicator has.
         self._sent: dict[RankGroup, tuple[str, int]] = {}
@@ -153,10 +141,8 @@ class OwnRecords:
         They count as given once all were taken.
         """
         held = group.held
-        if held is None or not held.complete:
-            return
-        if held.base is None or held.base <= (job.record or 0):
-            return  # of an earlier attempt: a new one follows
+        if held is None or not held.complete or held.base is None or held.base <= (job.record or 0):
+            return  # nothing, or of an earlier attempt: a new one follows
         name = self.name(job, group.ranks, held.number)
         sent_name, sent = self._sent.get(group.ranks, ("", 0))
         whole = held.common

@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
 
 
 class FragmentRooms:
-    """Descriptors of that memory; owns them. What lies there is the replicator's business."""
+    """Owns the descriptors of the memory in which the replicator keeps fragments, and outlives it."""
 
     def __init__(self) -> None:
         self._rooms: dict[_Key, _Kept] = {}
@@ -49,25 +49,17 @@ class FragmentRooms:
         return sum(one.nbytes for one in self._rooms.values())
 
     def keep(self, message: KeepRoom, fds: Sequence[int]) -> None:
-        """The replicator has reserved memory; the descriptors are ours from now on.
-
-        Raises:
-            AgentError: not one descriptor came along.
-        """
+        """Take over the descriptor of memory that the replicator has reserved. AgentError: it is not one descriptor."""
         if len(fds) != 1:
             for fd in fds:
                 os.close(fd)
             raise AgentError(f"expected one descriptor of memory for fragments, found {len(fds)}")
-        key = message.owner, message.generation, message.slot
-        self._drop(key)
-        self._rooms[key] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
+        self.drop_room(message)
+        self._rooms[_key(message)] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
 
-    def drop_room(self, message: LetGoOfRoom) -> None:
+    def drop_room(self, message: KeepRoom | LetGoOfRoom) -> None:
         """Close a room that the replicator does not need any more."""
-        self._drop((message.owner, message.generation, message.slot))
-
-    def _drop(self, key: _Key) -> None:
-        kept = self._rooms.pop(key, None)
+        kept = self._rooms.pop(_key(message), None)
         if kept is not None:
             os.close(kept.fd)
 
@@ -78,8 +70,12 @@ class FragmentRooms:
 
     def close(self) -> None:
         """Close all rooms."""
-        for key in list(self._rooms):
-            self._drop(key)
+        for kept in list(self._rooms.values()):
+            self.drop_room(kept.message)
+
+
+def _key(message: KeepRoom | LetGoOfRoom) -> _Key:
+    return message.owner, message.generation, message.slot
 
 
 _log = logging.getLogger("memckpt.agent")
@@ -94,45 +90,34 @@ _MOST_STANDING = 2
 
 
 class Owner(Protocol):
-    """Whoever has a replicator, and is told what becomes of it."""
+    """The owner of a replicator, which is told what becomes of it."""
 
     def replicator_said(self, message: ReplicatorToAgent) -> None:
-        """It has sent a message that is no answer to a question."""
-        ...
+        """Handle a message that is no answer to a question."""
 
     def replicator_died(self) -> None:
-        """It is gone, with all that it was told. Another one may follow."""
-        ...
+        """Note that it is gone, with all that it was told. Another one may follow."""
 
     def replicator_replaced(self) -> None:
-        """Another one has taken its place in the attempt, and knows nothing of that yet."""
-        ...
+        """Tell a successor of the attempt, of which it knows nothing yet."""
 
     def replicator_lost(self, reason: str) -> None:
-        """There is none, for a while or for the rest of the attempt."""
-        ...
+        """Note that there is none, for a while or for the rest of the attempt."""
 
 
 class OwnReplicator:
     """The replicator of a node. Owns the process, and the memory in which it keeps other nodes' fragments.
 
     The memory outlives the process: the next one goes on with it.
-
-    Args:
-        loop: the agent's.
-        owner: told of its messages, its death and its replacement.
-
-    Attributes:
-        process: the process that runs; None while there is none.
-        planned: whether it has a plan, so that its peers know the job and a successor tells them where it listens.
-        fingerprints: what the model of each of the node's ranks consists of; compared with what is kept.
-        problem: why there is no process, in words.
     """
 
     def __init__(self, loop: EventLoop, owner: Owner) -> None:
         self.process: ReplicatorProcess | None = None
+        #: Whether it has a plan, so that its peers know the job and a successor tells them where it listens.
         self.planned = False
+        #: What the model of each of the node's ranks consists of; compared with what is kept.
         self.fingerprints: dict[int, tuple[str, ...]] = {}
+        #: Why there is no process, in words.
         self.problem = ""
         self._loop = loop
         self._owner = owner
@@ -199,7 +184,7 @@ class OwnReplicator:
             case KeepRoom() | LetGoOfRoom():
                 self._note_room(message, self.process.take_descriptors() if self.process is not None else [])
             case Listening() | Fragments() | Halted():
-                pass  # an answer for which nobody waits any more
+                pass  # an answer that is not waited for any more
             case _:
                 self._owner.replicator_said(message)
 
@@ -222,7 +207,7 @@ class OwnReplicator:
                 self.process.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
                 _log.error("the replicator is gone: %s", error)
-                self._kill_process()  # or the one that has taken its place: nobody needs that one either
+                self._kill_process()  # or its successor, which is not needed either
         self._forget_attempt()
         self.fingerprints.clear()
         self._backoff.reset()
@@ -239,14 +224,7 @@ class OwnReplicator:
         self._rooms.close()
 
     def listen(self, message: Listen) -> Listening:
-        """Have it listen for peers.
-
-        Returns:
-            Where it listens, and the fragments that it keeps.
-
-        Raises:
-            AgentError: it does not come up.
-        """
+        """Have it listen for peers; returns where, and what fragments it keeps. AgentError: it does not come up."""
         if self._retry_at is not None:
             self._restart()  # a trainer that is back asks for it before its time
             if self.process is None:
@@ -281,11 +259,7 @@ class OwnReplicator:
         return True
 
     def check(self) -> None:
-        """Make sure that there is a process that listens.
-
-        Raises:
-            PeerError: it is gone, and there is no other one where peers look for it.
-        """
+        """See that a process listens; PeerError: it is gone, and no other one is where peers look for it."""
         if self._retry_at is not None:
             self._restart()
         if self.process is None or self._listening is None:
@@ -310,7 +284,7 @@ class OwnReplicator:
         return process
 
     def _kill_process(self) -> None:
-        """Kill the process, if there is one; what it has said of its memory counts, and nothing else."""
+        """Kill the process, if there is one; of what it has said only its memory counts."""
         process, self.process = self.process, None
 
         def note_room(message: ReplicatorToAgent) -> None:
@@ -339,7 +313,7 @@ class OwnReplicator:
             self._restart()
 
     def _do_without(self, reason: str) -> None:
-        """Peers look for one at an address where there is none any more: the start of the attempt fails."""
+        """Fail the start of the attempt: peers look for one at an address where there is none any more."""
         self._listening = None
         self._owner.replicator_lost(reason)
 

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from memckpt.agent.group import Group
+from memckpt.agent.groups import Groups
 from memckpt.agent.replication.handing_out import OwnRecords, by_value, hand_out, stand_still
 from memckpt.agent.replication.own_replicator import OwnReplicator
-from memckpt.agent.replication.recovery import Recovery
 from memckpt.agent.saving.snapshots import Snapshot
-from memckpt.errors import AgentError
+from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.generation import Generation
 from memckpt.memory.phases import PhasesPage
 from memckpt.processes.event_loop import EventLoop
-from memckpt.protocol.messages import ReplicatorToAgent
+from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PhasesAre
-from memckpt.protocol.recovery import BadSourceSeen, Described, Filled, Recover, Recovered, RecoveryProgress
-from memckpt.protocol.replication import CopyState, Deserted, GivenUp, GiveUp, StateNotCopied, WatermarkAdvanced
+from memckpt.protocol.recovery import (
+    BadSourceSeen,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    WantedState,
+)
+from memckpt.protocol.replication import (
+    CopyState,
+    Deserted,
+    GivenUp,
+    GiveUp,
+    ReplicatorLost,
+    StateNotCopied,
+    WatermarkAdvanced,
+)
 from memckpt.protocol.status import PeersReport, PeersStatus
 from memckpt.state.records import RankGroup
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds without a report after which the replicator stands still; it reports every second.
@@ -31,30 +52,15 @@ _QUIET_SECONDS = 5.0
 class Peers:
     """Belongs to the agent's event loop. Owns the replicator.
 
-    Args:
-        loop: the agent's.
-        group: the group of ranks that share shards, or None.
-        adopt: makes a group for ranks that are not here.
-        watermark_advanced: called when the watermark has got further.
-        lost: called with the reason when there is no replicator for a while, or for the rest of the attempt.
-
-    Attributes:
-        watermark: the newest record that is acknowledged for every node of the job; None: no peers take part.
+    `tell` is called when the watermark has got further, and when there is no replicator, for a while or for good.
     """
 
     def __init__(
-        self,
-        loop: EventLoop,
-        group: Callable[[RankGroup], Group | None],
-        adopt: Callable[[RankGroup], Group],
-        watermark_advanced: Callable[[WatermarkAdvanced], None],
-        lost: Callable[[str], None],
+        self, loop: EventLoop, groups: Groups, tell: Callable[[WatermarkAdvanced | ReplicatorLost], None]
     ) -> None:
         self._clock = loop.clock
-        self._group = group
-        self._adopt = adopt
-        self._tell_watermark = watermark_advanced
-        self._told_lost = lost
+        self._groups = groups
+        self._tell = tell
         self._replicator = OwnReplicator(loop, self)
         self._job: PeerJob | None = None
         self._recovery: Recovery | None = None
@@ -67,6 +73,7 @@ class Peers:
         self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._newest = WatermarkAdvanced(0, False)
+        #: The newest record that is acknowledged for every node of the job; None: no peers take part.
         self.watermark: int | None = None
 
     def finish(self) -> None:
@@ -100,20 +107,18 @@ class Peers:
         """The replicator's last report; if it is old, the replicator stands still, and nothing is protected."""
         if self._job is None or self._report is None or self._reported is None:
             return None
+        unprotected = msgspec.structs.replace(self._report, protected=False)
         if self._replicator.process is None:
             problem = self._replicator.problem
-            return msgspec.structs.replace(
-                self._report, protected=False, problem=problem, held_bytes=self.kept_bytes, links=()
-            )
+            return msgspec.structs.replace(unprotected, problem=problem, held_bytes=self.kept_bytes, links=())
         quiet = self._clock() - self._reported
         if quiet < _QUIET_SECONDS:
             return self._report
-        return msgspec.structs.replace(
-            self._report, protected=False, problem=f"the replicator of this node has said nothing for {quiet:.0f} s"
-        )
+        problem = f"the replicator of this node has said nothing for {quiet:.0f} s"
+        return msgspec.structs.replace(unprotected, problem=problem)
 
     def tell_deserted(self) -> None:
-        """Have nobody wait for records of this node: a trainer goes on without its agent."""
+        """Have no node wait for records of this one: a trainer goes on without its agent."""
         if self._job is not None:
             self._replicator.send(Deserted())
 
@@ -122,7 +127,7 @@ class Peers:
         self._replicator.fingerprints[rank] = fingerprint
 
     def begin_attempt(self) -> None:
-        """The trainers of the last attempt are dead."""
+        """Forget the last attempt, whose trainers are dead."""
         self._give_up_recovery("its attempt is over")
         self._replicator.begin_attempt()
         self._reported = self._job = self.watermark = None
@@ -136,16 +141,14 @@ class Peers:
     def listen(self, message: Listen) -> Listening:
         """Have the replicator listen; returns where, and what is kept of others' records.
 
-        Raises:
-            AgentError: the replicator does not come up.
+        Raises AgentError where it does not come up.
         """
         return self._replicator.listen(message)
 
     def join(self, message: Join) -> None:
         """Take part in the attempt, for which the plan is made.
 
-        Raises:
-            PeerError: the replicator is gone, and there is no other one where peers look for it.
+        Raises PeerError where the replicator is gone, and no other one is where peers look for it.
         """
         gone = self._replicator.process is None or self._replicator.told is None
         if message.rejoin and (gone or self._job is not None):
@@ -163,12 +166,7 @@ class Peers:
         self._replicator.send(message)
 
     def phases(self, position: int, ranks: int) -> tuple[PhasesAre, int]:
-        """Where a rank of this node marks its phases: the answer, and the descriptor that goes with it.
-
-        Args:
-            position: position of the rank among those of the node.
-            ranks: number of the node's ranks.
-        """
+        """Where a rank, by its position among the node's `ranks`, marks its phases: answer, and descriptor with it."""
         if self._phases is None:
             self._phases = PhasesPage.create(ranks)
             self._replicator.send(PhasesAre(), [self._phases.fd])
@@ -184,20 +182,21 @@ class Peers:
         for message, fds in self._records.due(group, self._job, self.watermark or 0):
             self._replicator.send(message, fds)
             if self._replicator.process is not process:
-                return  # it died meanwhile, and one that took its place has been given all of it
+                return  # it died meanwhile, and its successor has been given all of it
 
     def _copy_state(self, record: int) -> None:
         """Have the state of this node's ranks copied after a record."""
         told = self._replicator.told
         if self._job is None or told is None:
             return
-        node = told.node
         for unit in self._job.units:
-            group = self._group(unit.ranks) if self._job.nodes[unit.node].name == node else None
+            if self._job.nodes[unit.node].name != told.node:
+                continue
+            group = self._groups.get(unit.ranks)
             held = group.held if group is not None else None
             if group is not None and held is not None and held.complete and held.spec.mode != "snapshot":
                 group.saver.copy_for_peers(held, record, partial(self._state_copied, group, record))
-            elif self._job.nodes[unit.node].name == node:
+            else:
                 self._replicator.send(StateNotCopied(record))
 
     def _state_copied(self, group: Group, record: int, snapshot: Snapshot | None) -> None:
@@ -226,36 +225,35 @@ class Peers:
         name = self._records.sent_name(group.ranks)
         if self.watermark < held.base < needed and name and name not in self._given_up:
             self._replicator.send(GiveUp(group.ranks, name))
-            if self._replicator.process is not None:  # else nobody is there to answer, or to read the replica
+            if self._replicator.process is not None:  # else none is there to answer, or to read the replica
                 return self.watermark
         return max(self.watermark, needed)
 
     # Recovery
 
     def recover(self, message: Recover, done: Callable[[Recovered | RecoveryProgress], None]) -> None:
-        """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before.
+        """Fetch what this node is to get, hand out what others are to; `done` gets progress, and at last Recovered.
 
-        Raises:
-            PeerError: the replicator is gone for good.
+        Raises PeerError where the replicator is gone for good.
         """
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
         self._replicator.check()
         process = self._replicator.process
         for ranks in message.serve:
-            state = stand_still(ranks, message, self._group(ranks))
+            state = stand_still(ranks, message, self._groups.get(ranks))
             if isinstance(state, str):
                 assert self._replicator.told is not None
                 done(Recovered(state, (BadSourceSeen(self._replicator.told.node, ranks, ""),)))
                 return
             handed_out = hand_out(ranks, state.held, message.record, state.history, int(message.before))
             self._replicator.send(handed_out, [region.fd for region in state.held.regions])
-        # One that has taken the place of another knows nothing of what that one was told to hand out.
+        # A successor knows nothing of what the replicator before it was told to hand out.
         if self._replicator.process is not process or (message.serve and not self._replicator.has_taken_all()):
             done(Recovered("the replicator is gone"))
             return
         self._recoveries += 1
-        group = self._adopt if message.adopt else self._group
+        group = self._groups.adopt if message.adopt else self._groups.get
         self._recovery = recovery = Recovery(self._recoveries, message, group, self._replicator.send, done)
         recovery.start()
         self._end_recovery()
@@ -277,14 +275,14 @@ class Peers:
         match message:
             case WatermarkAdvanced():
                 self.watermark, self._newest = message.record, message
-                self._tell_watermark(message)
+                self._tell(message)
             case CopyState():
                 self._copy_state(message.record)
             case PeersReport():
                 self._report, self._reported = message.status, self._clock()
             case GivenUp():
                 self._given_up.add(message.generation)
-                self._tell_watermark(self._newest)
+                self._tell(self._newest)
             case Described() | Filled() | RecoveryProgress():
                 if self._recovery is not None:
                     self._recovery.answered(message)
@@ -297,13 +295,13 @@ class Peers:
         self._give_up_recovery("the replicator is gone")
         self._records.clear()
         if self._job is not None and self._job.wait and self.watermark is not None:
-            # One that takes its place begins with nothing, so that all others are told the same.
+            # Its successor begins with nothing, so that all others are told the same.
             self._newest = WatermarkAdvanced(self.watermark, False, waits_suspended=True)
-            self._tell_watermark(self._newest)
+            self._tell(self._newest)
 
     def replicator_lost(self, reason: str) -> None:
         """Tell trainers that there is no replicator for a while."""
-        self._told_lost(reason)
+        self._tell(ReplicatorLost(reason))
 
     def replicator_replaced(self) -> None:
         """Give another replicator its plan and all records anew: owners send once more what was on its way."""
@@ -314,6 +312,110 @@ class Peers:
         if self._phases is not None:
             self._replicator.send(PhasesAre(), [self._phases.fd])
         for unit in job.units:
-            group = self._group(unit.ranks)
+            group = self._groups.get(unit.ranks)
             if group is not None and job.nodes[unit.node].name == told.node:
                 self.sync(group)
+
+
+class Recovery:
+    """Fetches the states that this node lacks, all at once; `done` gets Recovered once all are here, or one cannot be.
+
+    `number` is unique: what the replicator answers to another recovery is ignored. `group` may raise MemckptError.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        message: Recover,
+        group: Callable[[RankGroup], Group | None],
+        send: Callable[[AgentToReplicator, list[int]], None],
+        done: Callable[[Recovered | RecoveryProgress], None],
+    ) -> None:
+        self._number = number
+        self._message = message
+        self._group = group
+        self._send = send
+        self._done = done
+        self._started = time.monotonic()
+        self._wanted: dict[RankGroup, WantedState] = {wanted.ranks: wanted for wanted in message.fetch}
+        self._generations: dict[RankGroup, Generation] = {}
+        self._nbytes = 0
+        self._bad: list[BadSourceSeen] = []
+        self.over = False
+
+    def start(self) -> None:
+        """Ask for all of them. Sending may show that the replicator is dead, which fails the recovery."""
+        if not self._wanted:
+            self._end("", tuple(self._bad))
+        for wanted in list(self._wanted.values()):
+            if not self.over:
+                self._send(Describe(wanted, self._number), [])
+
+    def answered(self, message: Described | Filled | RecoveryProgress) -> None:
+        """Handle the replicator's news of one recovery."""
+        if isinstance(message, RecoveryProgress):
+            self._done(message)
+            return
+        known = message.ranks in self._wanted
+        expected = known and (message.ranks in self._generations) == isinstance(message, Filled)
+        if message.recovery != self._number or not expected:
+            kind, ranks = type(message).__name__, list(message.ranks)
+            _log.info("ignoring %s of ranks %s: it belongs to an earlier recovery", kind, ranks)
+            return
+        self._bad += message.bad
+        if message.problem:
+            self.fail(message.problem, tuple(self._bad) if message.bad else ())
+        elif isinstance(message, Described):
+            self._allocate(message)
+        else:
+            self._take_filled(message)
+
+    def _allocate(self, message: Described) -> None:
+        assert message.spec is not None
+        try:
+            group = self._group(message.ranks)
+            if group is None:
+                raise AgentError(f"ranks {list(message.ranks)} are not on this node")
+            spec = _to_be_filled(message.spec, message.ranks)
+            generation = group.make_room_for(spec, self._message.memory_budget_bytes)
+        except MemckptError as error:
+            self.fail(str(error))
+            return
+        self._generations[message.ranks] = generation
+        fds = [region.fd for region in generation.regions]
+        self._send(Fill(self._wanted[message.ranks], spec, self._number), fds)
+
+    def _take_filled(self, message: Filled) -> None:
+        generation = self._generations.pop(message.ranks)
+        group = self._group(message.ranks)
+        try:
+            assert group is not None
+            generation.refill(self._message.record, message.step, message.metas, message.rank_states, message.before)
+        except MemckptError as error:
+            generation.close()
+            self.fail(str(error))
+            return
+        group.take_over(generation, self._message.history)
+        self._nbytes += message.nbytes
+        del self._wanted[message.ranks]
+        if not self._wanted:
+            self._end("", tuple(self._bad))
+
+    def fail(self, problem: str, bad: tuple[BadSourceSeen, ...] = ()) -> None:
+        """Give up, for a reason; `bad`: sources to be left out next time, none where the reason lies in this node."""
+        if self.over:
+            return
+        for generation in self._generations.values():
+            generation.close()
+        self._generations.clear()
+        self._end(problem, bad)
+
+    def _end(self, problem: str, bad: tuple[BadSourceSeen, ...]) -> None:
+        self.over = True
+        self._done(Recovered(problem, bad, self._nbytes, time.monotonic() - self._started))
+
+
+def _to_be_filled(spec: StateSpec, ranks: RankGroup) -> StateSpec:
+    """What is fetched is the window of records of a state, to be redone when it is restored; or one captured."""
+    mode = "lazy" if spec.mode == "eager" else spec.mode
+    return msgspec.structs.replace(spec, mode=mode, local_ranks=ranks, by_value_slots=0)

@@ -11,34 +11,30 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from memckpt.agent.metrics.exporter import Collector
-from memckpt.agent.metrics.figures import Snapshot
+from memckpt.agent.metrics import Collector, Measured, measure
 from memckpt.agent.observer import Observer
-from memckpt.agent.status import Figures
 from memckpt.journal.events import Recovered, Stalled
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.status import Status
-from memckpt.protocol.trainer import Commit
 
 
-def snapshot_of(run_dir: Path, status: Status) -> Snapshot:
-    figures = Figures()
+def measured_of(run_dir: Path, status: Status, stored_at: float | None = None) -> list[Measured]:
+    observer = Observer(AgentAddress(run_dir, "node"), False, lambda: status)
     for stall_ms in (0.05, 0.1, 3.0, 40_000.0):
-        figures.note_stall(Commit(1, 1, 1, b"", stall_ms=stall_ms))
-    observer = Observer(AgentAddress(run_dir, "node"), False, figures, lambda: status)
+        observer.figures.add_stall(stall_ms)
     observer.note_event(Recovered(7, 7, "local memory", 0.25, 1))
     observer.note_event(Recovered(9, 9, "storage", 0.5, None))
     observer.note_event(Stalled(9, 1500.0, 1))
-    observer.verdict = "equal"
+    observer.figures.verdict, observer.figures.stored_at = "equal", stored_at
     try:
-        return Snapshot.take_figures(status, figures, observer)
+        return measure(status, observer)
     finally:
         observer.journal.close()
 
 
-def text_of(snapshot: Snapshot, generate: Any = generate_latest) -> str:
+def text_of(measured: list[Measured], generate: Any = generate_latest) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(LABELS, now, lambda: snapshot))
+    registry.register(Collector(LABELS, now, lambda: measured))
     return str(generate(registry).decode())
 
 
