@@ -14,8 +14,8 @@ from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.saver import Saver
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation, branch_off, describe, make_generation
-from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.pending_generation import Difference, PendingGeneration
+from memckpt.memory.region import Allowance
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.log import Seldom
 from memckpt.protocol.messages import AgentToTrainer

@@ -17,7 +17,7 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.sub_steps import NotedOp, NotedSubStep, on_the_host
-from memckpt.memory.landings import FIRING_BITS
+from memckpt.memory.slots import FIRING_BITS
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.records import SparseGradient
 from memckpt.state.tensors import local, version

@@ -15,10 +15,8 @@ from memckpt.capture.evidence import Evidence
 from memckpt.capture.gradient_places import GradientPlaces
 from memckpt.capture.live_state import LiveState, state_of
 from memckpt.capture.views import AnchorCopies
-from memckpt.memory.generation_regions import GenerationRegions
-from memckpt.memory.landings import Landings
-from memckpt.memory.region import Region
-from memckpt.memory.slots import SlotRing
+from memckpt.memory.region import GenerationRegions, Region
+from memckpt.memory.slots import Landings, SlotRing
 from memckpt.state import codec
 from memckpt.state.layout import Piece
 from memckpt.state.optimizers import dtype_name, dtype_of, fits_room, fits_slots

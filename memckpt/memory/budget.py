@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from memckpt.errors import MemoryBudgetError
 
@@ -24,14 +24,11 @@ def available_bytes() -> int:
 def check_budget(needed: int, already_held: int, budget: int | None, detail: str, given_back: int = 0) -> None:
     """Refuse an allocation that cannot fit.
 
-    Raises MemoryBudgetError: with the figures and the remedy.
+    `already_held` bytes stay while the new ones are written; `given_back`, not among them, are freed before. `budget`:
+    configured limit on all together, in bytes; None: the machine's memory. A budget beyond that is capped: missing
+    anonymous memory shows up as an OOM kill, never as an error. `detail`: breakdown of the figure, for the message.
 
-    Args:
-        already_held: bytes held already that stay while the new ones are written.
-        budget: configured limit on both together, in bytes; None: the machine's memory. A budget beyond that is capped:
-            missing anonymous memory shows up as an OOM kill, never as an error.
-        detail: breakdown of the figure, for the message.
-        given_back: bytes, not among those already held, that are freed before they are needed.
+    Raises MemoryBudgetError: it does not fit.
     """
     room, source = int(available_bytes() * (1 - _HEADROOM)) + given_back, "available memory"
     if budget is not None and budget - already_held < room:
@@ -48,34 +45,24 @@ _MOUNT = Path("/sys/fs/cgroup")
 _PROC = Path("/proc/self/cgroup")
 #: Version 1 expresses "no limit" as a number beyond all memory.
 _NO_LIMIT = 2**60
+#: By whether a group is of version 2: files of its limit and of what it uses, and fields of what it can reclaim.
+_NAMES = {
+    True: ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    False: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
 
 
-@dataclass(frozen=True)
-class MemoryLimit:
+class MemoryLimit(NamedTuple):
     """The memory limit of one control group, and the bytes that may still be allocated below it."""
 
     limit: int
     left: int
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of a version's files and fields."""
-
-    limit: str
-    used: str
-    reclaimable: tuple[str, ...]
-
-
-_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-
-
 def _directories(controller: str, proc: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
     """The control groups around this process, innermost first, each with whether it is of version 2.
 
-    In a container the path may lead nowhere: the container's own group is then mounted at the top, which is the last
-    one here.
+    In a container the path may lead nowhere: its own group is then mounted at the top, the last one here.
     """
     try:
         lines = proc.read_text().splitlines()
@@ -102,24 +89,24 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _reclaimable(directory: Path, names: _Names) -> int:
+def _reclaimable(directory: Path, names: tuple[str, ...]) -> int:
     """Bytes of page cache charged to a group: a job that reads much fills its limit with it, at no loss."""
     try:
         lines = (directory / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     fields = dict(line.split(maxsplit=1) for line in lines)
-    return sum(int(fields.get(name, 0)) for name in names.reclaimable)
+    return sum(int(fields.get(name, 0)) for name in names)
 
 
 def memory_limits(proc: Path = _PROC, mount: Path = _MOUNT) -> list[MemoryLimit]:
     """All memory limits that apply to this process; empty if there are none."""
     limits = []
     for directory, second in _directories("memory", proc, mount):
-        names = _V2 if second else _V1
-        limit, used = _number(directory / names.limit), _number(directory / names.used)
+        limit_file, used_file, reclaimable = _NAMES[second]
+        limit, used = _number(directory / limit_file), _number(directory / used_file)
         if limit is not None and used is not None and limit < _NO_LIMIT:
-            limits.append(MemoryLimit(limit, max(0, min(limit, limit - used + _reclaimable(directory, names)))))
+            limits.append(MemoryLimit(limit, max(0, min(limit, limit - used + _reclaimable(directory, reclaimable)))))
     return limits
 
 

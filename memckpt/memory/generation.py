@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memckpt.errors import DamagedStateError, UnsupportedError
-from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.ledger import Ledger, RankStates
 from memckpt.memory.redo_news import RedoNews
+from memckpt.memory.region import Allowance, GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.protocol.trainer import Commit, Drift, GenerationCommit
 from memckpt.protocol.writer import LogRecord
@@ -35,12 +35,8 @@ class Generation(ABC):
     Complete once every local rank has committed its part of the start; until then it can produce nothing. Raises
     MemoryBudgetError: there is no room.
 
-    Args:
-        number: of the generation; no other one has it.
-        spec: what it holds.
-        allowance: memory that it may take.
-        begins: the record after which it begins. Then only what its start takes is reserved, until :meth:`make_whole`.
-            None: all of it is.
+    No other generation has its `number`. `begins`: the record after which it begins. Then only what its start takes is
+    reserved, until :meth:`make_whole`. None: all of it is.
     """
 
     #: Redoes steps as they are committed; only an :class:`EagerGeneration` has one.
@@ -59,7 +55,7 @@ class Generation(ABC):
         self.regions = GenerationRegions.create(self.layout, allowance, begins)
         try:
             self.ring = SlotRing(self.regions.slots, self.layout, number)
-        except BaseException:  # raised again: nobody else knows of these regions
+        except BaseException:  # raised again; they have no other owner
             self.regions.close()
             raise
         #: Why its mode was chosen, in words.
@@ -88,11 +84,7 @@ class Generation(ABC):
         return self.regions.whole
 
     def make_whole(self, held_bytes: int) -> None:
-        """Reserve the rest of its slots.
-
-        `held_bytes`: held on this node beside it. Raises MemoryBudgetError: there is no room; what its start takes
-        stays.
-        """
+        """Reserve the rest of its slots: :meth:`GenerationRegions.make_whole`."""
         self.regions.make_whole(held_bytes)
 
     def close(self) -> None:
@@ -139,10 +131,7 @@ class Generation(ABC):
             self.complete = self._is_complete_late()
 
     def _is_complete_late(self) -> bool:
-        """Whether records since the base can be produced, though it was not known whether ranks agreed on the base.
-
-        Its start may be read so late that the by-value tensors of the base are written over.
-        """
+        """Whether later records can be produced: a start may be read after the base's by-value tensors are gone."""
         return bool(self._producible())
 
     def _keep_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
@@ -217,10 +206,7 @@ class Generation(ABC):
 
     @abstractmethod
     def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
-        """Records whose bytes are here for peers.
-
-        `with_base`: whether the base stays as it is, so that a replica that stands there can be sent.
-        """
+        """Records whose bytes are here for peers; `with_base`: also a replica that stands, and stays, at the base."""
 
     def _logged_for_peers(self) -> list[int]:
         """Records with slots that no rank fills again."""
@@ -235,7 +221,7 @@ class Generation(ABC):
         rank_states: dict[int, bytes],
         before: tuple[int, dict[int, bytes]] | None = None,
     ) -> None:
-        """The slots have been filled with the window of records that makes the state after `record`.
+        """Hold the window of records, filled into the slots, that makes the state after `record`.
 
         `before`: step and rank states of the record before it, whose window is here as well. Raises DamagedStateError:
         it is not all there.
@@ -270,10 +256,7 @@ class Generation(ABC):
         return f"record {record - 1} is not held any more"
 
     def settle(self, record: int, behind: int = 0) -> None:
-        """Make `record` the newest: redo up to it, drop what lies beyond it.
-
-        `behind`: by how many records a replica stays behind it.
-        """
+        """Make `record` the newest: redo up to `behind` records before it, drop what lies beyond it."""
         self.ledger.drop_beyond(record)
 
     def metas_for(self, record: int) -> tuple[bytes, ...]:
@@ -324,10 +307,7 @@ class LazyGeneration(Generation):
 
 
 class EagerGeneration(Generation):
-    """A replica of the whole state, which a thread of its own advances behind what all ranks have committed.
-
-    `notify`: takes what the redo thread says, on that thread.
-    """
+    """A replica of the whole state, which a redo thread advances behind the ranks; it calls `notify` on that thread."""
 
     replica: Replica
 
@@ -348,7 +328,7 @@ class EagerGeneration(Generation):
             self.replica = Replica(
                 self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify, number
             )
-        except BaseException:  # raised again: nobody else knows of these regions
+        except BaseException:  # raised again; they have no other owner
             self.regions.close()
             raise
 
@@ -489,10 +469,7 @@ def make_generation(
     notify: Callable[[RedoNews], None],
     begins: int | None = None,
 ) -> Generation:
-    """Reserve the memory of a generation in the mode of its spec; arguments as for the classes.
-
-    Raises MemoryBudgetError: there is no room.
-    """
+    """Reserve the memory of a generation in the mode of its spec. Raises MemoryBudgetError: there is no room."""
     made: Generation
     if spec.mode == "eager":
         made = EagerGeneration(number, spec, allowance, begins, threads, notify)
@@ -527,15 +504,9 @@ def describe(
     steps: Mapping[int, int],
     newest: int,
 ) -> HeldRecords:
-    """Describe records that can be produced while nothing comes.
+    """Describe the records of `ranks` that `node` can produce while nothing comes.
 
-    Args:
-        spec: of the state, as its owner has it.
-        node: that holds them.
-        ranks: whose state they are.
-        history: of their timelines.
-        steps: of each record that can be produced, oldest first.
-        newest: the newest record that all of the ranks have committed, where any can be produced.
+    `steps`: step of each of them, oldest first. `newest`: the newest record that all of the ranks have committed.
     """
     return HeldRecords(
         node=node,

@@ -18,10 +18,10 @@ class RankStates(NamedTuple):
 
 
 class Ledger:
-    """Scalars, steps and rank states of records, as far as they may still be needed.
+    """Scalars, steps and rank states of the local ranks' records, as far as they may still be needed.
 
-    `ranks`: the local ranks that commit to it. `committed`: the newest record of each rank that has committed one.
-    `pinned`: a record whose rank states are kept until it is reset, for a snapshot; None: no record.
+    `committed`: the newest record of each rank that has committed one. `pinned`: a record whose rank states are kept,
+    for a snapshot; None: no record.
     """
 
     def __init__(self, ranks: RankGroup) -> None:

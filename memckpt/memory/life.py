@@ -25,7 +25,7 @@ def look_seconds(limit: float) -> float:
 
 
 class LifePage:
-    """The counter of one process. Whoever creates or opens a page closes it."""
+    """The counter of one process. Its creator, and each opener, closes it."""
 
     def __init__(self, region: Region) -> None:
         self._region = region

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from memckpt.errors import MemckptError, MemoryBudgetError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.generation import Generation, make_generation
-from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.redo_news import RedoNews
-from memckpt.memory.region import Region, no_room
+from memckpt.memory.region import Allowance
 from memckpt.protocol.trainer import Prepare
 from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec
@@ -33,10 +30,9 @@ class Difference(NamedTuple):
 
 
 class PendingGeneration:
-    """Belongs to the agent's event loop. Owns the generation until it is taken.
+    """Belongs to the agent's event loop. Owns the generation, None while nothing is about to be written.
 
-    `notify`: as for a generation. `make_room`: called with the reason if the old generation and the new one do not fit:
-    lets go of the old one. `generation`: None while nothing is about to be written.
+    `make_room` is called with the reason if the old generation and the new one do not fit: it lets go of the old one.
     """
 
     def __init__(self, notify: Callable[[RedoNews], None], make_room: Callable[[str], None]) -> None:
@@ -51,10 +47,9 @@ class PendingGeneration:
         self.generation: Generation | None = None
 
     def ask(self, rank: int, message: Prepare) -> Difference | None:
-        """Note what a rank wants to write.
+        """Keep what a rank wants to write; returns what differs from others' for the record, None if nothing does.
 
-        Returns: None if no other rank of the node wants anything else for the same record. Otherwise none of them can
-        complete what it writes; what differs, as far as that has names.
+        Where ranks of the node differ, none of them can complete what it writes.
         """
         if message.record != self._record or rank in self._asked:
             self._record, self._asked = message.record, {}
@@ -71,9 +66,8 @@ class PendingGeneration:
     def allocate(self, rank: int, message: Prepare, held_bytes: int, beside: int = 0) -> tuple[Generation, bool]:
         """The generation for a rank that has asked, and whether it is a new one.
 
-        Ranks prepare one after the other: the first may have written its part before the last one asks.
-
-        `held_bytes`: what is held beside it, and goes if need be. `beside`: what others hold on this node.
+        Ranks prepare one after the other: the first may have written its part before the last one asks. The held
+        generation of `held_bytes` goes if need be; what others hold on this node, `beside`, stays.
         """
         one = self.generation
         if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
@@ -108,17 +102,17 @@ class PendingGeneration:
         )
 
     def give_away(self) -> None:
-        """It is complete, and somebody else's from now on."""
+        """Hand over the generation, which is complete."""
         self.generation = None
 
     def drop_generation(self) -> None:
-        """Nobody is going to complete it."""
+        """Close the generation, which no rank is going to complete."""
         generation, self.generation = self.generation, None
         if generation is not None:
             generation.close()
 
     def begin_attempt(self) -> None:
-        """A new attempt begins: what the ranks of the one before have asked for is of no account."""
+        """Drop what the ranks of the attempt before have asked for."""
         self.drop_generation()
         self._asked = {}
 
@@ -134,61 +128,3 @@ def _fits_alone(message: Prepare, held_bytes: int, beside: int) -> bool:
 
 def _not_in_all(names: Sequence[frozenset[str]]) -> frozenset[str]:
     return frozenset.union(*names) - frozenset.intersection(*names)
-
-
-CHUNK_BYTES = 256 << 20
-_fallocate = os.posix_fallocate
-
-
-class Reservation:
-    """A region in the making. Owns its memory until :meth:`take` hands it over; call :meth:`close` at the end."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.nbytes = nbytes
-        #: Bytes reserved so far.
-        self.reserved = 0
-        self._name = name
-        self._fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
-        self._problem: OSError | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memckpt-reserve", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            os.ftruncate(self._fd, self.nbytes)
-            for start in range(0, self.nbytes, CHUNK_BYTES):
-                if self._closing.is_set():
-                    return
-                _fallocate(self._fd, start, min(CHUNK_BYTES, self.nbytes - start))
-                self.reserved = min(start + CHUNK_BYTES, self.nbytes)
-        except OSError as error:  # raised by `take`
-            self._problem = error
-
-    @property
-    def over(self) -> bool:
-        """Whether the reservation has succeeded or failed."""
-        return not self._thread.is_alive()
-
-    def take_region(self) -> Region:
-        """The region, owned by the caller from now on; waits until the reservation is :attr:`over`.
-
-        Raises MemoryBudgetError: the kernel has no room for it.
-        """
-        self._thread.join()
-        fd, self._fd = self._fd, -1
-        try:
-            if self._problem is not None:
-                raise no_room(self._name, self.nbytes, self._problem) from self._problem
-            return Region(fd, self.nbytes)
-        except BaseException:  # raised again; the descriptor has no other owner
-            os.close(fd)
-            raise
-
-    def close(self) -> None:
-        """Stop after the chunk in progress, and free the memory unless it was taken. Idempotent."""
-        self._closing.set()
-        self._thread.join()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)

@@ -27,13 +27,9 @@ class Phase(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """A rank's entry into a phase.
+    """A rank's entry into a phase, at `ns` on the machine's monotonic clock.
 
-    Attributes:
-        position: index of the rank among those of its node.
-        step: number of the record that is being made.
-        phase: the phase entered.
-        ns: time of entry on the machine's monotonic clock, in nanoseconds.
+    `position`: index of the rank among those of its node. `step`: number of the record that is being made.
     """
 
     position: int
@@ -55,7 +51,7 @@ def _check(number: int, what: int, ns: int) -> int:
 
 
 class PhasesPage:
-    """The region and a view of it. Whoever creates or opens a page closes it."""
+    """The region and a view of it. Its creator, and each opener, closes it."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -63,18 +59,12 @@ class PhasesPage:
 
     @classmethod
     def create(cls, ranks: int) -> PhasesPage:
-        """Create a page for `ranks` local ranks, 8 KiB each.
-
-        Raises MemoryBudgetError: the kernel has no room for it.
-        """
+        """Create a page for `ranks` local ranks, 8 KiB each. Raises MemoryBudgetError: there is no room for it."""
         return cls(Region.create("phases", ranks * _RANK_BYTES))
 
     @classmethod
     def open(cls, fd: int) -> PhasesPage:
-        """Map a page that was received over a socket; takes ownership of the descriptor.
-
-        Raises DamagedStateError: its size is wrong.
-        """
+        """Map a page that was received, and take over its descriptor. Raises DamagedStateError: its size is wrong."""
         region = Region.open(fd)
         if region.nbytes % _RANK_BYTES:
             region.close()

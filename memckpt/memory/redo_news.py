@@ -10,14 +10,9 @@ from memckpt.protocol.trainer import Alarm, Credit, Drift
 
 @dataclass(frozen=True)
 class ReplicaCopied:
-    """The replica after `record` has been copied into a snapshot.
+    """The replica after `record` was copied into a snapshot; `problem`: why it was not, in words.
 
-    Attributes:
-        record: after which it was to be copied.
-        snapshot: region into which it was to be copied.
-        seconds: that took.
-        missing, plain: of the optimizer state, as in a snapshot that a trainer takes.
-        problem: why it was not copied, in words; empty if it was.
+    `missing` and `plain` are of the optimizer state, as in a snapshot that a trainer takes.
     """
 
     record: int

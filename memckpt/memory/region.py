@@ -14,9 +14,13 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from memckpt.errors import MemoryBudgetError
+from memckpt.memory.budget import check_budget
+from memckpt.state.layout import Layout
+from memckpt.user_messages import short_number
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
 #: Bytes that are touched in one call, which holds the lock of the process's memory map: training that allocates waits.
@@ -67,10 +71,10 @@ class Region:
 
     @classmethod
     def create(cls, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None) -> Region:
-        """Reserve anonymous memory.
+        """Reserve anonymous memory. Raises MemoryBudgetError: the kernel has no room for it.
 
         `ranges`: offsets and lengths, in bytes, of the parts to reserve now; None: all. Other parts must not be touched
-        before :meth:`reserve` has returned. Raises MemoryBudgetError: the kernel has no room for it.
+        before :meth:`reserve` has returned.
         """
         fd = -1
         try:
@@ -96,7 +100,7 @@ class Region:
         try:
             for fd in fds:
                 opened.append(cls.open(fd))
-        except BaseException:  # raised again: nobody else knows of them
+        except BaseException:  # raised again; they have no other owner
             for region in opened:
                 region.close()
             for fd in fds[len(opened) :]:
@@ -167,3 +171,177 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+#: Bytes that a reservation asks for in one call.
+CHUNK_BYTES = 256 << 20
+_fallocate = os.posix_fallocate
+
+
+class Reservation:
+    """A region in the making, reserved by a thread. Owns its memory until :meth:`take_region`; :meth:`close` it."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.nbytes = nbytes
+        #: Bytes reserved so far.
+        self.reserved = 0
+        self._name = name
+        self._fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
+        self._problem: OSError | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memckpt-reserve", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            os.ftruncate(self._fd, self.nbytes)
+            for start in range(0, self.nbytes, CHUNK_BYTES):
+                if self._closing.is_set():
+                    return
+                _fallocate(self._fd, start, min(CHUNK_BYTES, self.nbytes - start))
+                self.reserved = min(start + CHUNK_BYTES, self.nbytes)
+        except OSError as error:  # raised by `take_region`
+            self._problem = error
+
+    @property
+    def over(self) -> bool:
+        """Whether the reservation has succeeded or failed."""
+        return not self._thread.is_alive()
+
+    def take_region(self) -> Region:
+        """Wait for the region, which the caller then owns. Raises MemoryBudgetError: the kernel has no room for it."""
+        self._thread.join()
+        fd, self._fd = self._fd, -1
+        try:
+            if self._problem is not None:
+                raise no_room(self._name, self.nbytes, self._problem) from self._problem
+            return Region(fd, self.nbytes)
+        except BaseException:  # raised again; the descriptor has no other owner
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Stop after the chunk in progress, and free the memory unless it was taken. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+# A generation
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Memory that a generation may take.
+
+    `held_bytes`: held on this node beside it. `budget`: limit on all of that, in bytes; None: what the machine has.
+    `given_back`: bytes among `held_bytes` that are let go of before the rest of the slots is reserved.
+    """
+
+    held_bytes: int = 0
+    budget: int | None = None
+    given_back: int = 0
+
+
+class GenerationRegions:
+    """The ring of records, tensors that never change, and the eagerly redone state: the last two where there are any.
+
+    The creator owns the memory, every opener its mappings; each calls :meth:`close` on its own.
+    """
+
+    def __init__(self, layout: Layout, slots: Region, static: Region | None, replica: Region | None) -> None:
+        self.layout = layout
+        self.slots, self.static, self.replica = slots, static, replica
+        #: Bytes of the slots that are not reserved yet.
+        self._later_bytes = 0
+        self._budget: int | None = None
+
+    @classmethod
+    def create(cls, layout: Layout, allowance: Allowance, begins: int | None = None) -> GenerationRegions:
+        """Reserve the memory; if `begins` is given, only what a start after that record takes, until `make_whole`.
+
+        Raises MemoryBudgetError: there is no room.
+        """
+        start = None if begins is None else layout.start_ranges(begins)
+        later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
+        detail = _in_words(layout)
+        if later:
+            after = allowance.held_bytes - allowance.given_back
+            check_budget(layout.total_bytes, after, allowance.budget, detail, allowance.given_back)
+        check_budget(layout.total_bytes - later, allowance.held_bytes, allowance.budget, detail)
+        regions = cls(layout, Region.create("slots", layout.slots_bytes, start), None, None)
+        try:
+            regions.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
+            regions.replica = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
+        except BaseException:  # raised again; they have no other owner
+            regions.close()
+            raise
+        regions._later_bytes, regions._budget = later, allowance.budget
+        return regions
+
+    @classmethod
+    def of(cls, layout: Layout, regions: Sequence[Region]) -> GenerationRegions:
+        """Take over regions that were handed over. Raises ValueError: they are not as many as the layout has."""
+        rest = list(regions)
+        replica = rest.pop() if layout.replica_bytes else None
+        static = rest.pop() if layout.static_bytes else None
+        (slots,) = rest
+        return cls(layout, slots, static, replica)
+
+    def __iter__(self) -> Iterator[Region]:
+        """The regions that there are, in the order in which they are handed over."""
+        return (region for region in (self.slots, self.static, self.replica) if region is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are reserved."""
+        return self.layout.total_bytes - self._later_bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the slots are there, and not only what the start takes."""
+        return not self._later_bytes
+
+    def make_whole(self, held_bytes: int) -> None:
+        """Reserve the rest of the slots, beside `held_bytes` on this node.
+
+        Raises MemoryBudgetError: there is no room; what the start takes stays.
+        """
+        if self.whole:
+            return
+        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self.layout))
+        self.slots.reserve("slots")
+        self._later_bytes = 0
+        self.slots.populate_in_background()
+
+    def populate_in_background(self) -> None:
+        """Touch every page that is reserved from a thread, so that no step pays for a first touch."""
+        for region in self:
+            if self.whole or region is not self.slots:
+                region.populate_in_background()
+
+    def close(self) -> None:
+        """Unmap and close them. Idempotent."""
+        for region in self:
+            region.close()
+
+
+def _in_words(layout: Layout) -> str:
+    """What the memory of a generation is made of, for the message where there is not enough."""
+    spec = layout.spec
+    detail = (
+        f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {short_number(layout.numel)} parameters: "
+        f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
+    )
+    by_value = layout.by_value_slot_bytes * layout.by_value_ring
+    if by_value > layout.total_bytes // 10:
+        detail += (
+            f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
+            f"{layout.by_value_ring} records"
+        )
+        own = len(spec.by_value) - len(layout.shared)
+        detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
+        detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
+    return detail

@@ -1,4 +1,4 @@
-"""The replica: the full state in the agent's memory, advanced record by record by a thread of its own (eager redo).
+"""The replica: the full state in the agent's memory, advanced record by record by a redo thread (eager redo).
 
 Imports torch, so a lazy agent never imports this module.
 """
@@ -33,9 +33,8 @@ Missing = tuple[tuple[int, int, str], ...]
 class Replica:
     """Owns a redo thread over regions that belong to the caller.
 
-    Records are offered in order; the thread applies them while `limit` allows and tells `notify` (from its own
-    thread) about credits, drift and alarms. It stops at record boundaries only, so the replica is whole whenever
-    :meth:`freeze` has returned.
+    Records are offered in order; the thread applies them while :meth:`allow` permits, and calls `notify` with credits,
+    drift and alarms. It stops at record boundaries only, so the replica is whole whenever :meth:`freeze` has returned.
     """
 
     def __init__(
@@ -180,10 +179,9 @@ class Replica:
             self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
 
     def copy_at(self, record: int, snapshot: Region) -> bool:
-        """Have the thread copy the state after `record` and its by-value tensors into a snapshot.
+        """Have the thread copy the state after `record` and its by-value tensors into a snapshot; False: too late.
 
-        It does so before the credit for the record is given, and notifies ReplicaCopied. False if the record has
-        been applied already.
+        It does so before the credit for the record is given, and notifies ReplicaCopied.
         """
         with self._condition:
             if record <= self.applied + self._busy:
@@ -198,9 +196,9 @@ class Replica:
             self._copy_at = None
 
     def copy_ahead(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
-        """Make the state after `record`, which is held, in a snapshot; the replica, which is frozen, stays behind it.
+        """Make the state after `record` in a snapshot; the frozen replica stays behind. As :meth:`advance_to`.
 
-        Returns: As :meth:`describe_state`, of the snapshot. Raises AgentError: as for :meth:`advance_to`.
+        Returns :meth:`describe_state` of the snapshot.
         """
         missing, plain = self._copy(record, snapshot)
         ahead = Replica(self._layout, self._slots, snapshot, self._ring, torch.get_num_threads(), lambda message: None)

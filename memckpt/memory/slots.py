@@ -4,19 +4,27 @@ A slot's header has one stamp per local rank. A rank invalidates its stamp befor
 included, and sets it to the record's number when its part is complete; readers check all stamps. By-value tensors have
 fewer slots of their own, with the same kind of stamps. Tensors held once for all local ranks are valid only if the
 ranks' digests of them, behind the stamps, are equal.
+
+Landings mark the gradients that are complete in a slot, for readers of a dead trainer's slot. Each local rank has an
+area behind the slot's tensors: a head that names the record, its generation and the tap, and one word per parameter. A
+word is 0 before a copy begins and set when the copy is complete, so it never vouches for bytes that are being written.
+Only the gradients of an optimizer's first step in a record are marked.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
-from memckpt.state.layout import DIGEST_BYTES, HEADER_BYTES, Layout
+from memckpt.state.layout import DIGEST_BYTES, HEADER_BYTES, LANDING_HEAD_BYTES, Layout
 
 _STAMP = struct.Struct("<qq")  # record number, generation
 _WRITING = -(2**63)
+#: A landing's word is ``order << FIRING_BITS | firing``: see :class:`Landing`.
+FIRING_BITS = 32
 #: Records after which ranks know, at the latest, whether they agreed on a record (with commits that are sent later).
 AGREEMENT_RECORDS = 2
 
@@ -64,10 +72,7 @@ class SlotRing:
         return self._map[base : base + self._layout.digest_bytes]
 
     def disagreed(self, record: int) -> list[str]:
-        """Names of shared tensors that differed between local ranks at the end of `record`.
-
-        Empty if some rank has not sealed its part of them, or if they are no longer held.
-        """
+        """Names of shared tensors that differ between ranks at the end of `record`; empty while not all are sealed."""
         if not self._layout.shared:
             return []
         try:
@@ -86,16 +91,13 @@ class SlotRing:
         return [name for name, place in zip(names, places, strict=True) if len({one[place] for one in found}) > 1]
 
     def check(self, record: int, ranks: Sequence[int]) -> None:
-        """Check that the slot holds all of `record` except its by-value tensors.
-
-        Raises DamagedStateError: a rank's part belongs to another record or is incomplete.
-        """
+        """Check that the slot holds `record`, except its by-value tensors. Raises DamagedStateError: it does not."""
         self._check("slot", self._layout.slot_offset(record), record, ranks)
 
     def check_by_value(self, record: int, ranks: Sequence[int]) -> None:
         """Check that these ranks' by-value tensors of `record` are held; shared ones for all local ranks.
 
-        Raises DamagedStateError: a rank's part belongs to another record or is incomplete, or the ranks disagree.
+        Raises DamagedStateError: they are not, or the ranks disagree.
         """
         if not self._layout.shared:
             self._check_parts(record, ranks)
@@ -122,3 +124,67 @@ class SlotRing:
                     f"{what} of record {record}, generation {self._generation}: the part of rank {rank} {state} "
                     f"(generation {generation})"
                 )
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A gradient that is complete in a slot.
+
+    `param`: index of its parameter. `firing`: its number among the gradients that backward made for the parameter in
+    the record, from 1. `order`: its place in the order of all landed gradients.
+    """
+
+    param: int
+    firing: int
+    order: int
+
+
+class Landings:
+    """One rank's landings in a ring of slots. The caller owns the region; :meth:`close` releases its views."""
+
+    def __init__(self, region: Region, layout: Layout, generation: int, rank: int) -> None:
+        self._map = region.map
+        self._layout = layout
+        self._generation = generation
+        self._base = layout.landing_base(rank)
+        self._empty = bytes(layout.landing_bytes - LANDING_HEAD_BYTES)
+        self._words = [self._view(slot * layout.slot_bytes) for slot in range(layout.ring)]
+
+    def _view(self, slot: int) -> memoryview:
+        start = slot + self._base + LANDING_HEAD_BYTES
+        with memoryview(self._map) as whole, whole[start : start + len(self._empty)] as part:
+            return part.cast("Q")
+
+    def close(self) -> None:
+        """Release the views of the region."""
+        for view in self._words:
+            view.release()
+        self._words.clear()
+
+    def open(self, record: int, tap: str) -> None:
+        """Clear the marks for `record`, whose gradients `tap` takes."""
+        start = self._layout.slot_offset(record) + self._base
+        _STAMP.pack_into(self._map, start, _WRITING, self._generation)
+        self._map[start + LANDING_HEAD_BYTES : start + self._layout.landing_bytes] = self._empty
+        name = tap.encode()[: LANDING_HEAD_BYTES - _STAMP.size].ljust(LANDING_HEAD_BYTES - _STAMP.size, b"\0")
+        self._map[start + _STAMP.size : start + LANDING_HEAD_BYTES] = name
+        _STAMP.pack_into(self._map, start, record, self._generation)
+
+    def words(self, record: int) -> memoryview:
+        """The words of a record, by parameter: 0 before a copy begins, set when it is complete."""
+        return self._words[self._layout.slot_number(record)]
+
+    def tap(self, record: int) -> str | None:
+        """The tap that took the record's gradients; None if the slot holds another record."""
+        start = self._layout.slot_offset(record) + self._base
+        if _STAMP.unpack_from(self._map, start) != (record, self._generation):
+            return None
+        return self._map[start + _STAMP.size : start + LANDING_HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def landed(self, record: int) -> Iterator[Landing]:
+        """The landed gradients of the record in the slot."""
+        words = self.words(record)
+        for param in range(len(self._layout.spec.params)):
+            word = words[param]
+            if word:
+                yield Landing(param, word & (1 << FIRING_BITS) - 1, word >> FIRING_BITS)

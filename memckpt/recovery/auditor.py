@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from memckpt.errors import AgentGoneError, DamagedStateError
-from memckpt.memory.generation_regions import GenerationRegions
-from memckpt.memory.region import Region
+from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.helper_process import belong_to, prefer_to_be_ended, step_back
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.errors import DamagedStateError
-from memckpt.memory.generation_regions import GenerationRegions
+from memckpt.memory.region import GenerationRegions
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.redo_threads import RedoThreads
 from memckpt.recovery.target import RestoreTarget, common_device, is_restored, progress

@@ -19,9 +19,8 @@ from typing import TypeVar
 from memckpt import errors
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.life import LifePage, LifeWatch
-from memckpt.memory.region import Region
+from memckpt.memory.region import GenerationRegions, Region
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.launch import spawn_agent

@@ -26,8 +26,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation
-from memckpt.memory.generation_regions import Allowance
-from memckpt.memory.region import Region
+from memckpt.memory.region import Allowance, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.attempt import Attempt
 from memckpt.protocol.storing import SnapshotTaken

@@ -23,8 +23,7 @@ from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation
-from memckpt.memory.generation_regions import Allowance, GenerationRegions
-from memckpt.memory.region import Region
+from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.messages import Message
 from memckpt.protocol.recovery import FromNode, WantedState

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memckpt.memory.generation import Generation, make_generation
-from memckpt.memory.generation_regions import Allowance
+from memckpt.memory.region import Allowance
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import RecordMeta, encode_meta

@@ -15,9 +15,8 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.capture.stall_clock import StallClock
-from memckpt.memory.generation_regions import GenerationRegions
-from memckpt.memory.landings import Landings
-from memckpt.memory.region import Region
+from memckpt.memory.region import GenerationRegions, Region
+from memckpt.memory.slots import Landings
 from memckpt.state.layout import Layout
 from tests.support.faults.deferred_copier import DeferredCopier
 

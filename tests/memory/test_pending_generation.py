@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.pending_generation import Difference, PendingGeneration
-from memckpt.memory.region import Region
+from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare, Prepared

@@ -10,7 +10,7 @@ import torch
 
 from memckpt.errors import AgentError
 from memckpt.memory.generation import make_generation
-from memckpt.memory.generation_regions import Allowance
+from memckpt.memory.region import Allowance
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state import codec

@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.memory import pending_generation
-from memckpt.memory.pending_generation import Reservation
+from memckpt.memory import region as region_module
+from memckpt.memory.region import Reservation
 from memckpt.replication.process import fragment_memory
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.peers_harness import wait_for
@@ -44,8 +44,8 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     kernel = Kernel()
-    monkeypatch.setattr(pending_generation, "_fallocate", kernel.fallocate)
-    monkeypatch.setattr(pending_generation, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(region_module, "_fallocate", kernel.fallocate)
+    monkeypatch.setattr(region_module, "CHUNK_BYTES", CHUNK)
     yield kernel
     kernel.go_on()
 

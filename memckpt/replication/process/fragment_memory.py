@@ -8,8 +8,7 @@ import msgspec
 
 from memckpt.errors import MemckptError
 from memckpt.memory.budget import check_budget
-from memckpt.memory.pending_generation import Reservation
-from memckpt.memory.region import Region
+from memckpt.memory.region import Region, Reservation
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.keeping.fragment_store import FragmentStore

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import xxhash
 
 from memckpt.errors import DamagedFragmentsError, DamagedStateError
-from memckpt.memory.generation_regions import GenerationRegions
-from memckpt.memory.region import Region
+from memckpt.memory.region import GenerationRegions, Region
 from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code

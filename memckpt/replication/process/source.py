@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from memckpt.errors import DamagedStateError
-from memckpt.memory.generation_regions import GenerationRegions
-from memckpt.memory.region import Region
+from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
 from memckpt.state.layout import Layout

@@ -14,7 +14,7 @@ import torch
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.memory.landings import Landing
+from memckpt.memory.slots import Landing
 from memckpt.recovery.comparison import Difference
 from memckpt.state.bits import Distance, same_bits
 from memckpt.state.tensors import local, version

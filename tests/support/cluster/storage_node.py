@@ -17,8 +17,7 @@ from typing import Any
 from memckpt.agent.saving.writer.record_writer import RecordWriter
 from memckpt.errors import AgentGoneError
 from memckpt.memory.generation import make_generation
-from memckpt.memory.generation_regions import Allowance
-from memckpt.memory.region import Region
+from memckpt.memory.region import Allowance, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.attempt import Attempt
 from memckpt.protocol.messages import Message

@@ -28,8 +28,7 @@ from memckpt.errors import (
     StorageError,
     StorageFullError,
 )
-from memckpt.memory.generation_regions import GenerationRegions
-from memckpt.memory.region import Region
+from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.helper_process import step_back
 from memckpt.protocol.channel import WriterChannel
