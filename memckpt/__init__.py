@@ -28,24 +28,17 @@ if TYPE_CHECKING:
     from memckpt.state.codec import unencodable_paths as unencodable_paths
     from memckpt.storage.export import ExportedState as ExportedState
 
-#: Module of each public name.
-_HOMES = {
-    "AgentConfig": "config",
-    "ComparedKind": "recovery.comparison",
-    "ErasureConfig": "config",
-    "ExportedState": "storage.export",
-    "HeldState": "session",
-    "MemckptConfig": "config",
-    "MemckptError": "errors",
-    "ProtectionArguments": "config.arguments",
-    "RestoreReport": "session",
-    "Session": "session",
-    "StorageConfig": "config",
-    "add_arguments": "config.arguments",
-    "attach": "session",
-    "from_args": "config.arguments",
-    "unencodable_paths": "state.codec",
+_NAMES = {
+    "config": ("AgentConfig", "ErasureConfig", "MemckptConfig", "StorageConfig"),
+    "config.arguments": ("ProtectionArguments", "add_arguments", "from_args"),
+    "errors": ("MemckptError",),
+    "recovery.comparison": ("ComparedKind",),
+    "session": ("HeldState", "RestoreReport", "Session", "attach"),
+    "state.codec": ("unencodable_paths",),
+    "storage.export": ("ExportedState",),
 }
+#: Module of each public name.
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 
 

@@ -26,11 +26,7 @@ Session = TypeVar("Session", bound=_Session)
 
 @dataclass(frozen=True)
 class UserFile:
-    """A checkpoint of the framework's own.
-
-    `path`: path as the user gave it. `step`: step of its state. `argument`: name of the framework's argument that it
-    was passed as.
-    """
+    """A checkpoint file of the framework, of a step, that the user has passed as this argument."""
 
     path: str
     step: int
@@ -47,9 +43,6 @@ def connect(
     """Attach, and choose between held state and `file`; the session has held state only if training continues from it.
 
     With ``resume="auto"`` the newer of the two is taken; an explicit choice is always taken.
-
-    `attach`: opens a session with the given choice. `file`: the checkpoint file; None: the user has passed none.
-    `run_dir`: run directory, for the messages.
     """
     session = attach(resume)
     # Not without need: once `held` is read no other state is restored.

@@ -66,10 +66,7 @@ def _named(logger: logging.Logger) -> Iterator[logging.Logger]:
 
 
 class Messages:
-    """The lines of one training; only its first rank logs them.
-
-    `logger`: the adapter's logger. `speaks`: whether this is that rank.
-    """
+    """The lines of one training, in the adapter's log; only its first rank `speaks`."""
 
     def __init__(self, logger: logging.Logger, speaks: bool) -> None:
         self._logger = logger

@@ -13,11 +13,10 @@ from memckpt.capture.digests import Digests
 from memckpt.capture.views import Batch
 from memckpt.errors import UnsupportedError
 from memckpt.memory.region import Region
-from memckpt.state.bits import same_bits
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.redo import tensor_at
-from memckpt.state.tensors import local
+from memckpt.state.tensors import local, same_bits
 
 
 class LayoutChangedError(UnsupportedError):

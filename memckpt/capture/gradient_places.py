@@ -9,11 +9,10 @@ import torch
 from memckpt.capture.views import Places
 from memckpt.memory.region import Region
 from memckpt.state import encodings
-from memckpt.state.encoding_spec import encoded_parts
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import ITEM_BYTES
+from memckpt.state.spec import ITEM_BYTES, encoded_parts
 
 #: Places by parameter in one sub-step; None where there is none for a dense gradient of this rank.
 Row = list[torch.Tensor | None]

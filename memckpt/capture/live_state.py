@@ -26,7 +26,6 @@ from memckpt.capture.strangers import Strangers
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
-from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.optimizers import (
     DryRuns,
     attributes,
@@ -42,6 +41,7 @@ from memckpt.state.optimizers import (
 )
 from memckpt.state.spec import (
     ITEM_BYTES,
+    GradientEncoding,
     OptimizerSpec,
     OwnerSpec,
     ParamSpec,

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.state.bits import same_bits
-from memckpt.state.tensors import local, version
+from memckpt.state.tensors import local, same_bits, version
 
 _log = logging.getLogger("memckpt")
 #: Indices of the optimizers that own a parameter. Empty for flat parameters, which no optimizer owns directly: they

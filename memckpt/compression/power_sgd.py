@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from memckpt.compression.reduction import Bucket, Encoded, Reducer, drop_unless_finite, spread
 from memckpt.config.compression import PowerSGD
-from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.encodings import product
+from memckpt.state.spec import GradientEncoding
 
 #: Added to lengths that vectors are divided by.
 _EPSILON = 1e-8

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from memckpt.config.compression import CompressionConfig, LossyConfig
-from memckpt.state.encoding_spec import GradientEncoding
+from memckpt.state.spec import GradientEncoding
 
 _Result = TypeVar("_Result")
 #: Parts of the encoding of each gradient in a bucket; None: the gradient is recorded as it is.

@@ -18,8 +18,8 @@ from memckpt.compression.reduction import (
     unpack,
 )
 from memckpt.config.compression import HalfPrecision, Quantized8
-from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.encodings import decode, quantized_parts
+from memckpt.state.spec import GradientEncoding
 
 _HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

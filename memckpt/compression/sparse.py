@@ -18,9 +18,9 @@ from memckpt.compression.reduction import (
     unpack,
 )
 from memckpt.config.compression import RandomK, TopK
-from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
 from memckpt.state.encodings import sparse_parts
 from memckpt.state.optimizers import dtype_name
+from memckpt.state.spec import GradientEncoding, encoded_bytes
 
 #: Odd, with bits all over: seeds of neighbours are far apart.
 _MIX = 0x9E3779B97F4A7C15

@@ -212,21 +212,18 @@ def run_dir_from_environment(environment: Mapping[str, str] = os.environ) -> str
 
 
 def resume_from_environment(environment: Mapping[str, str] = os.environ) -> ResumeChoice | int | None:
-    """MEMCKPT_RESUME; None where it is not set.
-
-    Raises ConfigurationError: it is neither ``auto``, ``require``, ``exact``, ``never`` nor a step number.
-    """
+    """MEMCKPT_RESUME; None where it is not set. Raises ConfigurationError: it is no resume argument."""
     found = environment.get(RESUME)
     return None if found is None else parse_resume(found, name=RESUME)
 
 
 def auto_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
-    """MEMCKPT_AUTO; False where it is not set. Raises ConfigurationError: it is neither true nor false."""
+    """MEMCKPT_AUTO; False where it is not set. Raises ConfigurationError."""
     return _truth(AUTO, environment)
 
 
 def disabled_by_environment(environment: Mapping[str, str] = os.environ) -> bool:
-    """MEMCKPT_DISABLE; False where it is not set. Raises ConfigurationError: it is neither true nor false."""
+    """MEMCKPT_DISABLE; False where it is not set. Raises ConfigurationError."""
     return _truth(DISABLE, environment)
 
 
@@ -239,12 +236,9 @@ def _truth(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def config_from_environment(environment: Mapping[str, str] = os.environ) -> MemckptConfig:
-    """The configuration from the variables; fields without one keep their defaults.
+    """The configuration from the variables; fields without one keep their defaults. Raises ConfigurationError.
 
     A variable with the prefix MEMCKPT_ that names no field causes a warning.
-
-    Raises:
-        ConfigurationError: an invalid value; the message names the variable, the expected and the found value.
     """
     return _assemble(_from_variables(environment), lambda setting: setting.variable)
 
@@ -270,12 +264,9 @@ def _from_variables(environment: Mapping[str, str], options: Collection[Setting]
 def with_environment(
     run_dir: str | os.PathLike[str] | None, resume: ResumeChoice | int | None, config: MemckptConfig | None
 ) -> ProtectionArguments:
-    """The arguments passed in Python, with each None replaced by the environment's value.
+    """The arguments passed in Python, with each None replaced by the environment's value. Raises ConfigurationError.
 
     An observer may change the settings. Where one has a run directory, that replaces the script's and is continued.
-
-    Raises:
-        ConfigurationError: there is no run directory, or a setting is invalid.
     """
     settings = config_from_environment() if config is None else config
     for observer in observers_from_environment():

@@ -72,10 +72,7 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
 
 
 def parse_text(hint: Any, text: str) -> Any:
-    """The value of a setting from a text; ``none`` is None where the setting may be None.
-
-    Raises ConfigurationError: the text is no such value.
-    """
+    """The value of a setting from a text; ``none`` is None where it may be None. Raises ConfigurationError."""
     (kind,), optional = alternatives(hint)
     if optional and text.lower() in _NONE:
         return None

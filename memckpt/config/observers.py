@@ -23,15 +23,7 @@ OBSERVERS = "MEMCKPT_OBSERVERS"
 
 @dataclass(frozen=True)
 class Watched:
-    """A session that begins.
-
-    Attributes:
-        tensors: returns the live tensors by name.
-        run_dir: its run directory; None: it is disabled, and protects nothing.
-        node: name of its node.
-        rank, world_size: its place in the job.
-        agent: process id of its agent; None: it has none.
-    """
+    """A session that begins; `tensors` returns its live tensors by name. `run_dir` is None where it is disabled."""
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -47,14 +39,9 @@ class Watched:
 class Committed:
     """A step that is committed.
 
-    Attributes:
-        step, record: its numbers.
-        parts: returns kind, name and value of each part of the rank's state.
-        caller: frame that called ``commit``.
-        stalled: seconds in which protection has kept the process from training so far.
-        repeated: whether the step was repeated as a proof.
-        agent: process id of the session's agent; None: it has none.
-        check: verdict of the resume check, and its line.
+    `parts` returns kind, name and value of each part of the rank's state. `caller`: frame that called ``commit``.
+    `stalled`: seconds in which protection has kept the process from training so far. `repeated`: the step was repeated
+    as a proof. `check`: verdict of the resume check, and its line.
     """
 
     step: int
@@ -93,10 +80,7 @@ class Observer:
 
 
 def observers_from_environment(environment: Mapping[str, str] = os.environ) -> list[Observer]:
-    """New observers of one session, as MEMCKPT_OBSERVERS names them.
-
-    Raises ConfigurationError: the variable names something else, or an observer refuses its arguments.
-    """
+    """New observers of one session, as MEMCKPT_OBSERVERS names them. Raises ConfigurationError."""
     found = environment.get(OBSERVERS)
     if found is None:
         return []
@@ -117,8 +101,5 @@ def _class_of(name: str) -> Callable[..., Observer]:
 
 
 def with_observer(name: str, *arguments: object, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable for trainings that are started: the observers of this environment, and one more.
-
-    `name`: its class, as ``module:Class``. `arguments`: of the class, as JSON has them.
-    """
+    """The variable for trainings that are started: this environment's observers, and one more, ``module:Class``."""
     return {OBSERVERS: json.dumps([[name, *arguments], *json.loads(environment.get(OBSERVERS, "[]"))])}

@@ -243,11 +243,7 @@ class MemckptConfig(Checked):
 
 
 def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
-    """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"exact"``, ``"never"`` or a step number.
-
-    Raises:
-        ConfigurationError: it is none of these; `name` is the argument's name in the message.
-    """
+    """Validate a ``resume`` argument, called `name` in the ConfigurationError that it raises."""
     try:
         checked: ResumeChoice | int = msgspec.convert(resume, ResumeChoice | Annotated[int, Meta(ge=0)])
     except msgspec.ValidationError:

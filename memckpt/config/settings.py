@@ -20,8 +20,6 @@ from memckpt.errors import ConfigurationError
 #: Key of a mapping that names its variant.
 KIND = "kind"
 PREFIX = "memckpt"
-#: What to write in place of a variant that there was.
-_FORMER = {"mirror": "; for copies write {kind: erasure, data: 1, tolerate: 1}"}
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ class Setting:
         path: dotted name from the root: ``agent.threads``.
         hint: annotation, with its constraints; None: a part of the tree.
         choices: allowed values of a part, or of a field; empty: any value that the annotation allows.
-        default: default value.
-        help: description in its dataclass's docstring.
         variants: variants of its part that have it; empty: the part is not named by ``kind``.
     """
 
@@ -83,10 +79,7 @@ class Setting:
         return f"{', '.join(self.choices)} or none" if self.is_part else expected_of(self.hint, text=True)
 
     def parse(self, text: str) -> Any:
-        """Its value from a text; ``"on"``, ``"off"`` or the name of a variant for a part of the tree.
-
-        Raises ConfigurationError: the value is not allowed.
-        """
+        """Its value from a text; a part's: ``"on"``, ``"off"`` or a variant's name. Raises ConfigurationError."""
         if not self.is_part:
             return parse_text(self.hint, text)
         if text in self.choices:
@@ -167,10 +160,7 @@ def _described(docstring: str) -> dict[str, str]:
 
 
 def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: str = "") -> Any:
-    """The dataclass that a nested mapping describes; absent fields keep their defaults.
-
-    Raises ConfigurationError: an unknown key, or a value of another type or out of range.
-    """
+    """The dataclass that a nested mapping describes; absent fields keep their defaults. Raises ConfigurationError."""
     hints = hints_of(kind)
     fields = {each.name: each for each in dataclasses.fields(kind)}
     arguments: dict[str, Any] = {}
@@ -195,7 +185,7 @@ def _variant(variants: Mapping[str, Any], value: Mapping[str, Any], path: str) -
     found = value.get(KIND)
     if not isinstance(found, str) or found not in variants:
         names, shown = " or ".join(map(repr, variants)), "none" if found is None else repr(found)
-        raise ConfigurationError(f"{path}.{KIND}: expected {names}, found {shown}{_FORMER.get(str(found), '')}")
+        raise ConfigurationError(f"{path}.{KIND}: expected {names}, found {shown}")
     return variants[found], {name: one for name, one in value.items() if name != KIND}
 
 

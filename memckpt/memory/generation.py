@@ -296,10 +296,7 @@ class LazyGeneration(Generation):
         return [record for record in self._logged(self._oldest_in_slots()) if self._has_window(record)]
 
     def _has_window(self, record: int) -> bool:
-        """Whether the slots hold all records that a restore of one needs.
-
-        An attempt that went back may have filled slots beyond the one after `record` before it did.
-        """
+        """Whether the slots hold all records that a restore of one needs: an abandoned attempt may have filled some."""
         return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
 
     def sendable(self, with_base: bool = True) -> dict[int, Sendable]:

@@ -19,11 +19,7 @@ _log = logging.getLogger("memckpt.agent")
 
 
 class Difference(NamedTuple):
-    """Names in which what ranks of one node want to write differs; none where it differs otherwise.
-
-    `changing`: tensors that some stage by value and others do not. `apart`: tensors of which some know that ranks have
-    different ones, and others do not.
-    """
+    """Tensors that only some ranks of a node stage by value, and those of which only some know that ranks differ."""
 
     changing: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
@@ -47,10 +43,7 @@ class PendingGeneration:
         self.generation: Generation | None = None
 
     def ask(self, rank: int, message: Prepare) -> Difference | None:
-        """Keep what a rank wants to write; returns what differs from others' for the record, None if nothing does.
-
-        Where ranks of the node differ, none of them can complete what it writes.
-        """
+        """Keep what a rank wants to write; returns how others' differ for the record, so that none can complete it."""
         if message.record != self._record or rank in self._asked:
             self._record, self._asked = message.record, {}
         others = [spec for spec in self._asked.values() if spec != message.spec]

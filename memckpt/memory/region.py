@@ -109,10 +109,7 @@ class Region:
         return opened
 
     def reserve(self, name: str) -> None:
-        """Reserve the parts that :meth:`create` has left out; existing content stays.
-
-        Raises MemoryBudgetError: the kernel has no room for it, and nothing has changed.
-        """
+        """Reserve what :meth:`create` has left out; content stays. Raises MemoryBudgetError: there is no room."""
         try:
             os.posix_fallocate(self.fd, 0, self.nbytes)
         except OSError as error:
@@ -260,10 +257,7 @@ class GenerationRegions:
 
     @classmethod
     def create(cls, layout: Layout, allowance: Allowance, begins: int | None = None) -> GenerationRegions:
-        """Reserve the memory; if `begins` is given, only what a start after that record takes, until `make_whole`.
-
-        Raises MemoryBudgetError: there is no room.
-        """
+        """Reserve the memory, or only what a start after `begins` takes. Raises MemoryBudgetError: there is no room."""
         start = None if begins is None else layout.start_ranges(begins)
         later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
         detail = _in_words(layout)
@@ -305,10 +299,7 @@ class GenerationRegions:
         return not self._later_bytes
 
     def make_whole(self, held_bytes: int) -> None:
-        """Reserve the rest of the slots, beside `held_bytes` on this node.
-
-        Raises MemoryBudgetError: there is no room; what the start takes stays.
-        """
+        """Reserve the rest of the slots, beside `held_bytes` of the node. Raises MemoryBudgetError: none is."""
         if self.whole:
             return
         check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self.layout))

@@ -18,11 +18,11 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state import codec
-from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients, chunks, tensor_at
+from memckpt.state.tensors import ulp_distance
 
 #: Replicas of one agent take turns: together they may use as many threads as one.
 _turn = threading.Lock()
@@ -157,10 +157,7 @@ class Replica:
             return self.applied == self._limit == record and not self._busy
 
     def advance_to(self, record: int) -> None:
-        """Unfreeze, and apply exactly up to `record`.
-
-        Raises AgentError: redo failed on the way, or a record is not there.
-        """
+        """Unfreeze, and apply exactly up to `record`. Raises AgentError: redo failed, or a record is not there."""
         with self._condition:
             self._condition.wait_for(lambda: not self._busy)
             missing = [number for number in range(self.applied + 1, record + 1) if number not in self._metas]

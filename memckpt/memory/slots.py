@@ -128,11 +128,7 @@ class SlotRing:
 
 @dataclass(frozen=True)
 class Landing:
-    """A gradient that is complete in a slot.
-
-    `param`: index of its parameter. `firing`: its number among the gradients that backward made for the parameter in
-    the record, from 1. `order`: its place in the order of all landed gradients.
-    """
+    """A gradient that is complete in a slot: one of its parameter's, from 1, and its place in the order of all."""
 
     param: int
     firing: int

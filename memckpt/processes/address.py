@@ -123,10 +123,7 @@ class AgentAddress:
 
     @classmethod
     def of(cls, run_dir: str | os.PathLike[str], node: str | None = None) -> AgentAddress:
-        """The address for a run directory; `node`: name of the node, None for this one's.
-
-        Raises ConfigurationError: the path is no text, which files and messages name it by.
-        """
+        """The address for a run directory, on this node or `node`. Raises ConfigurationError: the path is no text."""
         found = Path(run_dir).resolve()
         try:
             str(found).encode()
@@ -151,10 +148,7 @@ class AgentAddress:
         return self.run_dir / f"agent-{self.node}.log"
 
     def serving(self) -> ServingAgent | None:
-        """The agent that the run directory names, dead or alive; None if it names none.
-
-        Raises AgentError: the file is there, and cannot be read.
-        """
+        """The agent that the run directory names, dead or alive, if any. Raises AgentError: the file cannot be read."""
         try:
             return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
         except (FileNotFoundError, NotADirectoryError):
@@ -189,10 +183,9 @@ class AgentAddress:
     # The agent's side
 
     def listen(self) -> Listener:
-        """Listening sockets, which the caller closes, after the run directory was made to name this process.
+        """Make the run directory name this process; returns its sockets. Raises AgentError: the file cannot be written.
 
-        The caller holds :meth:`starting`, and has seen that no other agent answers. Raises AgentError: the file cannot
-        be written.
+        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets.
         """
         listener = Listener(self.run_dir)
         written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
@@ -228,10 +221,7 @@ class AgentAddress:
             _log.warning("a stale file, which does no harm, cannot be removed: %s", error)
 
     def leaving(self) -> list[ServingAgent]:
-        """Agents of this node that answer no more, and may still write to storage what they hold.
-
-        Raises OSError: the run directory cannot be read.
-        """
+        """Agents of this node that answer no more, and may still write what they hold. Raises OSError."""
         name = re.compile(rf"leaving-{re.escape(self.node)}-\d+\.json")
         found = []
         for path in sorted(self.run_dir.iterdir()):
@@ -375,10 +365,7 @@ class AgentAddress:
 
 
 class Listener:
-    """The two listening sockets of the agent in this process. Its owner closes it.
-
-    `run_dir`: directory that the agent serves; None: only test whether sockets can listen.
-    """
+    """The two listening sockets of this process, an agent; without `run_dir` a test only. Its owner closes it."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
         name = f"memckpt-{secrets.token_hex(16)}"

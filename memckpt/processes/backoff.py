@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Pauses: none at first, then twice as long after each failure, up to a limit. A failure is a death here.
+    """Pauses: none after `at_once` deaths in a row, then `first` seconds, twice as long each time, up to `longest`.
 
-    It never gives up: training that waits for a process would hang for ever. A caller that gives up has a deadline.
-
-    The first `at_once` deaths in a row are followed by an immediate try, later ones by `first` to `longest` seconds.
-    After a life of `steady` seconds a death does not count as a failed start.
+    A failure is a death here. After a life of `steady` seconds it does not count. Pauses never give up: training that
+    waits for a process would hang for ever. A caller that gives up has a deadline.
     """
 
     def __init__(

@@ -37,17 +37,11 @@ def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
 
 
 def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
-    """Have the agent write its newest step as a checkpoint to another store; training continues meanwhile.
+    """Have the agent write its newest step as a checkpoint to an empty store; training continues meanwhile.
 
-    Args:
-        address: address of the run's agent on the node with rank 0.
-        url: URL of an empty store; a directory's path must be absolute.
-        timeout: seconds; while training runs, the next step has to end first.
-
-    Raises:
-        AgentNotFoundError: there is no agent.
-        AgentGoneError: it has not answered within `timeout` seconds.
-        NothingHeldError: the save failed; the message says why.
+    `address`: of the node with rank 0. `url`: of the store; a directory's path must be absolute. While training runs,
+    the next step has to end within `timeout` seconds, too. Raises AgentNotFoundError; AgentGoneError: no answer in
+    time; NothingHeldError: the save failed.
     """
     answer = _ask(address, SaveTo(url), timeout)
     if answer is None:
@@ -60,10 +54,7 @@ def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
 
 
 def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
-    """Make the agent drop everything and end; returns its pid, or None if there was none.
-
-    Raises AgentError: it has not ended within `timeout` seconds.
-    """
+    """Make the agent drop everything and end; returns its pid, if there was one. Raises AgentError: it does not end."""
     sock = address.connect()
     if sock is None:
         return None

@@ -80,10 +80,7 @@ class ProcessHandle:
 
     @classmethod
     def of(cls, pid: int, ticks: int) -> ProcessHandle:
-        """The process that has this id and started at `ticks`, in clock ticks since boot.
-
-        Raises ProcessLookupError: it is gone.
-        """
+        """The process that has this id and started at `ticks` since boot. Raises ProcessLookupError: it is gone."""
         handle = cls(pid, os.pidfd_open(pid))
         if start_ticks(pid) != ticks:
             handle.close()

@@ -160,10 +160,7 @@ class HelperProcess(Generic[In, Out]):
             self._watch.limit = liveness_seconds
 
     def _wait(self, ready: Callable[[float], T | None], seconds: float) -> T | None:
-        """Wait for what `ready` waits for, while watching that the process is alive; None after so many seconds.
-
-        `ready` waits for at most as many seconds as it is given. Raises AgentGoneError: the process stands still.
-        """
+        """Wait until `ready(seconds)` finds something, at most so long. Raises AgentGoneError: it stands still."""
         until = time.monotonic() + seconds
         while True:
             left = max(0.0, until - time.monotonic())
@@ -251,9 +248,7 @@ class HelperProcess(Generic[In, Out]):
 
         It is killed rather than asked to leave: it ignores SIGTERM, which schedulers send to all processes of a job,
         and may hang in a system call. What is to be finished is asked for before (Halt, Drain); what a writer has not
-        committed does not count. Callers log why it has to go.
-
-        `last`: called with each message that it has sent and that was not received yet.
+        committed does not count. `last` is called with each message that was not received yet.
         """
         if self._channel.fileno() < 0:
             return
@@ -317,7 +312,7 @@ def belong_to(agent: int) -> bool:
 
 
 def step_back() -> None:
-    """Have this thread served when nobody else wants a CPU, or the disk. The other threads keep their priorities."""
+    """Have this thread served when no other wants a CPU, or the disk. The other threads keep their priorities."""
     os.nice(_NICER)
     number = _IOPRIO_SET.get(platform.machine())
     if number is None:

@@ -32,12 +32,8 @@ class AuditedGeneration(msgspec.Struct, frozen=True, array_like=True):
 class Audit(msgspec.Struct, frozen=True, tag="audit"):
     """To the auditor: redo pieces from their anchors at record `first` to those of T records later, and compare.
 
-    Attributes:
-        key: the generation's, of the agent's choice.
-        metas: scalars of records that the auditor has not got yet. More follow as training goes on.
-        first: None: there are only these.
-        pieces: parameter and first element of each.
-        generation: with the first message of the key.
+    `key`: the generation's, which comes with the first message. `metas`: scalars of records that the auditor has not
+    got yet; `first` is None where there are only these. `pieces`: parameter and first element of each.
     """
 
     key: int
@@ -54,15 +50,12 @@ class ForgetAudits(msgspec.Struct, frozen=True, tag="forget audits"):
 
 
 class Audited(msgspec.Struct, frozen=True, tag="audited"):
-    """Answer to an Audit.
+    """Answer to an Audit of `key` and `first`.
 
-    Attributes:
-        key, first: as in the Audit.
-        cpu_seconds: that the process has taken since its last answer.
-        late: slots were filled anew before they were read; nothing is known of these pieces.
-        tensor, ulp: where the two differ most, and by how many units in the last place; empty if they do not.
-        problem: why the pieces cannot be redone in the auditor, in words; empty if they can. With a tensor, of which it
-            is the first: what their redo has raised.
+    `cpu_seconds`: taken since the last answer. `late`: slots were filled anew before they were read; nothing is known
+    of these pieces. `tensor`, `ulp`: where the two differ most, and by how many units in the last place; empty if they
+    do not. `problem`: why the pieces cannot be redone in the auditor, in words, or what the redo of `tensor` has
+    raised.
     """
 
     key: int

@@ -45,8 +45,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def _body_of(fds: list[int]) -> bytes:
     """The body of a message that comes in a file, the first of these descriptors, which is taken and closed.
 
-    Raises OSError: it cannot be read. Raises ValueError: it is no file, or claims more bytes than its sender has memory
-    for.
+    Raises ValueError: it is no file, or claims more bytes than its sender has memory for. Raises OSError.
     """
     if not fds:
         raise ValueError("its body comes in a file, but there is none")
@@ -64,9 +63,9 @@ def _body_of(fds: list[int]) -> bytes:
 
 
 class Channel(Generic[In, Out]):
-    """One end of a connection. Owns the socket; :meth:`close` it. In a forked child it must not be used.
+    """One end of a connection, which receives messages of one union of types, and sends those of another.
 
-    It receives messages of one union of types, and sends those of another.
+    Owns the socket; :meth:`close` it. In a forked child it must not be used.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -89,10 +88,7 @@ class Channel(Generic[In, Out]):
                 raise AgentGoneError(f"the other end took no message for {timeout:.0f} s (stopped or overloaded?)")
 
     def offer(self, body: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send one message, encoded, if the receiver's buffer has room for it; False if not. Never blocks.
-
-        Raises AgentGoneError: the other end is closed.
-        """
+        """Send an encoded message if there is room for it; False if not. Never blocks. Raises AgentGoneError: ended."""
         if len(body) <= INLINE_BYTES:
             return self._send(_INLINE + body, list(fds))
         file = os.memfd_create("memckpt:message", os.MFD_CLOEXEC)
@@ -115,10 +111,7 @@ class Channel(Generic[In, Out]):
         return True
 
     def receive(self, timeout: float | None) -> tuple[In, list[int]]:
-        """Wait for one message; the caller owns the descriptors that came with it.
-
-        Raises AgentGoneError: the other end closed the connection or `timeout` seconds passed.
-        """
+        """Wait for a message; the caller owns its descriptors. Raises AgentGoneError: the end, or none came in time."""
         received = self.poll(timeout)
         if received is None:
             raise AgentGoneError(f"no answer within {timeout:.0f} s")

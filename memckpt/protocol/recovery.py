@@ -18,13 +18,12 @@ class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
     """Source of a state: decoded from fragments, and what these leave out from a replica.
 
     Attributes:
-        generation: generation of the fragments.
         fragments: (node, index) of all fragments that hold some of what is needed, ascending; more than are needed, so
             that damaged ones can be skipped.
         data: k, the number of different fragments needed.
         period: T, the number of records that make a state; 1 where there is a replica.
-        replica: node and ranks of a replica with the state that is shared with it: only what is private to the ranks is
-            decoded then. None: all is decoded.
+        replica: node and ranks of a replica of what these share with it, so that only private state is decoded. None:
+            all is.
     """
 
     generation: str
@@ -48,11 +47,9 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
 
     Attributes:
         record: the one that the plan chose.
-        serve: sets of ranks whose state after it is handed out from here.
+        serve: sets of ranks whose state after it is handed out from here; `before`: also that before it.
         fetch: what this node is to get.
-        memory_budget_bytes: the configured limit.
         history: timelines up to that record, oldest first.
-        before: hand out the state before it as well.
         adopt: what is fetched may be of ranks that this attempt does not have: it goes to storage from here.
     """
 
@@ -66,10 +63,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
 
 
 class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A source from which nothing, or nothing right, could be read.
-
-    `node`, `ranks`, `generation`: as in BadSource. `silent`: it has not answered, and may do so later.
-    """
+    """A source, as in BadSource, from which nothing right could be read; `silent`: it may answer later."""
 
     node: str
     ranks: RankGroup
@@ -124,16 +118,10 @@ class Fill(msgspec.Struct, frozen=True, tag="fill"):
 
 
 class Filled(msgspec.Struct, frozen=True, tag="filled"):
-    """Answer to Fill: the records that make the state, by number.
+    """Answer to Fill: scalars of the records that make the state, by number; step and rank states of the last one.
 
-    Attributes:
-        metas: their scalars.
-        step: of the record itself.
-        rank_states: after it.
-        before: step and rank states of the record before it; None where that was not asked for.
-        nbytes: that were read.
-        problem, bad: as in Recovered.
-        recovery: for which it was read, as in Describe.
+    `before`: step and rank states of the record before it; None where that was not asked for. `problem`, `bad`: as in
+    Recovered. `recovery`: for which it was read, as in Describe.
     """
 
     ranks: RankGroup

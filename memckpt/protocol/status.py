@@ -25,14 +25,7 @@ class MetricsSettings(msgspec.Struct, frozen=True):
 
 
 class PeerLinkStatus(msgspec.Struct, frozen=True):
-    """The connection to one other node.
-
-    Attributes:
-        connected: whether it answers.
-        behind_bytes: what it has not acknowledged yet.
-        seconds_silent: since it was last heard; None before the first word.
-        problem: why it cannot be used; empty if it can.
-    """
+    """The connection to one other node; `behind_bytes`: not acknowledged yet; `problem`: why it cannot be used."""
 
     node: str
     connected: bool

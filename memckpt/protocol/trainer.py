@@ -20,10 +20,7 @@ PROTOCOL_VERSION = 27
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
-    """The process that started the trainers of an attempt: how an orphan is told from a rival.
-
-    `pid` is 0 when the trainer was started by hand and has no launcher that would restart it.
-    """
+    """What started the trainers of an attempt, by which an orphan is told from a rival; pid 0: a person did."""
 
     pid: int
     start_ticks: int
@@ -90,10 +87,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed"):
-    """What the running job has measured, for the interval of checkpoints.
-
-    `failures_per_second`: rate of its failures. `redo_seconds`: redo of one record at a restore, in seconds.
-    """
+    """What the running job has measured, for the interval of checkpoints; `redo_seconds`: per record at a restore."""
 
     failures_per_second: float
     redo_seconds: float
@@ -112,13 +106,10 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Before(msgspec.Struct, frozen=True, array_like=True):
-    """The state after the record before the one that is resumed.
+    """The state after the record before the one that is resumed, and the framework's `step` of the latter.
 
-    Attributes:
-        metas: the records to redo for it (lazy); empty where the replica stands there (eager).
-        meta: the resumed record's own scalars, with which the repeated step is compared.
-        rank_states: those of that record, by rank.
-        step: the framework's number of that record.
+    `metas`: the records to redo for it (lazy); empty where the replica stands there (eager). `meta`, `rank_states`:
+    those of the resumed record, with which the repeated step is compared.
     """
 
     metas: tuple[bytes, ...]
@@ -169,10 +160,7 @@ class NeedSlots(msgspec.Struct, frozen=True, tag="slots?"):
 
 
 class SlotsMade(msgspec.Struct, frozen=True, tag="slots"):
-    """Answer to NeedSlots. `dropped`: nobody has that generation any more, another one follows.
-
-    `problem`: why there is no room, in words; what the start takes is kept.
-    """
+    """Answer to NeedSlots. `dropped`: another generation follows. `problem`: why there is no room; a start is kept."""
 
     generation: int
     dropped: bool = False
@@ -270,10 +258,7 @@ class Void(msgspec.Struct, frozen=True, tag="void"):
 
 
 class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
-    """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers.
-
-    `changing`, `later`: as in the order.
-    """
+    """A rank asks for a new generation after `record`; the agent orders it (Begin) before it answers."""
 
     record: int
     reason: str
@@ -314,8 +299,7 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     """An anchor differed from what redo had made of an earlier one: by how many ulps at most, and where first.
 
     Attributes:
-        record: that carries the anchor.
-        generation: number of its generation.
+        record: that carries the anchor, of this `generation`.
         since: record that carries the earlier anchor. In between redo has gone wrong.
         sure: whether rounding does not explain it.
         steps: the framework's numbers, about, of the first and the last step in between.

@@ -72,7 +72,7 @@ class LookForRoom(msgspec.Struct, frozen=True, tag="room?"):
 
 
 class Room(msgspec.Struct, frozen=True, tag="room"):
-    """Answer to LookForRoom: bytes; None: nobody says, or the store is away."""
+    """Answer to LookForRoom: bytes; None: unknown, or the store is away."""
 
     url: str
     free: int | None
@@ -123,7 +123,7 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
 
     Attributes:
         taken: the newest record that has been copied out of its slot; None before the first.
-        written: the newest record that is in storage, with its step; None before the first.
+        written: the newest record that is in storage, with its `step`; None before the first.
         nbytes, seconds: what this call has written, and how long it took.
         hole: why a record could not be taken or written; the log goes on behind it.
         late: whether that is because its slot had been filled anew.

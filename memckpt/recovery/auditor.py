@@ -29,12 +29,12 @@ from memckpt.protocol.trainer import Arithmetic
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state import codec
-from memckpt.state.bits import same_bits, ulp_distance
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.records import RecordMeta, SubStep, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients
 from memckpt.state.search_path import extend_search_path
+from memckpt.state.tensors import same_bits, ulp_distance
 
 _log = logging.getLogger("memckpt.auditor")
 #: Units of a dtype's precision, for each root of a number of steps, that other kernels' rounding explains.

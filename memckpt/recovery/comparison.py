@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from memckpt.recovery.target import is_restored
 from memckpt.state import codec
-from memckpt.state.bits import Distance
 from memckpt.state.spec import StateSpec
-from memckpt.state.tensors import local
+from memckpt.state.tensors import Distance, local
 
 #: Kinds of compared values, in causal order.
 ComparedKind = Literal[

@@ -30,9 +30,8 @@ from memckpt.errors import UnsupportedError
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.report import RestoreReport
-from memckpt.state.encoding_spec import encoded_bytes
 from memckpt.state.optimizers import dtype_name
-from memckpt.state.spec import RESIDUALS
+from memckpt.state.spec import RESIDUALS, encoded_bytes
 from memckpt.state.tensors import is_dtensor
 
 _log = logging.getLogger("memckpt")

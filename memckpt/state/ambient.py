@@ -22,8 +22,8 @@ _lock = threading.RLock()
 class Ambient:
     """Settings around one step. Those up to `flush` are a thread's own, the others the whole process's.
 
-    `autocast`: the dtype of autocast on the parameters' device; empty: it is off. `precision`: that of products of
-    float32 matrices; empty: as by default. `threads`: torch's number of threads; 0: that at the start.
+    `autocast`: its dtype on the parameters' device; empty: off. `precision`: that of products of float32 matrices;
+    empty: the default. `threads`: torch's number of threads; 0: that at the start.
     """
 
     autocast: str = ""
@@ -91,10 +91,9 @@ def decode(recorded: bytes) -> Ambient:
 
 @contextlib.contextmanager
 def as_recorded(wanted: Ambient, device: str, own_thread: bool) -> Iterator[None]:
-    """Use these settings in the calling thread.
+    """Use these settings in the calling thread, on the type of device that the step is redone on.
 
-    `device`: type of the device that the step is redone on. `own_thread`: leave the settings of the whole process: the
-    step does not depend on them, and is redone beside others.
+    `own_thread`: leave settings of the whole process: the step does not depend on them, and is redone beside others.
     """
     now = ambient_of(device)
     if now == wanted:

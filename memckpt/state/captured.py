@@ -47,10 +47,9 @@ _LIVE: Tree = ["live"]
 
 
 class OptimizerCapture:
-    """Captures and restores the optimizers of one model.
+    """Captures and restores the optimizers of one model, without the tensors of `modules`, the user's.
 
-    `modules`: the user's modules; their tensors are captured elsewhere. `left_out`: state that could not be captured,
-    as text; never shrinks.
+    `left_out`: state that could not be captured, as text; never shrinks.
     """
 
     def __init__(
@@ -231,8 +230,8 @@ class OptimizerCapture:
     def restore(self, captured: list[Any], resharded: bool = False) -> None:
         """Restore what :meth:`capture` returned; call after the tensors in slots are restored.
 
-        `resharded`: whether ranks hold other shards now than at the capture. Tensors without room in the layout then
-        have no known meaning, and the live ones stay.
+        `resharded`: ranks hold other shards now. Tensors without room in the layout then have no known meaning: live
+        ones stay.
         """
         self._resharded = resharded
         self._restored = []
@@ -352,7 +351,7 @@ class OptimizerCapture:
 
 
 def _own(param: torch.Tensor) -> list[tuple[str, Any]]:
-    """Attributes that somebody has put on a parameter, where some optimizers keep their state."""
+    """Attributes that were put on a parameter, where some optimizers keep their state."""
     return [(key, value) for key, value in vars(param).items() if not key.startswith("_")]
 
 

@@ -76,18 +76,15 @@ _STRINGS = frozenset({str})
 
 
 def encode(value: Any) -> bytes:
-    """Encode a tree of plain values, tensors and arrays.
-
-    The result shares no memory with the values. Raises UnsupportedStateError: a value has another type; names its path.
-    """
+    """Encode a tree of plain values, tensors and arrays; shares no memory with them. Raises UnsupportedStateError."""
     return _encoder.encode(_Packer().pack(value, ""))
 
 
 class Packed:
     """A packed tree, fixed from now on, of which some values may be in flight from a device.
 
-    `fetch`: starts the copy of a tensor from a device. `token`: called once the tree is packed; returns a function that
-    waits until all fetched values have arrived. Raises UnsupportedStateError: as :func:`encode`.
+    `token` is called once the tree is packed; it returns a function that waits until all fetched values have arrived.
+    Raises UnsupportedStateError.
     """
 
     def __init__(self, value: Any, fetch: Fetch, token: Callable[[], Callable[[], None]]) -> None:
@@ -155,10 +152,9 @@ def _join(path: str, key: object) -> str:
 
 
 class _Packer:
-    """Replaces values without a msgpack type by tagged lists.
+    """Replaces values without a msgpack type by tagged lists; without `fetch` it waits for copies from devices.
 
-    `fetch`: starts the copy of a tensor from a device; None: such copies are waited for. `refuse`: called with path and
-    type of a value that cannot be encoded. `fetched`: whether a copy from a device has been started.
+    `refuse` is called with path and type of a value that cannot be encoded. `fetched`: whether a copy has been started.
     """
 
     def __init__(self, fetch: Fetch | None = None, refuse: Callable[[str, str], None] = _refuse) -> None:

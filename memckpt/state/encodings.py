@@ -11,18 +11,17 @@ from collections.abc import Sequence
 import torch
 
 from memckpt.errors import DamagedStateError
-from memckpt.state.encoding_spec import INDEX_BLOCK, GradientEncoding, encoded_parts
 from memckpt.state.optimizers import dtype_name, dtype_of
+from memckpt.state.spec import INDEX_BLOCK, GradientEncoding, encoded_parts
 
 #: Number of elements in a sample, and how far those of two turns are apart.
 _SAMPLED, _STRIDE = 8, 7919
 
 
 def sparse_parts(numel: int, indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor) -> list[torch.Tensor]:
-    """Parts of a sparse gradient.
+    """Parts of a sparse gradient; `indices` are ascending (int64), and mean nothing behind the first `count`.
 
-    `indices`: positions of its entries, ascending (int64); those behind the first `count` have no meaning. `count`:
-    number of entries, a tensor with one element on the same device.
+    `count` is a tensor with one element on the same device.
     """
     blocks = -(-numel // INDEX_BLOCK)
     valid = torch.arange(indices.numel(), device=indices.device) < count
@@ -32,10 +31,7 @@ def sparse_parts(numel: int, indices: torch.Tensor, values: torch.Tensor, count:
 
 
 def quantized_parts(values: torch.Tensor, block: int) -> list[torch.Tensor]:
-    """Parts of a gradient in signed bytes, rounded to nearest, with a scale for each `block` elements.
-
-    A block with a value that is not finite has a scale that is not finite either.
-    """
+    """Parts of a gradient in signed bytes, rounded to nearest, with a scale per `block`; not finite if one is not."""
     numel = values.numel()
     padded = torch.nn.functional.pad(values.to(torch.float32), (0, -numel % block)).view(-1, block)
     scales = padded.abs().amax(dim=1) / 127
@@ -51,11 +47,9 @@ def decode(
     cut: tuple[int, int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """The gradient, one-dimensional.
+    """The gradient, one-dimensional, on `device`, or with its parts. Raises DamagedStateError: they are contradictory.
 
     `cut`: first element, and the one behind the last; None: all of it. The work is about that of these elements.
-    `device`: where the gradient is to be, to which its parts are copied; None: with its parts. Raises
-    DamagedStateError: the parts contradict each other.
     """
     start, stop = (0, numel) if cut is None else cut
     device = parts[0].device if device is None else device

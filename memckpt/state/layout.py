@@ -61,10 +61,7 @@ class Piece:
 
 
 class Layout:
-    """Offsets in slots, static region and replica, computed from a :class:`StateSpec`.
-
-    A pure function of the spec: every rank and the agent compute the same one.
-    """
+    """Offsets in slots, static region and replica: a pure function of the spec, the same on ranks and in the agent."""
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec
@@ -177,10 +174,7 @@ class Layout:
         return HEADER_BYTES + self.gradient_bytes, sum(piece.nbytes for piece in self.due(record))
 
     def by_value_area(self) -> tuple[int, int]:
-        """Offset in a record, and bytes, of the by-value tensors of all local ranks.
-
-        In memory they lie elsewhere: see :meth:`by_value_base`.
-        """
+        """Offset in a record, and bytes, of all ranks' by-value tensors; in memory they are at `by_value_base`."""
         return HEADER_BYTES + self.gradient_bytes + self.anchor_bytes, self.by_value_bytes
 
     # By-value tensors, static tensors, replica
@@ -278,10 +272,9 @@ class Layout:
         return self.snapshot_bytes + self.static_bytes
 
     def start_ranges(self, record: int) -> list[tuple[int, int]]:
-        """(offset, length) of the ranges of the slots' region that a start after `record` writes (bytes, whole pages).
+        """(offset, length) of the ranges of the slots' region that a start after `record` writes: ascending pages.
 
-        They are all headers and landings, the anchors of the virtual records, and the record's by-value tensors. The
-        ranges are ascending and disjoint.
+        They are all headers and landings, the anchors of the virtual records, and the record's by-value tensors.
         """
         virtual = range(0) if self.spec.mode == "eager" else range(record - self.spec.period + 1, record + 1)
         found = []

@@ -113,7 +113,7 @@ def resolve(module: str, qualname: str) -> type[Optimizer]:
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
-    """Refuse known bugs of torch's optimizers. Raises UnsupportedError: names the reason and the remedy."""
+    """Refuse known bugs of torch's optimizers. Raises UnsupportedError."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -158,10 +158,7 @@ def rebuild_from_spec(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> Opti
 
 
 def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A sibling of a live optimizer: same class, private attributes, the given groups, no state and no hooks.
-
-    Raises UnsupportedError: an attribute cannot be copied.
-    """
+    """A sibling of a live optimizer, without state and hooks. Raises UnsupportedError: an attribute has no copy."""
     return rebuild(type(optimizer), private_attributes(optimizer), groups)
 
 
@@ -198,13 +195,10 @@ def describe_state(
 ) -> StateDescription:
     """The state that the optimizer keeps, or will keep after its first step, for one parameter.
 
-    Existing state is read; otherwise a dry run of one step on a stand-in finds it. RNG streams, parameter and optimizer
-    stay unchanged.
-
-    `dry_runs`: cache of results for one optimizer; pass an empty dict first. `captured`: the state is never redone.
-    Then every tensor shaped like the parameter counts as element-wise, state without room in a slot is left out, and a
-    stand-in that cannot be stepped yields an empty description. Raises UnsupportedError: the optimizer cannot take a
-    step on a stand-in.
+    Existing state is read; otherwise a dry run of one step on a stand-in finds it, and is kept in `dry_runs`, a dict
+    for one optimizer. RNG streams, parameter and optimizer stay unchanged. `captured`: the state is never redone. Then
+    every tensor shaped like the parameter counts as element-wise, state without room in a slot is left out, and a
+    stand-in that cannot be stepped yields an empty description; otherwise it raises UnsupportedError.
     """
     elementwise = is_elementwise(optimizer)
     state = optimizer.state.get(param)
@@ -274,10 +268,7 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
 
 
 def refuse_unsteppable(optimizer: Optimizer) -> None:
-    """Try two steps on stand-ins of the smallest parameter of each group.
-
-    Raises UnsupportedError: the optimizer cannot take them.
-    """
+    """Try two steps on stand-ins of the smallest parameter of each group. Raises UnsupportedError: it cannot."""
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if local(param).numel()]
         if params:
@@ -393,10 +384,7 @@ def own_modules(optimizer: Optimizer) -> dict[str, nn.Module]:
 
 
 def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Instance attributes that can be sent to another process, and the names of those that cannot.
-
-    Hooks, state and groups are left out on purpose, as are methods that a scheduler has wrapped.
-    """
+    """Instance attributes (:func:`own_attributes`) that can be sent to another process, and the names of other ones."""
     kept: dict[str, Any] = {}
     dropped: list[str] = []
     for name, value in own_attributes(optimizer).items():
@@ -408,10 +396,9 @@ def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
 
 
 def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Parameter] | None = None) -> dict[str, Any]:
-    """Copies of the instance attributes that share nothing with the optimizer.
+    """Copies of the instance attributes that share nothing with the optimizer. Raises UnsupportedError: one has none.
 
-    `stand_ins`: replacements of parameters that attributes refer to, by `id`; others become empty parameters. Raises
-    UnsupportedError: an attribute cannot be copied.
+    `stand_ins`: replacements of parameters that attributes refer to, by `id`; others become empty parameters.
     """
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:

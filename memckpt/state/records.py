@@ -35,11 +35,10 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
 
 
 class GradientOp(msgspec.Struct, frozen=True, array_like=True):
-    """An in-place change of gradients between backward and the optimizer's step.
+    """An in-place change of the gradients of `params` between backward and the optimizer's step.
 
     `kind`: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by. `value`: codec encoding
-    of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``. `params`: indices of the parameters it
-    applies to.
+    of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``.
     """
 
     kind: str
@@ -60,11 +59,9 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
     """One step of one optimizer.
 
     Attributes:
-        optimizer: index of the optimizer.
         index: number of the step among this optimizer's steps in the record; selects the area in the gradient arena.
         groups: codec encoding of the list of each group's hyperparameters, as the step found them.
         absent: parameters whose gradient was None.
-        sparse: parameters whose gradient was sparse.
         ops: changes to apply to the staged gradients, in order.
         ambient: encoding of torch's settings around the step; empty: as by default.
     """
@@ -82,11 +79,9 @@ class RecordMeta(msgspec.Struct, frozen=True, array_like=True):
     """A record's metadata; its tensors are in its slot.
 
     Attributes:
-        record: number of the record.
-        anchors_of: number of the record whose state the anchors hold: ``record - 1``; for the virtual records of a
-            generation the record that the generation begins with.
+        anchors_of: the record whose state the anchors hold: ``record - 1``; for the virtual records of a generation the
+            one that it begins with.
         virtual: whether it was written by a generation: anchors only.
-        sub_steps: the optimizers' steps, in order.
         missing: (parameter, optimizer, key) of optimizer state that did not exist yet when it was anchored.
         plain: codec encoding of {parameter: {optimizer: {key: value}}} for anchored state that is not a tensor.
     """
@@ -103,16 +98,13 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     """Records whose state one node can produce: its part of the inventory for the plan.
 
     Attributes:
-        records: numbers of these records, oldest first.
-        steps: the user-facing step of each of them.
+        records: their numbers, oldest first; `steps`: the user-facing step of each.
         ranks: the ranks whose rank states it holds for all of them.
         history: timelines, oldest first; the last one is that of the newest record.
         world_size: number of ranks of the attempt that wrote them.
-        digest: digest of the layout.
-        sharding: digest of the shards (:meth:`StateSpec.sharding`).
+        digest, sharding: of the layout, and of the shards (:meth:`StateSpec.sharding`).
         problem: reason why none of it may be used; empty if there is none.
-        newest: the newest record that all of its ranks have committed. With captured state that may be later than any
-            record that can be produced.
+        newest: the newest record that all of its ranks have committed; captured state may be older.
         replicas: all ranks of the job that hold the same shards; empty: all ranks of the job.
     """
 
@@ -132,25 +124,18 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
 class HeldFragments(msgspec.Struct, frozen=True, array_like=True):
     """Erasure-coded fragments of another node's records in a node's memory: its part of the inventory for the plan.
 
+    Other attributes are as in HeldRecords.
+
     Attributes:
-        node: name of the node that keeps them.
         owner: the ranks whose records these are; they share a node and its shards.
-        index: index of the fragments, of k + m - 1 of each stripe; any k different ones decode it.
-        data: k.
+        index: index of the fragments, of k + m - 1 of each stripe; any k = `data` different ones decode it.
         generation: unique name of the owner's generation. Fragments of different generations do not fit together.
         base: the record after which the generation began; virtual records up to `base` hold its state.
         period: T, the number of records up to and including one that make its state; 1 if each record stands alone.
         private: whether only state private to these ranks is here (rank states, by-value tensors): every rank of
             `replicas` on any node has the rest.
-        replicas: all ranks of the job that hold the same shards as the owner; empty: all ranks of the job.
         records: records that are complete here, virtual ones included, ascending.
-        steps: the user-facing step of each.
-        history: timelines, oldest first; the last one is that of the newest record.
         static: whether the data sent once per generation are here, too.
-        world_size: number of ranks of the attempt that wrote them.
-        digest: digest of the layout.
-        sharding: digest of the shards (:meth:`StateSpec.sharding`).
-        problem: reason why none of it may be used; empty if there is none.
     """
 
     node: str

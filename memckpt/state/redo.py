@@ -38,8 +38,7 @@ class GradientSource(Protocol):
     ) -> torch.Tensor | None:
         """A gradient, which must not be changed, in host memory or on the parameter's device; None if there was none.
 
-        `cut`: first element, and the one behind the last, of a piece; the result has one dimension then. None: all of
-        it.
+        `cut`: first element, and the one behind the last, of a piece with one dimension; None: all of it.
         """
         ...
 
@@ -53,10 +52,7 @@ def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str
 
 
 class StagedGradients:
-    """Reads the gradients of records from a ring of slots.
-
-    `device`: where encoded gradients are decoded; None: in host memory.
-    """
+    """Reads the gradients of records from a ring of slots; decodes encoded ones on `device`, or in host memory."""
 
     def __init__(self, buffer: mmap.mmap, layout: Layout, device: torch.device | None = None) -> None:
         self._device = device
@@ -131,10 +127,7 @@ def _with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class RedoTarget:
-    """A parameter, or a piece of one, that redo advances in place.
-
-    `states` maps an optimizer's index to its state for this target, in the optimizer's own form.
-    """
+    """A parameter, or a piece of one, that redo advances in place; `states`: by optimizer, in that one's form."""
 
     param: int
     start: int
@@ -144,10 +137,7 @@ class RedoTarget:
 
 
 class RedoGroup:
-    """Targets that are advanced together, with one optimizer object for each of the user's optimizers.
-
-    All targets must stand at the same record.
-    """
+    """Targets at one record that are advanced together, with one optimizer object for each of the user's optimizers."""
 
     def __init__(self, layout: Layout, redo_targets: list[RedoTarget], factory: OptimizerFactory) -> None:
         self._layout = layout

@@ -42,9 +42,8 @@ _numpy_random: Any = np.random  # numpy's stub lacks the documented get_bit_gene
 def capture(also: int | None = None) -> RngState:
     """The states of the global generators of torch (CPU), Python and numpy.
 
-    The current CUDA device's generator is included if CUDA is already initialised in this process.
-
-    `also`: index of another CUDA device to include: a model's device need not be the current one.
+    If CUDA is already initialised in this process, the current device's generator is included, and that of the device
+    of index `also`: a model's device need not be the current one.
     """
     cuda: dict[int, bytes] = {}
     if torch.cuda.is_initialized():
@@ -60,11 +59,10 @@ def capture(also: int | None = None) -> RngState:
 
 
 def restore(state: RngState) -> None:
-    """Set the global generators to `state`.
+    """Set the global generators to `state`; that of a CUDA device takes effect when the device is initialised.
 
-    A CUDA state for a device that is not initialised yet takes effect when it is. Raises ValueError: `state` did not
-    come from `capture`, or it belongs to a CUDA device that this machine lacks. Whatever can be checked is checked
-    before the first generator is changed.
+    Raises ValueError: `state` did not come from `capture`, or it belongs to a CUDA device that this machine lacks. All
+    that can be checked is checked before the first generator is changed.
     """
     if not isinstance(state, dict) or not _STATE_KEYS.issubset(state):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
@@ -84,12 +82,7 @@ def restore(state: RngState) -> None:
 
 
 def library_states(state: RngState) -> dict[str, Any]:
-    """A captured state in the libraries' own formats, for files that others read.
-
-    Returns: ``python``: input of `random.setstate`; ``numpy``: of `numpy.random.set_state`; ``torch``: of
-    `torch.set_rng_state`; ``cuda``: the same for each device, by index. Raises ValueError: `state` did not come from
-    `capture`.
-    """
+    """A captured state as Python, numpy and torch take it in their functions that set it. Raises ValueError."""
     name, key, *rest = _numpy_state(state["numpy"])
     return {
         "python": _python_state(state["python"]),
@@ -126,10 +119,7 @@ def other_streams() -> Iterator[None]:
 
 
 def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
-    """The state of a generator object that the user owns, as plain values.
-
-    Raises ValueError: its state cannot be read (`random.SystemRandom`), or its type is unknown.
-    """
+    """The state of a user's generator object, as plain values. Raises ValueError: it has none, or an unknown type."""
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "data": _tensor_bytes(generator.get_state())}
     if isinstance(generator, random.Random):
@@ -148,10 +138,7 @@ def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
 
 
 def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
-    """Set `generator` to a state that `capture_generator` took from a generator of the same type.
-
-    Raises ValueError: `state` is of another kind of generator, or damaged.
-    """
+    """Set a generator to a state of :func:`capture_generator`. Raises ValueError: it is of another kind, or damaged."""
     found = state.get("kind") if isinstance(state, dict) else type(state).__name__
     expected = _kind_of(generator)
     if found != expected:
@@ -171,10 +158,7 @@ def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
 
 
 def make_generator(state: dict[str, Any]) -> AnyGenerator:
-    """A new generator with a state that :func:`capture_generator` took.
-
-    Raises ValueError: the state is of no known kind of generator, or damaged.
-    """
+    """A new generator with a state of :func:`capture_generator`. Raises ValueError: it is unknown, or damaged."""
     kind = state.get("kind") if isinstance(state, dict) else type(state).__name__
     generator: AnyGenerator
     match kind:

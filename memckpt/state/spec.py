@@ -1,6 +1,20 @@
 """Description of a training state: its tensors, its optimizers, and how it is protected. Torch-free.
 
 Every rank and the agent compute the same :class:`~memckpt.state.layout.Layout` from the same :class:`StateSpec`.
+
+A gradient may be encoded in a record, as a sequence of one-dimensional parts, which lie one behind the other at
+multiples of :data:`PART_ALIGN` bytes. Sizes depend on the encoding alone, not on the values, so that an accelerator
+makes all parts without the host waiting for a count.
+
+*sparse*: number of entries (int64), entries by block of 65,536 elements (int32), position of each entry in its block
+(16 bits), values. Entries are ascending. Parts have room for :attr:`GradientEncoding.entries`; what is behind the
+number of entries has no meaning.
+
+*quantized*: a signed byte for each element, and a float32 scale for each block.
+
+*half*: each element in 16 bits.
+
+*factors*: two matrices, rows by rank and columns by rank, whose outer products add up to the gradient.
 """
 
 from __future__ import annotations
@@ -8,12 +22,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from memckpt.config import RedoMode
-from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
 
 ITEM_BYTES = {
     "float64": 8,
@@ -31,6 +44,81 @@ ITEM_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+PART_ALIGN = 8
+#: Elements whose positions are told by 16 bits and the number of their block.
+INDEX_BLOCK = 1 << 16
+
+EncodingKind = Literal["sparse", "quantized", "half", "factors"]
+#: Dtypes of gradients that are encoded, and of their values.
+_VALUES = ("float64", "float32", "float16", "bfloat16")
+_MOST_IN_BLOCK = 1 << 20
+
+
+class GradientEncoding(msgspec.Struct, frozen=True, array_like=True):
+    """How a parameter's gradient lies in a record.
+
+    Attributes:
+        kind: sparse, quantized, half or factors.
+        entries: sparse: the largest number of entries; quantized: elements that share a scale; factors: their rank.
+        dtype: dtype of the values (sparse, half); that of the gradient where it is empty.
+        rows: factors: rows of the matrix as which the gradient is taken.
+    """
+
+    kind: EncodingKind
+    entries: int = 0
+    dtype: str = ""
+    rows: int = 0
+
+
+class EncodedPart(NamedTuple):
+    """Place of a part behind the beginning of its gradient, in bytes, and its length in elements."""
+
+    offset: int
+    length: int
+    dtype: str
+
+
+def encoded_parts(encoding: GradientEncoding, numel: int, dtype: str) -> tuple[EncodedPart, ...]:
+    """Places of all parts."""
+    values = encoding.dtype or dtype
+    match encoding.kind:
+        case "sparse":
+            blocks = -(-numel // INDEX_BLOCK)
+            sizes = [(1, "int64"), (blocks, "int32"), (encoding.entries, "int16"), (encoding.entries, values)]
+        case "quantized":
+            sizes = [(numel, "int8"), (-(-numel // encoding.entries), "float32")]
+        case "half":
+            sizes = [(numel, values)]
+        case "factors":
+            columns = numel // max(1, encoding.rows)
+            sizes = [(encoding.rows * encoding.entries, "float32"), (columns * encoding.entries, "float32")]
+    parts, offset = [], 0
+    for length, name in sizes:
+        parts.append(EncodedPart(offset, length, name))
+        offset += -(-length * ITEM_BYTES[name] // PART_ALIGN) * PART_ALIGN
+    return tuple(parts)
+
+
+def is_possible(encoding: GradientEncoding, numel: int, dtype: str) -> bool:
+    """Whether a gradient can be encoded in this way; for encodings that come from elsewhere."""
+    entries, rows = encoding.entries, encoding.rows
+    if (encoding.dtype or dtype) not in _VALUES or dtype not in _VALUES:
+        return False
+    match encoding.kind:
+        case "sparse":
+            return 0 <= entries <= numel
+        case "quantized":
+            return 1 <= entries <= _MOST_IN_BLOCK
+        case "half":
+            return encoding.dtype != ""
+        case "factors":
+            return 0 < rows <= numel and numel % rows == 0 and 1 <= entries <= numel
+
+
+def encoded_bytes(encoding: GradientEncoding, numel: int, dtype: str) -> int:
+    """Bytes of an encoded gradient, from the first part's beginning to the last one's end."""
+    last = encoded_parts(encoding, numel, dtype)[-1]
+    return last.offset + -(-last.length * ITEM_BYTES[last.dtype] // PART_ALIGN) * PART_ALIGN
 
 
 def is_ours(name: str) -> bool:
@@ -42,11 +130,6 @@ def is_ours(name: str) -> bool:
 RESIDUALS = "memckpt_residuals"
 
 
-def is_residual(name: str) -> bool:
-    """Whether a tensor has what compression has left out of a gradient: an attempt may go on without it."""
-    return name.startswith(f"{RESIDUALS}.")
-
-
 class Shard(msgspec.Struct, frozen=True, array_like=True):
     """Position of a shard in its whole tensor, as in DCP: offsets of its first element, and the whole shape."""
 
@@ -55,11 +138,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Name, shape and dtype of the part of one tensor that a rank holds.
-
-    `shape`: shape of that part: all of a plain tensor, the local shard of a DTensor. `shard`: position of the shard;
-    None for a plain tensor.
-    """
+    """Name, shape and dtype of what a rank holds of one tensor: all of a plain tensor, the local shard of a DTensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -110,9 +189,8 @@ class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
 class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     """A parameter that some optimizer steps.
 
-    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes` is the room for
-    one of torch's sparse gradients, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs
-    from its own.
+    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes`: room for one of
+    torch's sparse gradients, 0 for a dense one. `other_grad_dtype`: dtype of its gradients if it is not its own.
     """
 
     tensor: TensorSpec
@@ -133,8 +211,8 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
 class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
     """An optimizer class by name, with the data needed to build it elsewhere.
 
-    `attributes` is a codec encoding of the instance attributes (including ``defaults``), `group_sizes` the number of
-    parameters in each group, `sub_steps` the number of its steps that one record has room for.
+    `attributes`: codec encoding of the instance attributes (including ``defaults``). `group_sizes`: number of
+    parameters in each group. `sub_steps`: number of its steps that one record has room for.
     """
 
     module: str
@@ -147,33 +225,24 @@ class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
 class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     """Everything that determines a layout.
 
-    `static`: tensors that no optimizer steps (frozen parameters), staged once per generation. `by_value`: tensors
-    (buffers, averaged models) staged with every record by every local rank.
-
-    `every`: N in mode ``"snapshot"``: records whose number is a multiple of N are captured.
-
-    `local_ranks`: the ranks of this node that hold the same shards and share each record's slot.
-    `replicas`: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.
-
-    `aliases` and `outside` relate these names to the model's ``state_dict()``. `aliases`: further keys of a tensor,
-    with its name here (tied weights). `outside`: names that the ``state_dict()`` lacks (non-persistent buffers, modules
-    beside the model).
-
-    `flattened`: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
-
-    `trails`: eager redo stays one record behind what it could apply, so that the newest record can be repeated.
-
-    `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots. Lazy
-    redo needs D + 1: a rank that begins record n + 1 overwrites the first record that a restore of n - D would redo.
-    Peers and a log read whole records later, and so need all.
-
-    `shared`: names of by-value tensors that are held once for all local ranks, as long as these agree. `apart`: names
-    of those known to differ between ranks.
-
-    `encodings`: for each parameter, how its gradients are encoded in records, None: as they are; empty: all as they
-    are.
-
-    `late`: names of tensors that a new process does not have, or has in another shape or dtype: a resume makes them.
+    Attributes:
+        static: tensors that no optimizer steps (frozen parameters), staged once per generation.
+        by_value: tensors (buffers, averaged models) staged with every record by every local rank.
+        local_ranks: the ranks of this node that hold the same shards and share each record's slot.
+        aliases: further keys in the model's ``state_dict()`` of a tensor, with its name here (tied weights).
+        outside: names that the ``state_dict()`` lacks (non-persistent buffers, modules beside the model).
+        replicas: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.
+        every: N in mode ``"snapshot"``: records whose number is a multiple of N are captured.
+        flattened: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
+        trails: eager redo stays one record behind what it could apply, so that the newest record can be repeated.
+        by_value_slots: number of records whose by-value tensors are held at once; 0: as many as there are slots. Lazy
+            redo needs D + 1: a rank that begins record n + 1 overwrites the first record that a restore of n - D would
+            redo. Peers and a log read whole records later, and so need all.
+        shared: by-value tensors that are held once for all local ranks, as long as these agree.
+        apart: by-value tensors known to differ between ranks.
+        encodings: for each parameter, how its gradients are encoded in records, None: as they are; empty: all as they
+            are.
+        late: tensors that a new process does not have, or has in another shape or dtype: a resume makes them.
     """
 
     params: tuple[ParamSpec, ...]
@@ -224,10 +293,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def digest(self) -> str:
         """A digest of the whole spec; equal if and only if the layouts are."""
-        fields = msgspec.structs.astuple(self)
-        while not fields[-1] and len(fields) > _ALWAYS:
-            fields = fields[:-1]  # as before there were any: stored digests stay what they are
-        return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).hexdigest()
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def content(self) -> str:
         """A digest of the state's parts, regardless of how they are protected; equal if and only if these are."""
@@ -246,8 +312,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     def fingerprint(self) -> list[str]:
         """One line per property that must match for a held state to be restored into a model.
 
-        Names, shapes of whole tensors, dtypes and optimizer classes. Not the groups, which change with freezing, nor
-        the sharding.
+        Not the groups, which change with freezing, nor the sharding.
         """
         tensors = sorted((one for one in self.tensors() if not is_ours(one.name)), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
@@ -256,29 +321,18 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         return lines
 
     def difference(self, fingerprint: Sequence[str]) -> str | None:
-        """The first line in which another state's fingerprint differs from this one's, as text; None if it fits.
-
-        Tensors that came late may be there or not.
-        """
+        """The first line in which another state's fingerprint differs, as text; late tensors may be there or not."""
         late = {*self.late}
         both = self.fingerprint(), fingerprint
         ours, theirs = ([line for line in lines if line.rpartition(" [")[0] not in late] for lines in both)
         return first_difference(ours, theirs)
 
     def sharding(self) -> str:
-        """A digest of the shards; empty if no tensor is sharded.
-
-        A held state can be restored into a rank with the same sharding directly; for another one it has to be
-        resharded.
-        """
+        """A digest of the shards; empty if no tensor is sharded. For a rank with another one, state is resharded."""
         pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self.tensors() if spec.shard is not None)
         if not pieces:
             return ""
         return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
-
-
-#: Number of fields that are part of every digest.
-_ALWAYS = StateSpec.__struct_fields__.index("encodings")
 
 
 def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
@@ -291,3 +345,57 @@ def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
     if len(live) > len(held):
         return f"held: nothing; this run: {live[len(held)]}"
     return None
+
+
+#: Upper bounds beyond any real node: bytes of memory, and counts of anything.
+_MOST_BYTES = 1 << 50
+_MOST = 1 << 20
+
+
+def read_spec(data: bytes) -> StateSpec:
+    """Decode a spec, and check that a layout can be made from it. Raises ValueError: it cannot."""
+    try:
+        spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's other errors are ValueErrors
+    except RecursionError as error:
+        raise ValueError("expected a layout spec, found lists in lists in lists") from error
+    problem = problem_of(spec)
+    if problem:
+        raise ValueError(f"expected a valid layout spec, found {problem}")
+    return spec
+
+
+def problem_of(spec: StateSpec) -> str:
+    """The reason why no layout can be made from a spec; empty if one can."""
+    for name in ("period", "slots", "every", "world_size"):
+        if not 1 <= getattr(spec, name) <= _MOST:
+            return f"{name}={getattr(spec, name)}"
+    if not 0 <= spec.by_value_slots <= _MOST:
+        return f"by_value_slots={spec.by_value_slots}"
+    if not {*spec.shared} <= {one.name for one in spec.by_value}:
+        return f"shared={spec.shared} not among the by-value tensors"
+    ranks = {*spec.local_ranks, *spec.replicas}
+    if not spec.local_ranks or min(ranks) < 0 or max(ranks) >= spec.world_size:
+        return f"local_ranks={spec.local_ranks}, replicas={spec.replicas} of {spec.world_size} ranks"
+    if any(not 0 <= one.sub_steps <= _MOST for one in spec.optimizers):
+        return "an impossible number of steps of an optimizer"
+    states = [state for param in spec.params for owner in param.owners for state in owner.state]
+    tensors: list[TensorSpec | StateTensorSpec] = [*spec.tensors(), *states]
+    for one in tensors:
+        if one.dtype not in ITEM_BYTES or any(length < 0 for length in one.shape):
+            return f"{one}"
+    indices = [owner.optimizer for param in spec.params for owner in param.owners]
+    if any(not 0 <= index < len(spec.optimizers) for index in indices):
+        return f"a parameter of optimizer {max(indices)} of {len(spec.optimizers)}"
+    if any(param.grad_dtype not in ITEM_BYTES for param in spec.params):
+        return "gradients of an unknown dtype"
+    if any(not 0 <= param.sparse_bytes <= _MOST_BYTES for param in spec.params):
+        return "an impossible size of a sparse gradient"
+    if spec.encodings and len(spec.encodings) != len(spec.params):
+        return f"{len(spec.encodings)} encodings of {len(spec.params)} gradients"
+    for param, encoding in zip(spec.params, spec.encodings, strict=bool(spec.encodings)):
+        if encoding is not None and not is_possible(encoding, param.tensor.numel, param.grad_dtype):
+            return f"an impossible encoding of a gradient: {encoding}"
+    if sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors) > _MOST_BYTES:
+        return "an impossible number of bytes of tensors"
+    pieces = [(one.name, one.shape) for one in spec.tensors() if one.shard is not None]
+    return "a shard of a tensor twice" if len(set(pieces)) < len(pieces) else ""

@@ -3,7 +3,7 @@
 A record's tensors, under ``<record>/``, are: ``meta`` (its scalars, as bytes), ``rank_state/<rank>`` (bytes),
 ``by_value/<rank>/<name>``, and for each optimizer step ``gradients/<optimizer>/<step>/<parameter>``. A sparse gradient
 is two tensors, ``.../indices`` and ``.../values``. An encoded gradient is a tensor for each part
-(:mod:`memckpt.state.encoding_spec`): ``.../sparse/0`` and so on, ``.../half/0``, ``.../quantized256/0``.
+(:mod:`memckpt.state.spec`): ``.../sparse/0`` and so on, ``.../half/0``, ``.../quantized256/0``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memckpt.errors import DamagedStateError, StorageError
-from memckpt.state.encoding_spec import GradientEncoding, encoded_parts, is_possible
 from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, SubStep
-from memckpt.state.spec import ITEM_BYTES, StateSpec
+from memckpt.state.spec import ITEM_BYTES, GradientEncoding, StateSpec, encoded_parts, is_possible
 from memckpt.storage.format import Batch, encode_commit
 from memckpt.storage.store import Store
 from memckpt.storage.verification import read_back

@@ -19,9 +19,8 @@ import msgspec
 import xxhash
 
 from memckpt.errors import MALFORMED, DamagedStateError, UnsupportedError
-from memckpt.state.received import problem_of
 from memckpt.state.records import Timeline
-from memckpt.state.spec import StateSpec
+from memckpt.state.spec import StateSpec, problem_of
 from memckpt.storage.store import StoredFile
 
 #: Incremented whenever another version would misread the files.

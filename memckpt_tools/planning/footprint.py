@@ -17,9 +17,8 @@ from memckpt.config import (
     RedoMode,
     SparseConfig,
 )
-from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes
 from memckpt.state.layout import SNAPSHOTS
-from memckpt.state.spec import ITEM_BYTES
+from memckpt.state.spec import ITEM_BYTES, GradientEncoding, encoded_bytes
 from memckpt_tools.planning.checks import require_count, require_number
 
 #: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
@@ -210,7 +209,7 @@ def compressed_gradient_bytes(
 ) -> float:
     """g of compressed gradients: bytes for each parameter, over all parameters of a model.
 
-    Source: :func:`memckpt.state.encoding_spec.encoded_bytes` of each parameter. Docs/compression.md has the rule: top-k
+    Source: :func:`memckpt.state.spec.encoded_bytes` of each parameter. Docs/compression.md has the rule: top-k
     takes 6 bytes for each of up to ranks x ratio of the elements, quantized 1 byte and 4 for each block.
 
     Args:

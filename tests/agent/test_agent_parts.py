@@ -35,8 +35,8 @@ from memckpt.protocol.messages import Message
 from memckpt.protocol.peer_job import PhasesAre
 from memckpt.protocol.replication import Fragments, Halt, Halted, ListFragments
 from memckpt.protocol.trainer import Commit, Credit, Goodbye
-from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
+from memckpt.state.tensors import ulp_distance
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.large_spec import large_spec

@@ -33,10 +33,9 @@ from memckpt.protocol.storing import SnapshotTaken
 from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import DIGEST_BYTES, Layout
-from memckpt.state.received import read_spec
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec, read_spec
 from tests.support.cluster.host import QuietHost
 
 # Who shares, and what that takes

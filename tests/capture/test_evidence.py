@@ -11,7 +11,7 @@ from memckpt.capture.evidence import Evidence, Pair
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.state import codec
-from memckpt.state.bits import same_bits
+from memckpt.state.tensors import same_bits
 
 
 class Kinds(torch.nn.Module):

@@ -272,7 +272,7 @@ def test_how_to_resume(text: object, value: object) -> None:
         ({"peers": {"kind": "raid"}}, "peers.kind: expected 'erasure', found 'raid'"),
         (
             {"peers": {"kind": "mirror", "copies": 2}},
-            "peers.kind: expected 'erasure', found 'mirror'; for copies write {kind: erasure, data: 1, tolerate: 1}",
+            "peers.kind: expected 'erasure', found 'mirror'",
         ),
         ({"peers": {"kind": "erasure", "copies": 4}}, "peers.copies: expected one of data, tolerate, backend,"),
         ({"peers": {"kind": "erasure", "data": 0}}, "peers.data: expected a whole number, 1 to 32, found 0"),

@@ -35,8 +35,8 @@ from memckpt.protocol.status import Status
 from memckpt.protocol.trainer import Alarm
 from memckpt.replication.transport import envelope, wire
 from memckpt.state import codec
-from memckpt.state.received import read_spec
 from memckpt.state.records import Timeline, decode_meta
+from memckpt.state.spec import read_spec
 from memckpt.storage.dcp import encode_metadata, read_metadata
 from memckpt.storage.format import FORMAT_VERSION, Part, decode_commit, decode_node_state, encode_commit
 from memckpt.storage.local_store import LocalStore

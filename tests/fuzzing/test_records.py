@@ -23,9 +23,9 @@ from memckpt.replication.coding.blob import Blob, BlobReader, Extent, RecordTail
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import Candidate, decode_stripe, seal_stripe
 from memckpt.state import encodings
-from memckpt.state.encoding_spec import GradientEncoding, encoded_bytes, is_possible
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, SubStep, Timeline
+from memckpt.state.spec import GradientEncoding, encoded_bytes, is_possible
 from memckpt.storage.batch import RecordReader, gradient_name
 from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore

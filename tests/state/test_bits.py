@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from memckpt.state import bits
-from memckpt.state.bits import Distance, same_bits
-from memckpt.state.tensors import fill
+from memckpt.state import tensors
+from memckpt.state.tensors import Distance, fill, same_bits
 
 
 def test_equal_bits_are_equal_whatever_they_mean() -> None:
@@ -25,7 +24,7 @@ def test_equal_bits_are_equal_whatever_they_mean() -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 )
 def test_a_distance_counts_the_elements_that_differ(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "_CHUNK", 7)  # several chunks, the last one short
+    monkeypatch.setattr(tensors, "_CHUNK", 7)  # several chunks, the last one short
     held = torch.ones(30).to(dtype)
     found = held.clone()
     distance = Distance()

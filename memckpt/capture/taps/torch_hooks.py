@@ -9,8 +9,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from memckpt.state.encoding_spec import GradientEncoding
 from memckpt.state.optimizers import dtype_name
+from memckpt.state.spec import GradientEncoding
 
 _PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks."
 _HALF_TYPES: dict[Callable[..., Any], torch.dtype] = {

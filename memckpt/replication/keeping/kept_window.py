@@ -15,8 +15,8 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.windows import differing, misfit, sizes_of
 from memckpt.replication.transport.wire import Window
-from memckpt.state.received import read_spec
 from memckpt.state.records import HeldFragments
+from memckpt.state.spec import read_spec
 
 #: Stripes of the record (0: the cell is empty), record, step, stripe, length, bytes, checksum, digest.
 _STAMP = struct.Struct("<Iqq3I8s16s")

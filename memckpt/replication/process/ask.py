@@ -22,9 +22,8 @@ from memckpt.replication.coding.code import Code
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS, Reader
 from memckpt.replication.process.send import Mail
 from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs, WireMessage
-from memckpt.state.received import read_spec
 from memckpt.state.records import RankGroup
-from memckpt.state.spec import StateSpec
+from memckpt.state.spec import StateSpec, read_spec
 
 
 class Asking:

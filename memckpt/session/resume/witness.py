@@ -16,8 +16,7 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.memory.slots import Landing
 from memckpt.recovery.comparison import Difference
-from memckpt.state.bits import Distance, same_bits
-from memckpt.state.tensors import local, version
+from memckpt.state.tensors import Distance, local, same_bits, version
 
 _log = logging.getLogger("memckpt")
 #: Limit on the gradients that a rank sets aside, in bytes.
