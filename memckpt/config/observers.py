@@ -37,21 +37,16 @@ class Watched:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step that is committed.
-
-    `parts` returns kind, name and value of each part of the rank's state. `caller`: frame that called ``commit``.
-    `stalled`: seconds in which protection has kept the process from training so far. `repeated`: the step was repeated
-    as a proof. `check`: verdict of the resume check, and its line.
-    """
+    """A step that is committed."""
 
     step: int
     record: int
-    parts: Callable[[], Iterable[tuple[str, str, Any]]]
-    caller: FrameType
-    stalled: float
-    repeated: bool
+    parts: Callable[[], Iterable[tuple[str, str, Any]]]  #: returns kind, name and value of the rank's state
+    caller: FrameType  #: frame that called ``commit``
+    stalled: float  #: seconds in which protection has kept the process from training so far
+    repeated: bool  #: the step was repeated as a proof
     agent: int | None
-    check: tuple[str, str]
+    check: tuple[str, str]  #: verdict of the resume check, and its line
 
 
 class Observer:

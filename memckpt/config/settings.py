@@ -24,21 +24,14 @@ PREFIX = "memckpt"
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the configuration tree, or a part of it that may be switched off or has variants.
+    """One field of the configuration tree, or a part of it that may be switched off or has variants."""
 
-    Attributes:
-        path: dotted name from the root: ``agent.threads``.
-        hint: annotation, with its constraints; None: a part of the tree.
-        choices: allowed values of a part, or of a field; empty: any value that the annotation allows.
-        variants: variants of its part that have it; empty: the part is not named by ``kind``.
-    """
-
-    path: str
-    hint: Any
-    choices: tuple[str, ...]
+    path: str  #: dotted name from the root: ``agent.threads``
+    hint: Any  #: annotation, with its constraints; None: a part of the tree
+    choices: tuple[str, ...]  #: allowed values of a part, or of a field; empty: any value that the annotation allows
     default: Any
     help: str
-    variants: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()  #: variants of its part that have it; empty: the part is not named by ``kind``
 
     @property
     def is_part(self) -> bool:

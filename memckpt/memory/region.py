@@ -231,15 +231,11 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Allowance:
-    """Memory that a generation may take.
+    """Memory that a generation may take."""
 
-    `held_bytes`: held on this node beside it. `budget`: limit on all of that, in bytes; None: what the machine has.
-    `given_back`: bytes among `held_bytes` that are let go of before the rest of the slots is reserved.
-    """
-
-    held_bytes: int = 0
-    budget: int | None = None
-    given_back: int = 0
+    held_bytes: int = 0  #: held on this node beside it
+    budget: int | None = None  #: limit on all of that, in bytes; None: what the machine has
+    given_back: int = 0  #: bytes among `held_bytes` that are let go of before the rest of the slots is reserved
 
 
 class GenerationRegions:

@@ -53,27 +53,18 @@ def node_name() -> str:
 
 
 class ServingAgent(msgspec.Struct, frozen=True):
-    """Content of the file: the agent's process, its directory and its two sockets.
-
-    Attributes:
-        boot: id of the machine's boot; process ids of another boot mean nothing.
-        pid_namespace: inode of the PID namespace of `pid`.
-        socket: name in the abstract namespace.
-        descriptor: descriptor in the process that refers to the other socket's inode; -1: none.
-        directory: path of the run directory when the agent started; empty: unknown.
-        device, inode: of that directory.
-        directory_descriptor: descriptor in the process that refers to that directory, which may be moved; -1: none.
-    """
+    """Content of the file: the agent's process, its directory and its two sockets."""
 
     pid: int
     start_ticks: int
-    boot: str
-    pid_namespace: int
-    socket: str
-    descriptor: int
-    directory: str = ""
-    device: int = 0
+    boot: str  #: id of the machine's boot; process ids of another boot mean nothing
+    pid_namespace: int  #: inode of the PID namespace of `pid`
+    socket: str  #: name in the abstract namespace
+    descriptor: int  #: descriptor in the process that refers to the other socket's inode; -1: none
+    directory: str = ""  #: path of the run directory when the agent started; empty: unknown
+    device: int = 0  #: of that directory
     inode: int = 0
+    #: descriptor in the process that refers to that directory, which may be moved; -1: none.
     directory_descriptor: int = -1
 
     @property

@@ -15,32 +15,24 @@ class AuditorReady(msgspec.Struct, frozen=True, tag="auditor ready"):
 
 
 class AuditedGeneration(msgspec.Struct, frozen=True, array_like=True):
-    """Generation whose slots come along as a descriptor.
-
-    `search_path`: where the trainers find modules. `threads`: those of the trainers, on whose number bits may depend.
-    `accelerated`: the trainers' device rounds otherwise than a CPU. `arithmetic`: theirs.
-    """
+    """Generation whose slots come along as a descriptor."""
 
     number: int
     spec: StateSpec
-    accelerated: bool
-    arithmetic: Arithmetic
-    threads: int
-    search_path: tuple[str, ...]
+    accelerated: bool  #: the trainers' device rounds otherwise than a CPU
+    arithmetic: Arithmetic  #: the trainers'
+    threads: int  #: the trainers', on whose number bits may depend
+    search_path: tuple[str, ...]  #: where the trainers find modules
 
 
 class Audit(msgspec.Struct, frozen=True, tag="audit"):
-    """To the auditor: redo pieces from their anchors at record `first` to those of T records later, and compare.
+    """To the auditor: redo pieces from their anchors at record `first` to those of T records later, and compare."""
 
-    `key`: the generation's, which comes with the first message. `metas`: scalars of records that the auditor has not
-    got yet; `first` is None where there are only these. `pieces`: parameter and first element of each.
-    """
-
-    key: int
-    metas: dict[int, bytes]
-    first: int | None = None
-    pieces: tuple[tuple[int, int], ...] = ()
-    generation: AuditedGeneration | None = None
+    key: int  #: the generation's, of the agent's choice
+    metas: dict[int, bytes]  #: scalars of records that the auditor has not got yet
+    first: int | None = None  #: None: there are only these
+    pieces: tuple[tuple[int, int], ...] = ()  #: parameter and first element of each
+    generation: AuditedGeneration | None = None  #: with the first message of the key
 
 
 class ForgetAudits(msgspec.Struct, frozen=True, tag="forget audits"):
@@ -50,21 +42,15 @@ class ForgetAudits(msgspec.Struct, frozen=True, tag="forget audits"):
 
 
 class Audited(msgspec.Struct, frozen=True, tag="audited"):
-    """Answer to an Audit of `key` and `first`.
-
-    `cpu_seconds`: taken since the last answer. `late`: slots were filled anew before they were read; nothing is known
-    of these pieces. `tensor`, `ulp`: where the two differ most, and by how many units in the last place; empty if they
-    do not. `problem`: why the pieces cannot be redone in the auditor, in words, or what the redo of `tensor` has
-    raised.
-    """
+    """Answer to an Audit of `key` and `first`."""
 
     key: int
     first: int
-    cpu_seconds: float
-    late: bool = False
-    tensor: str = ""
-    ulp: float = 0.0
-    problem: str = ""
+    cpu_seconds: float  #: that the process has taken since its last answer
+    late: bool = False  #: slots were filled anew before they were read; nothing is known of these pieces
+    tensor: str = ""  #: where the two differ most; empty if they do not
+    ulp: float = 0.0  #: by how many units in the last place
+    problem: str = ""  #: why the pieces cannot be redone in the auditor, or what the redo of `tensor` has raised
 
 
 # This file's part of what is said on each connection

@@ -15,22 +15,14 @@ class FromNode(msgspec.Struct, frozen=True, tag="node"):
 
 
 class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
-    """Source of a state: decoded from fragments, and what these leave out from a replica.
-
-    Attributes:
-        fragments: (node, index) of all fragments that hold some of what is needed, ascending; more than are needed, so
-            that damaged ones can be skipped.
-        data: k, the number of different fragments needed.
-        period: T, the number of records that make a state; 1 where there is a replica.
-        replica: node and ranks of a replica of what these share with it, so that only private state is decoded. None:
-            all is.
-    """
+    """Source of a state: decoded from fragments, and what these leave out from a replica."""
 
     generation: str
+    #: (node, index) of all that hold some of it, ascending; more than are needed, so that damaged ones can be skipped.
     fragments: tuple[tuple[str, int], ...]
-    data: int
-    period: int
-    replica: tuple[str, RankGroup] | None = None
+    data: int  #: k, the number of different fragments needed
+    period: int  #: T, the number of records that make a state; 1 where there is a replica
+    replica: tuple[str, RankGroup] | None = None  #: node and ranks with what is not private; None: all is decoded
 
 
 class WantedState(msgspec.Struct, frozen=True):
@@ -43,23 +35,15 @@ class WantedState(msgspec.Struct, frozen=True):
 
 
 class Recover(msgspec.Struct, frozen=True, tag="recover"):
-    """From a trainer, for its node: fetch what is missing here, hand out what others miss. Answer: Recovered.
+    """From a trainer, for its node: fetch what is missing here, hand out what others miss. Answer: Recovered."""
 
-    Attributes:
-        record: the one that the plan chose.
-        serve: sets of ranks whose state after it is handed out from here; `before`: also that before it.
-        fetch: what this node is to get.
-        history: timelines up to that record, oldest first.
-        adopt: what is fetched may be of ranks that this attempt does not have: it goes to storage from here.
-    """
-
-    record: int
-    serve: tuple[RankGroup, ...]
-    fetch: tuple[WantedState, ...]
+    record: int  #: the one that the plan chose
+    serve: tuple[RankGroup, ...]  #: sets of ranks whose state after it is handed out from here
+    fetch: tuple[WantedState, ...]  #: what this node is to get
     memory_budget_bytes: int | None
-    history: tuple[Branch, ...] = ()
-    before: bool = False
-    adopt: bool = False
+    history: tuple[Branch, ...] = ()  #: timelines up to that record, oldest first
+    before: bool = False  #: hand out the state before it as well
+    adopt: bool = False  #: what is fetched may be of ranks that this attempt has not: it goes to storage from here
 
 
 class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
@@ -72,13 +56,10 @@ class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
-    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again.
+    """Answer to Recover. With a problem and nothing bad the reason lies in the node itself, and not in a source."""
 
-    With a problem and nothing bad the reason lies in the node itself, and no source is to blame.
-    """
-
-    problem: str = ""
-    bad: tuple[BadSourceSeen, ...] = ()
+    problem: str = ""  #: why it failed, in words
+    bad: tuple[BadSourceSeen, ...] = ()  #: sources to be left out when it is tried again
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -118,21 +99,17 @@ class Fill(msgspec.Struct, frozen=True, tag="fill"):
 
 
 class Filled(msgspec.Struct, frozen=True, tag="filled"):
-    """Answer to Fill: scalars of the records that make the state, by number; step and rank states of the last one.
-
-    `before`: step and rank states of the record before it; None where that was not asked for. `problem`, `bad`: as in
-    Recovered. `recovery`: for which it was read, as in Describe.
-    """
+    """Answer to Fill: the records that make the state, by number."""
 
     ranks: RankGroup
-    metas: dict[int, bytes] = {}
-    step: int = 0
-    rank_states: dict[int, bytes] = {}
-    nbytes: int = 0
-    problem: str = ""
-    bad: tuple[BadSourceSeen, ...] = ()
-    recovery: int = 0
-    before: tuple[int, dict[int, bytes]] | None = None
+    metas: dict[int, bytes] = {}  #: their scalars
+    step: int = 0  #: of the record itself
+    rank_states: dict[int, bytes] = {}  #: after it
+    nbytes: int = 0  #: that were read
+    problem: str = ""  #: as in Recovered
+    bad: tuple[BadSourceSeen, ...] = ()  #: the same
+    recovery: int = 0  #: for which it was read, as in Describe
+    before: tuple[int, dict[int, bytes]] | None = None  #: step and rank states of the record before it, if asked for
 
 
 # This file's part of what is said on each connection

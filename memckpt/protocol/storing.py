@@ -18,19 +18,15 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
-    """A rank's part of a snapshot is copied into the region of this `order`; or `missed`: the record had passed.
-
-    `missing` and `plain` describe the optimizer state as in RecordMeta; only the first local rank sends them.
-    `rank_state`: where state is captured, one with what is captured beside tensors; else empty: the commit's counts.
-    """
+    """A rank's part of a snapshot is copied into the region of this `order`; or `missed`: the record had passed."""
 
     record: int
     order: int
     seconds: float
     missed: bool = False
-    missing: tuple[tuple[int, int, str], ...] = ()
-    plain: bytes = b""
-    rank_state: bytes = b""
+    missing: tuple[tuple[int, int, str], ...] = ()  #: as in RecordMeta, of all optimizer state; of the first rank
+    plain: bytes = b""  #: the same
+    rank_state: bytes = b""  #: one with what is captured beside tensors; empty: the commit's counts
 
 
 class SaveTo(msgspec.Struct, frozen=True, tag="save to"):
@@ -73,14 +69,11 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
-    """A checkpoint could not be written; training goes on and a later one will be tried.
-
-    `missing`: bytes that have to be free there before it is of use to try again; None: something else is wrong.
-    """
+    """A checkpoint could not be written; training goes on and a later one will be tried."""
 
     step: int
     reason: str
-    missing: int | None = None
+    missing: int | None = None  #: bytes that have to be free there before a retry; None: something else is wrong
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):

@@ -28,26 +28,21 @@ class Launcher(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a rank. `nonce` is the attempt's, equal on all ranks; `next_record` is what it commits next.
-
-    `local_ranks` are all ranks of the node, `unit` those among them that hold the same shards as this one. For at most
-    `fence_seconds` the agent waits for killed trainers of an earlier attempt to end. An agent that shows no sign of
-    life for `liveness_seconds` is not waited for. `accelerated`: it trains on an accelerator.
-    """
+    """First message of a rank."""
 
     version: int
-    nonce: str
+    nonce: str  #: the attempt's, equal on all ranks
     rank: int
     world_size: int
-    local_ranks: tuple[int, ...]
-    unit: RankGroup
+    local_ranks: tuple[int, ...]  #: all ranks of the node
+    unit: RankGroup  #: those among them that hold the same shards as this one
     launcher: Launcher
     fingerprint: tuple[str, ...]
     rejoining: bool = False
-    next_record: int = 1
-    fence_seconds: float = 60.0
-    liveness_seconds: float = 15.0
-    accelerated: bool = False
+    next_record: int = 1  #: what it commits next
+    fence_seconds: float = 60.0  #: longest wait for killed trainers of an earlier attempt to end
+    liveness_seconds: float = 15.0  #: an agent without a sign of life for so long is not waited for
+    accelerated: bool = False  #: it trains on an accelerator
 
 
 class Fencing(msgspec.Struct, frozen=True, tag="fencing"):
@@ -57,33 +52,24 @@ class Fencing(msgspec.Struct, frozen=True, tag="fencing"):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
-    """Answer to Hello: what this node can produce of each set of shards that it holds.
+    """Answer to Hello, with the page in which the agent shows that it lives, as a descriptor."""
 
-    `attempt`: number of the newest attempt that this node knows of. The page in which the agent shows that it lives
-    comes along as a descriptor.
-    """
-
-    held: tuple[HeldRecords, ...]
+    held: tuple[HeldRecords, ...]  #: what this node can produce of each set of shards
     agent_pid: int
-    attempt: int = 0
+    attempt: int = 0  #: number of the newest attempt that this node knows of
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Allocate for a new generation with this layout, to begin after `record`. Every local rank sends the same one.
-
-    `discard` says that what is held is not wanted and may go first. `reason`: why the spec's mode, for the status.
-    `whole`: reserve all of it at once; otherwise only what its start takes is, until all local ranks ask for the rest
-    (NeedSlots).
-    """
+    """Allocate for a new generation with this layout, to begin after `record`. Every local rank sends the same one."""
 
     spec: StateSpec
     timeline: Timeline
     threads: int
     memory_budget_bytes: int | None
-    discard: bool
+    discard: bool  #: what is held is not wanted and may go first
     record: int
-    reason: str = ""
-    whole: bool = False
+    reason: str = ""  #: why the spec's mode, for the status
+    whole: bool = False  #: reserve all of it at once; else only what its start takes, until NeedSlots of all ranks
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed"):
@@ -94,77 +80,59 @@ class Observed(msgspec.Struct, frozen=True, tag="observed"):
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Produce the state after `record`, which the plan chose; `timeline` is the attempt's new one.
-
-    `repeat`: produce the state after the record before it as well, from which its step is taken once more.
-    """
+    """Produce the state after `record`, which the plan chose; `timeline` is the attempt's new one."""
 
     record: int
     timeline: Timeline
     linger_seconds: float
-    repeat: bool = False
+    repeat: bool = False  #: also produce the state after the record before, from which its step is taken once more
 
 
 class Before(msgspec.Struct, frozen=True, array_like=True):
-    """The state after the record before the one that is resumed, and the framework's `step` of the latter.
+    """The state after the record before the one that is resumed."""
 
-    `metas`: the records to redo for it (lazy); empty where the replica stands there (eager). `meta`, `rank_states`:
-    those of the resumed record, with which the repeated step is compared.
-    """
-
-    metas: tuple[bytes, ...]
-    meta: bytes
-    rank_states: dict[int, bytes]
-    step: int
+    metas: tuple[bytes, ...]  #: the records to redo for it (lazy); empty where the replica stands there (eager)
+    meta: bytes  #: the resumed record's own scalars, with which the repeated step is compared
+    rank_states: dict[int, bytes]  #: those of the resumed record, by rank
+    step: int  #: the framework's number of the resumed record
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """Answer to Prepare and Resume. Regions come along as descriptors: slots, then static and replica where present.
 
-    For Resume: `metas` are the records to redo, `rank_states` those of `record` by rank, and `missing` and `plain`
-    describe the replica's state (eager) as in RecordMeta.
-
-    Where the step of `record` can be repeated, `before` is what it is repeated from, and an eager replica stands there
-    until all local ranks have asked to advance. Otherwise `not_repeated` says why. Without a replica `earlier` is what
-    the records before are made from, newest first: one is restored where this one does not prove itself. `following`:
-    the rank states of later records, by record and rank, of which a captured state has nothing else.
-
-    `whole`: all slots are reserved. Where they are not, no record may be begun before they are (NeedSlots).
-    `begins`: the record of the Prepare that this answers. `drift`: what the audit has found in this generation.
+    Where the step of `record` can be repeated, an eager replica stands at `before` until all local ranks have asked to
+    advance.
     """
 
     generation: int
     spec: StateSpec
     record: int = 0
-    metas: tuple[bytes, ...] = ()
-    rank_states: dict[int, bytes] = {}
-    missing: tuple[tuple[int, int, str], ...] = ()
-    plain: bytes = b""
-    before: Before | None = None
-    earlier: tuple[Before, ...] = ()
-    not_repeated: str = ""
-    following: dict[int, dict[int, bytes]] = {}
-    whole: bool = True
-    begins: int = 0
-    drift: Drift | None = None
+    metas: tuple[bytes, ...] = ()  #: the records to redo
+    rank_states: dict[int, bytes] = {}  #: those of `record`, by rank
+    missing: tuple[tuple[int, int, str], ...] = ()  #: of the replica's state (eager), as in RecordMeta
+    plain: bytes = b""  #: the same
+    before: Before | None = None  #: what the step of `record` is repeated from
+    earlier: tuple[Before, ...] = ()  #: no replica: of records before, newest first, for a failed proof
+    not_repeated: str = ""  #: why its step cannot be repeated
+    following: dict[int, dict[int, bytes]] = {}  #: rank states of later records, all that a captured state has of them
+    whole: bool = True  #: all slots are reserved; else no record may be begun before they are (NeedSlots)
+    begins: int = 0  #: the record of the Prepare that this answers
+    drift: Drift | None = None  #: what the audit has found in this generation
 
 
 class NeedSlots(msgspec.Struct, frozen=True, tag="slots?"):
-    """A rank has written its part of a generation's start, and has let go of the generation before: reserve the rest.
-
-    Answer: SlotsMade, once all local ranks have asked. `now`: without waiting for that, or for other ranks.
-    """
+    """A rank has written its part of a start, and let go of the generation before: reserve the rest for SlotsMade."""
 
     generation: int
-    now: bool = False
+    now: bool = False  #: without waiting until all local ranks have asked
 
 
 class SlotsMade(msgspec.Struct, frozen=True, tag="slots"):
-    """Answer to NeedSlots. `dropped`: another generation follows. `problem`: why there is no room; a start is kept."""
+    """Answer to NeedSlots."""
 
     generation: int
-    dropped: bool = False
-    problem: str = ""
+    dropped: bool = False  #: another generation follows
+    problem: str = ""  #: why there is no room, in words; what the start takes is kept
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
@@ -194,33 +162,25 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
 
 
 class Arithmetic(msgspec.Struct, frozen=True, array_like=True):
-    """Settings of torch in a trainer that decide what a step rounds to, of those that another process may have else.
+    """Settings of torch in a trainer that decide what a step rounds to, of those that another process may have else."""
 
-    `capability`: instruction set of its kernels; empty: not known.
-    """
-
-    capability: str = ""
+    capability: str = ""  #: instruction set of its kernels; empty: not known
     matmul_precision: str = "highest"
     deterministic: bool = False
     default_dtype: str = "float32"
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
-    """Settings of the agent that the run's configuration decides.
-
-    `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. `search_path`:
-    where the trainers find the user's modules, an optimizer's class among them. `claimed`: the run has claimed its
-    store, so that one without a claim is not it. `audit`: the share of a core that audits may take; 0: there are none.
-    """
+    """Settings of the agent that the run's configuration decides."""
 
     linger_seconds: float
     timeline: Timeline | None = None
     storage: StorageConfig | None = None
-    compute_threads: int = 1
-    search_path: tuple[str, ...] = ()
-    claimed: bool = False
+    compute_threads: int = 1  #: the trainer's: in half precision the bits of a redo depend on their number
+    search_path: tuple[str, ...] = ()  #: where the trainers find the user's modules, an optimizer's class among them
+    claimed: bool = False  #: the run has claimed its store, so that one without a claim is not it
     metrics: MetricsSettings = MetricsSettings()
-    audit: float = 0.0
+    audit: float = 0.0  #: the share of a core that audits may take; 0: there are none
     arithmetic: Arithmetic = Arithmetic()
 
 
@@ -237,17 +197,14 @@ class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """A rank's part of a record is whole. Only the first local rank sends `meta`.
-
-    `stall_ms`: how long protection has kept the rank from training since its last commit.
-    """
+    """A rank's part of a record is whole."""
 
     generation: int
     record: int
     step: int
     rank_state: bytes
-    meta: bytes = b""
-    stall_ms: float = 0.0
+    meta: bytes = b""  #: from the first local rank only
+    stall_ms: float = 0.0  #: how long protection has kept the rank from training since its last commit
 
 
 class Void(msgspec.Struct, frozen=True, tag="void"):
@@ -269,17 +226,14 @@ class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Order to all local ranks: begin a new generation after `record`.
 
-    `changing`: tensors that some rank has seen to change; all of them copy these with every record from then on.
-    `apart`: tensors of which some rank knows that they differ from rank to rank; none of them is held once.
-    `later`: why all ranks take gradients at the optimizer's step from then on, as they are; empty: they need not.
     Ranks that share slots must agree on it: one rank's record says which changes are redone on the gradients of all.
     """
 
     record: int
     reason: str
-    changing: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
-    later: str = ""
+    changing: frozenset[str] = frozenset()  #: tensors seen to change: all ranks copy them with every record then
+    apart: frozenset[str] = frozenset()  #: tensors known to differ from rank to rank: none of them is held once
+    later: str = ""  #: why all ranks take gradients at the optimizer's step from then on; empty: they need not
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
@@ -296,24 +250,16 @@ class Protected(msgspec.Struct, frozen=True, tag="protected"):
 
 
 class Drift(msgspec.Struct, frozen=True, tag="drift"):
-    """An anchor differed from what redo had made of an earlier one: by how many ulps at most, and where first.
+    """An anchor differed from what redo had made of an earlier one: by how many ulps at most, and where first."""
 
-    Attributes:
-        record: that carries the anchor, of this `generation`.
-        since: record that carries the earlier anchor. In between redo has gone wrong.
-        sure: whether rounding does not explain it.
-        steps: the framework's numbers, about, of the first and the last step in between.
-        problem: what redo has raised, in words; empty if it has not.
-    """
-
-    record: int
+    record: int  #: that carries the anchor, of this `generation`
     max_ulp: float
     tensor: str
     generation: int = 0
-    since: int = 0
-    sure: bool = False
-    steps: tuple[int, int] = (0, 0)
-    problem: str = ""
+    since: int = 0  #: record that carries the earlier anchor. In between redo has gone wrong.
+    sure: bool = False  #: whether rounding does not explain it
+    steps: tuple[int, int] = (0, 0)  #: the framework's numbers, about, of the first and the last step in between
+    problem: str = ""  #: what redo has raised, in words; empty if it has not
 
     def __str__(self) -> str:
         first, last = self.steps
@@ -356,14 +302,10 @@ class OthersStay(msgspec.Struct, frozen=True, tag="others stay"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """An agent keeps nothing that comes from now on, and ends: at once, or when what it holds is in storage.
+    """An agent keeps nothing that comes from now on, and ends: at once, or when what it holds is in storage."""
 
-    `last`: whether this is its last message: it ends now. `unsaved`: then, why what it held is not in storage; empty if
-    it is, or nothing was to be.
-    """
-
-    last: bool = False
-    unsaved: str = ""
+    last: bool = False  #: it ends now
+    unsaved: str = ""  #: then, why what it held is not in storage; empty if it is, or nothing was to be
 
 
 class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):

@@ -14,11 +14,8 @@ from memckpt.storage.format import Part
 class Save(msgspec.Struct, frozen=True, tag="save"):
     """To the writer process: make a checkpoint of what comes along as descriptors.
 
-    Source ``"snapshot"``: the state, the by-value tensors (which begin at `by_value_base`), static tensors where
-    present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`. What is there of
-    `abandoned`, parts whose writer was killed, is deleted first. `urgent`: no training runs that it could disturb,
-    or the machine may be gone soon. `search_path`: where the trainers find modules. `reserve`: bytes that are to be
-    free afterwards, for the log. `witness`: the file without which the store is away.
+    Source ``"snapshot"``: the state, then the by-value tensors, and static tensors where present. Source ``"ring"``:
+    the slots and static tensors; the state is redone from `metas`.
     """
 
     url: str
@@ -29,16 +26,16 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     rank_states: dict[int, bytes]
     keep_last: int
     keep_every_steps: int | None
-    by_value_base: int = 0
+    by_value_base: int = 0  #: where the by-value tensors of a snapshot begin
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
     metas: tuple[bytes, ...] = ()
     threads: int = 1
-    urgent: bool = False
-    abandoned: tuple[Part, ...] = ()
-    search_path: tuple[str, ...] = ()
-    reserve: int = 0
-    witness: str = ""
+    urgent: bool = False  #: no training runs that it could disturb, or the machine may be gone soon
+    abandoned: tuple[Part, ...] = ()  #: parts whose writer was killed; what is there of them is deleted first
+    search_path: tuple[str, ...] = ()  #: where the trainers find modules
+    reserve: int = 0  #: bytes that are to be free afterwards, for the log
+    witness: str = ""  #: the file without which the store is away
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
@@ -90,10 +87,8 @@ class LogRecord(msgspec.Struct, frozen=True, array_like=True):
 class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     """To the process that writes records: take them from the slots whose descriptor comes along.
 
-    What it has of another timeline or generation is written first. `follows`: as for a batch. A batch is written when
-    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`; without
-    `fixed_steps` also with fewer records, where writing is fast. It leaves `reserve` bytes free, for the checkpoint
-    that the log has to end in.
+    What it has of another timeline or generation is written first. A batch is written when it has `batch_steps` records
+    or `batch_bytes`, or when its oldest record has waited for `batch_seconds`.
     """
 
     url: str
@@ -101,14 +96,14 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     spec: StateSpec
     generation: int
     timeline: Timeline
-    follows: Timeline | None
+    follows: Timeline | None  #: as for a batch
     batch_steps: int
     batch_bytes: int
     batch_seconds: float
     run: str = ""
-    reserve: int = 0
+    reserve: int = 0  #: bytes that it leaves free, for the checkpoint that the log has to end in
     witness: str = ""
-    fixed_steps: bool = True
+    fixed_steps: bool = True  #: False: also with fewer records, where writing is fast
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):
@@ -119,27 +114,17 @@ class Append(msgspec.Struct, frozen=True, tag="append"):
 
 
 class Appended(msgspec.Struct, frozen=True, tag="appended"):
-    """Answer to Append.
+    """Answer to Append."""
 
-    Attributes:
-        taken: the newest record that has been copied out of its slot; None before the first.
-        written: the newest record that is in storage, with its `step`; None before the first.
-        nbytes, seconds: what this call has written, and how long it took.
-        hole: why a record could not be taken or written; the log goes on behind it.
-        late: whether that is because its slot had been filled anew.
-        short: why records wait for room in the storage, which a checkpoint may make; empty: they do not.
-        batch_steps: records in a batch from now on.
-    """
-
-    taken: int | None
-    written: int | None
+    taken: int | None  #: the newest record that has been copied out of its slot; None before the first
+    written: int | None  #: the newest record that is in storage, with its `step`; None before the first
     step: int
-    nbytes: int
+    nbytes: int  #: what this call has written, and how long it took
     seconds: float
-    hole: str = ""
-    short: str = ""
-    batch_steps: int = 0
-    late: bool = False
+    hole: str = ""  #: why a record could not be taken or written; the log goes on behind it
+    short: str = ""  #: why records wait for room in the storage, which a checkpoint may make; empty: they do not
+    batch_steps: int = 0  #: records in a batch from now on
+    late: bool = False  #: whether that is because its slot had been filled anew
 
 
 # This file's part of what is said on each connection

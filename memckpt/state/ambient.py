@@ -20,21 +20,17 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Ambient:
-    """Settings around one step. Those up to `flush` are a thread's own, the others the whole process's.
+    """Settings around one step. Those up to `flush` are a thread's own, the others the whole process's."""
 
-    `autocast`: its dtype on the parameters' device; empty: off. `precision`: that of products of float32 matrices;
-    empty: the default. `threads`: torch's number of threads; 0: that at the start.
-    """
-
-    autocast: str = ""
+    autocast: str = ""  #: its dtype on the parameters' device; empty: it is off
     flush: bool = False
-    precision: tuple[str, ...] = ()
+    precision: tuple[str, ...] = ()  #: that of products of float32 matrices; empty: as by default
     reduced_fp16: Any = True
     reduced_bf16: Any = True
     deterministic: bool = False
     deterministic_warns: bool = False
     default_dtype: str = "float32"
-    threads: int = 0
+    threads: int = 0  #: torch's number of threads; 0: that at the start
 
     def encode(self) -> bytes:
         """The encoding; empty for settings as they are by default."""

@@ -35,15 +35,11 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
 
 
 class GradientOp(msgspec.Struct, frozen=True, array_like=True):
-    """An in-place change of the gradients of `params` between backward and the optimizer's step.
+    """An in-place change of gradients between backward and the optimizer's step."""
 
-    `kind`: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by. `value`: codec encoding
-    of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``.
-    """
-
-    kind: str
-    value: bytes
-    params: tuple[int, ...]
+    kind: str  #: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by
+    value: bytes  #: codec encoding of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``
+    params: tuple[int, ...]  #: indices of the parameters it applies to
 
 
 class SparseGradient(msgspec.Struct, frozen=True, array_like=True):
@@ -56,101 +52,61 @@ class SparseGradient(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step of one optimizer.
-
-    Attributes:
-        index: number of the step among this optimizer's steps in the record; selects the area in the gradient arena.
-        groups: codec encoding of the list of each group's hyperparameters, as the step found them.
-        absent: parameters whose gradient was None.
-        ops: changes to apply to the staged gradients, in order.
-        ambient: encoding of torch's settings around the step; empty: as by default.
-    """
+    """One step of one optimizer."""
 
     optimizer: int
-    index: int
-    groups: bytes
-    absent: tuple[int, ...] = ()
+    index: int  #: number of the step among this optimizer's steps in the record; selects the area in the gradient arena
+    groups: bytes  #: codec encoding of the list of each group's hyperparameters, as the step found them
+    absent: tuple[int, ...] = ()  #: parameters whose gradient was None
     sparse: tuple[SparseGradient, ...] = ()
-    ops: tuple[GradientOp, ...] = ()
-    ambient: bytes = b""
+    ops: tuple[GradientOp, ...] = ()  #: changes to apply to the staged gradients, in order
+    ambient: bytes = b""  #: encoding of torch's settings around the step; empty: as by default
 
 
 class RecordMeta(msgspec.Struct, frozen=True, array_like=True):
-    """A record's metadata; its tensors are in its slot.
-
-    Attributes:
-        anchors_of: the record whose state the anchors hold: ``record - 1``; for the virtual records of a generation the
-            one that it begins with.
-        virtual: whether it was written by a generation: anchors only.
-        missing: (parameter, optimizer, key) of optimizer state that did not exist yet when it was anchored.
-        plain: codec encoding of {parameter: {optimizer: {key: value}}} for anchored state that is not a tensor.
-    """
+    """A record's metadata; its tensors are in its slot."""
 
     record: int
-    anchors_of: int
-    virtual: bool
+    anchors_of: int  #: the record whose state the anchors hold: the one before, or that which a generation begins with
+    virtual: bool  #: whether it was written by a generation: anchors only
     sub_steps: tuple[SubStep, ...] = ()
+    #: (parameter, optimizer, key) of optimizer state that did not exist yet when it was anchored.
     missing: tuple[tuple[int, int, str], ...] = ()
-    plain: bytes = b""
+    plain: bytes = b""  #: codec encoding of {parameter: {optimizer: {key: value}}} for anchored state but tensors
 
 
 class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
-    """Records whose state one node can produce: its part of the inventory for the plan.
-
-    Attributes:
-        records: their numbers, oldest first; `steps`: the user-facing step of each.
-        ranks: the ranks whose rank states it holds for all of them.
-        history: timelines, oldest first; the last one is that of the newest record.
-        world_size: number of ranks of the attempt that wrote them.
-        digest, sharding: of the layout, and of the shards (:meth:`StateSpec.sharding`).
-        problem: reason why none of it may be used; empty if there is none.
-        newest: the newest record that all of its ranks have committed; captured state may be older.
-        replicas: all ranks of the job that hold the same shards; empty: all ranks of the job.
-    """
+    """Records whose state one node can produce: its part of the inventory for the plan."""
 
     node: str
-    records: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    ranks: RankGroup = ()
-    history: tuple[Branch, ...] = ()
-    world_size: int = 0
-    digest: str = ""
-    problem: str = ""
-    sharding: str = ""
-    newest: int = 0
-    replicas: tuple[int, ...] = ()
+    records: tuple[int, ...] = ()  #: their numbers, oldest first
+    steps: tuple[int, ...] = ()  #: the user-facing step of each
+    ranks: RankGroup = ()  #: the ranks whose rank states it holds for all of them
+    history: tuple[Branch, ...] = ()  #: timelines, oldest first; the last one is that of the newest record
+    world_size: int = 0  #: number of ranks of the attempt that wrote them
+    digest: str = ""  #: of the layout
+    problem: str = ""  #: reason why none of it may be used; empty if there is none
+    sharding: str = ""  #: :meth:`StateSpec.sharding`
+    newest: int = 0  #: the newest record that all of its ranks have committed; captured state may be older
+    replicas: tuple[int, ...] = ()  #: all ranks of the job that hold the same shards; empty: all ranks of the job
 
 
 class HeldFragments(msgspec.Struct, frozen=True, array_like=True):
-    """Erasure-coded fragments of another node's records in a node's memory: its part of the inventory for the plan.
-
-    Other attributes are as in HeldRecords.
-
-    Attributes:
-        owner: the ranks whose records these are; they share a node and its shards.
-        index: index of the fragments, of k + m - 1 of each stripe; any k = `data` different ones decode it.
-        generation: unique name of the owner's generation. Fragments of different generations do not fit together.
-        base: the record after which the generation began; virtual records up to `base` hold its state.
-        period: T, the number of records up to and including one that make its state; 1 if each record stands alone.
-        private: whether only state private to these ranks is here (rank states, by-value tensors): every rank of
-            `replicas` on any node has the rest.
-        records: records that are complete here, virtual ones included, ascending.
-        static: whether the data sent once per generation are here, too.
-    """
+    """Erasure-coded fragments of another node's records in a node's memory: its part of the inventory for the plan."""
 
     node: str
-    owner: RankGroup
-    index: int
+    owner: RankGroup  #: the ranks whose records these are; they share a node and its shards
+    index: int  #: index of the fragments, of k + m - 1 of each stripe; any k = `data` different ones decode it
     data: int
-    generation: str
-    base: int
-    period: int
-    private: bool
+    generation: str  #: unique name of the owner's generation. Fragments of different generations do not fit together.
+    base: int  #: the record after which the generation began; virtual records up to `base` hold its state
+    period: int  #: T, the number of records up to and including one that make its state; 1 if each record stands alone
+    private: bool  #: only private state of these ranks is here: every rank of `replicas` on any node has the rest
     replicas: tuple[int, ...]
-    records: tuple[int, ...]
+    records: tuple[int, ...]  #: records that are complete here, virtual ones included, ascending
     steps: tuple[int, ...]
     history: tuple[Branch, ...]
-    static: bool = True
+    static: bool = True  #: whether the data sent once per generation are here, too
     world_size: int = 0
     digest: str = ""
     sharding: str = ""

@@ -55,19 +55,12 @@ _MOST_IN_BLOCK = 1 << 20
 
 
 class GradientEncoding(msgspec.Struct, frozen=True, array_like=True):
-    """How a parameter's gradient lies in a record.
+    """How a parameter's gradient lies in a record."""
 
-    Attributes:
-        kind: sparse, quantized, half or factors.
-        entries: sparse: the largest number of entries; quantized: elements that share a scale; factors: their rank.
-        dtype: dtype of the values (sparse, half); that of the gradient where it is empty.
-        rows: factors: rows of the matrix as which the gradient is taken.
-    """
-
-    kind: EncodingKind
-    entries: int = 0
-    dtype: str = ""
-    rows: int = 0
+    kind: EncodingKind  #: sparse, quantized, half or factors
+    entries: int = 0  #: sparse: the largest number; quantized: elements that share a scale; factors: their rank
+    dtype: str = ""  #: dtype of the values (sparse, half); that of the gradient where it is empty
+    rows: int = 0  #: factors: rows of the matrix as which the gradient is taken
 
 
 class EncodedPart(NamedTuple):
@@ -160,17 +153,13 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of an optimizer's state for one parameter.
-
-    `elementwise`: it has the parameter's shape, and is sharded and cut as the parameter is. `on_cpu`: it stays in host
-    memory whatever the parameter's device (Adam's ``step``).
-    """
+    """One tensor of an optimizer's state for one parameter."""
 
     key: str
     shape: tuple[int, ...]
     dtype: str
-    elementwise: bool
-    on_cpu: bool
+    elementwise: bool  #: it has the parameter's shape, and is sharded and cut as the parameter is
+    on_cpu: bool  #: it stays in host memory whatever the parameter's device (Adam's ``step``)
 
     @property
     def nbytes(self) -> int:
@@ -187,17 +176,13 @@ class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A parameter that some optimizer steps.
-
-    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes`: room for one of
-    torch's sparse gradients, 0 for a dense one. `other_grad_dtype`: dtype of its gradients if it is not its own.
-    """
+    """A parameter that some optimizer steps."""
 
     tensor: TensorSpec
     owners: tuple[OwnerSpec, ...]
-    whole: bool
-    sparse_bytes: int
-    other_grad_dtype: str = ""
+    whole: bool  #: it must not be cut (shape-aware optimizers, sparse gradients, bf16 tails)
+    sparse_bytes: int  #: room for one of torch's sparse gradients, 0 for a dense one
+    other_grad_dtype: str = ""  #: dtype of its gradients if it is not its own
 
     @property
     def grad_dtype(self) -> str:
@@ -209,62 +194,41 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """An optimizer class by name, with the data needed to build it elsewhere.
-
-    `attributes`: codec encoding of the instance attributes (including ``defaults``). `group_sizes`: number of
-    parameters in each group. `sub_steps`: number of its steps that one record has room for.
-    """
+    """An optimizer class by name, with the data needed to build it elsewhere."""
 
     module: str
     qualname: str
-    attributes: bytes
-    group_sizes: tuple[int, ...]
-    sub_steps: int
+    attributes: bytes  #: codec encoding of the instance attributes (including ``defaults``)
+    group_sizes: tuple[int, ...]  #: number of parameters in each group
+    sub_steps: int  #: number of its steps that one record has room for
 
 
 class StateSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that determines a layout.
-
-    Attributes:
-        static: tensors that no optimizer steps (frozen parameters), staged once per generation.
-        by_value: tensors (buffers, averaged models) staged with every record by every local rank.
-        local_ranks: the ranks of this node that hold the same shards and share each record's slot.
-        aliases: further keys in the model's ``state_dict()`` of a tensor, with its name here (tied weights).
-        outside: names that the ``state_dict()`` lacks (non-persistent buffers, modules beside the model).
-        replicas: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.
-        every: N in mode ``"snapshot"``: records whose number is a multiple of N are captured.
-        flattened: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
-        trails: eager redo stays one record behind what it could apply, so that the newest record can be repeated.
-        by_value_slots: number of records whose by-value tensors are held at once; 0: as many as there are slots. Lazy
-            redo needs D + 1: a rank that begins record n + 1 overwrites the first record that a restore of n - D would
-            redo. Peers and a log read whole records later, and so need all.
-        shared: by-value tensors that are held once for all local ranks, as long as these agree.
-        apart: by-value tensors known to differ between ranks.
-        encodings: for each parameter, how its gradients are encoded in records, None: as they are; empty: all as they
-            are.
-        late: tensors that a new process does not have, or has in another shape or dtype: a resume makes them.
-    """
+    """Everything that determines a layout."""
 
     params: tuple[ParamSpec, ...]
     optimizers: tuple[OptimizerSpec, ...]
-    static: tuple[TensorSpec, ...]
-    by_value: tuple[TensorSpec, ...]
+    static: tuple[TensorSpec, ...]  #: those that no optimizer steps (frozen parameters), staged once per generation
+    by_value: tuple[TensorSpec, ...]  #: buffers and averaged models, staged with every record by every local rank
     mode: RedoMode
     period: int
     slots: int
-    local_ranks: tuple[int, ...]
+    local_ranks: tuple[int, ...]  #: the ranks of this node that hold the same shards and share each record's slot
     world_size: int
-    aliases: tuple[tuple[str, str], ...] = ()
-    outside: tuple[str, ...] = ()
-    replicas: tuple[int, ...] = ()
-    every: int = 1
-    flattened: bool = False
-    trails: bool = False
+    aliases: tuple[tuple[str, str], ...] = ()  #: further keys of a ``state_dict()``, with names here (tied weights)
+    outside: tuple[str, ...] = ()  #: names that the ``state_dict()`` lacks (non-persistent buffers, other modules)
+    replicas: tuple[int, ...] = ()  #: all ranks of the job that hold these shards; empty: all ranks of the job
+    every: int = 1  #: N in mode ``"snapshot"``: records whose number is a multiple of N are captured
+    flattened: bool = False  #: parameters are shards of flat ones (FSDP1), which only the rank itself can interpret
+    trails: bool = False  #: eager redo stays one record behind, so that the newest record can be repeated
+    #: Number of records whose by-value tensors are held at once; 0: as many as there are slots. Lazy redo needs D + 1:
+    #: a rank that begins record n + 1 overwrites the first record that a restore of n - D would redo. Peers and a log
+    #: read whole records later, and so need all.
     by_value_slots: int = 0
-    shared: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
-    encodings: tuple[GradientEncoding | None, ...] = ()
-    late: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()  #: by-value tensors held once for all local ranks, as long as these agree
+    apart: tuple[str, ...] = ()  #: by-value tensors known to differ between ranks
+    encodings: tuple[GradientEncoding | None, ...] = ()  #: how each parameter's gradients are encoded; empty: not
+    late: tuple[str, ...] = ()  #: tensors that a new process has not, or not in this shape: a resume makes them
 
     def encoding(self, param: int) -> GradientEncoding | None:
         """How the gradients of a parameter are encoded; None: as they are."""
