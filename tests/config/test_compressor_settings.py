@@ -103,46 +103,6 @@ def test_what_cannot_be_is_named(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ("topk", "compression: expected a mapping, found 'topk'; write {kind: topk}"),
-        ("gzip", "compression: expected a mapping, found 'gzip'"),
-        ("{ratio: 0.1}", "compression.kind: expected 'topk' or 'randomk' or 'quantized8' or 'powersgd' or"),
-        ("{kind: gzip}", "'halfprecision', found 'gzip'"),
-        ("{kind: topk, ratio: '0.1'}", "compression.ratio: expected a number, more than 0, less than 1, found '0.1'"),
-        ("{kind: topk, ratio: .nan}", "compression.ratio: expected a number, more than 0, less than 1, found nan"),
-        ("{kind: topk, rank: 2}", "compression.rank: expected one of min_elements, error_feedback, residual, ratio,"),
-        ("{kind: powersgd, rank: 0}", "compression.rank: expected a whole number, 1 to 1024, found 0"),
-        ("{kind: powersgd, rank: true}", "compression.rank: expected a whole number, 1 to 1024, found True"),
-    ],
-)
-def test_a_wrong_file_is_refused_by_name(written: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        from_mapping({"compression": yaml.safe_load(written)})
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"": "gzip"}, "MEMCKPT_COMPRESSION: expected topk, randomk, quantized8, powersgd, halfprecision or none,"),
-        ({"": "topk", "RATIO": "2"}, "MEMCKPT_COMPRESSION_RATIO: expected a number, more than 0, less than 1,"),
-        ({"": "topk", "RATIO": "nan"}, "MEMCKPT_COMPRESSION_RATIO: expected a number, more than 0, less than 1,"),
-        (
-            {"": "topk", "RATIO": "a lot"},
-            "MEMCKPT_COMPRESSION_RATIO: expected a number, more than 0, less than 1, found 'a lot'",
-        ),
-        ({"": "topk", "RANK": "2"}, "expected MEMCKPT_COMPRESSION=powersgd beside it, found topk"),
-        ({"RATIO": "0.1"}, "expected MEMCKPT_COMPRESSION=topk or randomk beside it, found nothing"),
-        ({"": "powersgd", "RANK": "0"}, "MEMCKPT_COMPRESSION_RANK: expected a whole number, 1 to 1024, found '0'"),
-    ],
-)
-def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message: str) -> None:
-    named = {f"MEMCKPT_COMPRESSION_{name}".rstrip("_"): value for name, value in variables.items()}
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        config_from_environment(named)
-
-
 def test_every_compressor_is_a_variant_of_the_setting() -> None:
     """So that none is left out of files, variables, options, Hydra and the tests above."""
     kinds: list[type] = [CompressionConfig]

@@ -1,85 +1,49 @@
-"""Settings from a command line: argparse, and LightningCLI; one definition, every field, and a real run."""
+"""Settings from outside of Python: variables, options, files and LightningCLI; one definition, every field."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 import memckpt
+from accelerate_plugin import MemCheckpointPlugin
+from lightning_memckpt import MemCheckpoint
 from memckpt.compression import HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig, parse_resume
+from memckpt.config.arguments import (
+    config_from_environment,
+    resume_from_environment,
+    run_dir_from_environment,
+    with_environment,
+)
 from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.flags import parse
 from tests.support.trainings.script_runs import Scripts
+from transformers_memckpt import MemCheckpointTrainerCallback
 
-#: For every setting another value than its default, as text and as the dataclass has it.
-OTHER_VALUES: dict[str, tuple[str, Any]] = {
-    "redo": ("lazy", "lazy"),
-    "tap": ("step", "step"),
-    "anchor_period_steps": ("5", 5),
-    "slots": ("4", 4),
-    "snapshot_every_steps": ("25", 25),
-    "resume_check": ("require", "require"),
-    "accept_changes": ("true", True),
-    "log_metrics": ("false", False),
-    "tuning": ("off", "off"),
-    "overhead_budget": ("0.05", 0.05),
-    "audit_budget": ("0.5", 0.5),
-    "mtbf_seconds": ("3600", 3600.0),
-    "agent.threads": ("2", 2),
-    "agent.linger_seconds": ("60", 60.0),
-    "agent.memory_budget_bytes": ("1000000", 1_000_000),
-    "agent.start_seconds": ("5.5", 5.5),
-    "agent.liveness_seconds": ("7.5", 7.5),
-    "agent.fence_seconds": ("90", 90.0),
-    "agent.niceness": ("0", 0),
-    "agent.metrics_port": ("0", 0),
-    "agent.metrics_host": ("0.0.0.0", "0.0.0.0"),
-    "agent.metrics_file": ("m.prom", "m.prom"),
-    "peers.ack": ("proceed", "proceed"),
-    "peers.every_steps": ("12", 12),
-    "peers.security": ("plain", "plain"),
-    "peers.host": ("eth0", "eth0"),
-    "peers.port": ("29600", 29_600),
-    "peers.rate_bytes_per_second": ("1e8", 1e8),
-    "peers.overhead": ("0.1", 0.1),
-    "peers.domain_level": ("rack", "rack"),
-    "peers.rack": ("r7", "r7"),
-    "peers.zone": ("b", "b"),
-    "peers.ack_timeout_seconds": ("30", 30.0),
-    "peers.recovery_patience_seconds": ("60", 60.0),
-    "peers.data": ("4", 4),
-    "peers.tolerate": ("2", 2),
-    "peers.backend": ("isa_l_rs_vand", "isa_l_rs_vand"),
-    "compression.min_elements": ("64", 64),
-    "compression.error_feedback": ("false", False),
-    "compression.residual": ("drop", "drop"),
-    "compression.ratio": ("0.1", 0.1),
-    "compression.seed": ("7", 7),
-    "compression.block_elements": ("64", 64),
-    "compression.rank": ("2", 2),
-    "compression.start_seed": ("7", 7),
-    "compression.dtype": ("fp16", "fp16"),
-    "storage.url": ("s3://bucket/run", "s3://bucket/run"),
-    "storage.mode": ("log", "log"),
-    "storage.every_steps": ("100", 100),
-    "storage.batch_steps": ("4", 4),
-    "storage.min_seconds": ("1", 1.0),
-    "storage.overhead": ("0.5", 0.5),
-    "storage.keep_last": ("7", 7),
-    "storage.owner": ("gpt-7", "gpt-7"),
-    "storage.keep_every_steps": ("1000", 1000),
-    "storage.timeout_seconds": ("9", 9.0),
-    "storage.grace_seconds": ("3", 3.0),
-}
-VALUES = [each for each in describe_settings() if each.kind is not None]
+SETTINGS = {each.path: each for each in describe_settings()}
+VALUES = [each for each in SETTINGS.values() if each.kind is not None]
+
+
+def other_value(setting: Setting) -> Any:
+    """Another value than its default."""
+    default, kind = setting.default, setting.kind
+    if setting.choices:
+        return next(one for one in setting.choices if one not in (default, "auto"))
+    if kind is bool:
+        return not default
+    if kind is float:
+        return 5.5 if default is None else default / 2
+    return "other" if kind is str else 5 if default is None else default + 1
 
 
 def look_up(config: object, path: str) -> Any:
@@ -91,6 +55,9 @@ def look_up(config: object, path: str) -> Any:
 def test_nothing_given_is_the_default() -> None:
     assert parse(run_dir="runs/default") == ("runs/default", "auto", MemckptConfig())
     assert parse("--run-dir", "x", run_dir="runs/default").run_dir == "x"
+    assert config_from_environment({}) == MemckptConfig()
+    assert run_dir_from_environment({}) is None
+    assert resume_from_environment({}) is None
 
 
 def test_step_zero_of_the_environment_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +69,6 @@ def test_step_zero_of_the_environment_is_a_step(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_true_or_false_needs_no_value() -> None:
     assert parse("--run-dir", "x", "--memckpt-accept-changes").config.accept_changes
     assert not parse("--run-dir", "x", "--memckpt-accept-changes", "false").config.accept_changes
-    with pytest.raises(argparse.ArgumentError, match="expected true or false, found 'perhaps'"):
-        parse("--run-dir", "x", "--memckpt-accept-changes", "perhaps")
 
 
 def test_a_percent_sign_in_the_run_directory_does_not_break_the_help() -> None:
@@ -112,27 +77,21 @@ def test_a_percent_sign_in_the_run_directory_does_not_break_the_help() -> None:
     assert "runs/50%d" in parser.format_help()
 
 
-def test_an_empty_run_directory_is_an_error() -> None:
-    with pytest.raises(argparse.ArgumentError, match="--run-dir: expected a directory, found ''"):
-        parse("--run-dir", "")
-
-
 def test_every_field_of_every_dataclass_is_an_option() -> None:
-    paths = [each.path for each in describe_settings()]
     fields = {each.name for each in dataclasses.fields(MemckptConfig)} - {"agent"}
     fields |= {f"agent.{each.name}" for each in dataclasses.fields(AgentConfig)}
     fields |= {f"storage.{each.name}" for each in dataclasses.fields(StorageConfig)}
     fields |= {f"peers.{each.name}" for each in dataclasses.fields(ErasureConfig)}
     for kind in (TopK, RandomK, Quantized8, PowerSGD, HalfPrecision):
         fields |= {f"compression.{each.name}" for each in dataclasses.fields(kind)}
-    assert sorted(paths) == sorted(fields)
-    assert OTHER_VALUES.keys() == fields - {"storage", "peers", "compression"}
+    assert sorted(each.path for each in describe_settings()) == sorted(fields)
 
 
 @pytest.mark.promise("a flag sets its field and no other; `--resume` works as described, also with LightningCLI")
 @pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
-def test_each_option_sets_its_field_and_no_other(setting: Setting) -> None:
-    text, value = OTHER_VALUES[setting.path]
+def test_each_option_and_each_variable_sets_its_field_and_no_other(setting: Setting) -> None:
+    value = other_value(setting)
+    text = str(value).lower() if setting.kind is bool else str(value)
     part = setting.part if setting.variants else "peers"
     for variant in setting.variants or ("none",):
         found = parse("--run-dir", "x", setting.option, text, f"--memckpt-{part}", variant).config
@@ -141,14 +100,16 @@ def test_each_option_sets_its_field_and_no_other(setting: Setting) -> None:
             there = not other.variants or (other.part == part and variant in other.variants)
             if there and other.path != setting.path:
                 assert look_up(found, other.path) == other.default
+        assert config_from_environment({setting.variable: text, f"MEMCKPT_{part.upper()}": variant}) == found
     assert setting.help.endswith(".")
 
 
 def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
-    assert (
-        parse("--run-dir", "x", "--memckpt-storage", "off", "--memckpt-storage-keep-last", "4").config.storage is None
-    )
+    off = ("--memckpt-storage", "off", "--memckpt-storage-keep-last", "4")
+    assert parse("--run-dir", "x", *off).config.storage is None
+    assert config_from_environment({"MEMCKPT_STORAGE": "none"}).storage is None
     assert parse("--run-dir", "x", "--memckpt-storage-every-steps", "none").config == MemckptConfig()
+    assert config_from_environment({"MEMCKPT_ANCHOR_PERIOD_STEPS": "None"}).anchor_period_steps is None
 
 
 @pytest.mark.parametrize(
@@ -156,6 +117,8 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
     [
         (["erasure", "data=4", "tolerate=2"], {}, ErasureConfig(data=4, tolerate=2)),
         (["none", "data=4"], {}, None),
+        ([], {}, None),
+        ([], {"PEERS": "off", "PEERS_DATA": "4"}, None),
         ([], {"PEERS": "erasure", "PEERS_DATA": "4"}, ErasureConfig(data=4)),
         (["data=3"], {"PEERS": "erasure", "PEERS_ACK": "proceed"}, ErasureConfig(data=3, ack="proceed")),
         (["none"], {"PEERS": "erasure", "PEERS_DATA": "4"}, None),
@@ -164,35 +127,39 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
 def test_peers_are_those_that_are_named(
     arguments: list[str], environment: dict[str, str], peers: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert peers_of(arguments, environment, monkeypatch) == peers
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        (["port=5"], {}, "--memckpt-peers-port: expected --memckpt-peers erasure beside it, found nothing"),
-        (
-            ["data=4"],
-            {"PEERS": "none"},
-            "--memckpt-peers-data: expected --memckpt-peers erasure beside it, found nothing",
-        ),
-    ],
-)
-def test_an_option_of_peers_that_are_off_is_named(
-    arguments: list[str], environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{message}$"):
-        peers_of(arguments, environment, monkeypatch)
-
-
-def peers_of(arguments: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> object:
     for name, value in environment.items():
         monkeypatch.setenv(f"MEMCKPT_{name}", value)
+    assert parse("--run-dir", "x", *options_of("peers", arguments)).config.peers == peers
+
+
+def options_of(part: str, arguments: list[str]) -> list[str]:
+    """Options of a part of the settings, from texts such as ``data=4``, or the name of a variant."""
     options: list[str] = []
     for argument in arguments:
         name, _, value = argument.rpartition("=")
-        options += [f"--memckpt-peers-{name}".rstrip("-"), value]
-    return parse("--run-dir", "x", *options).config.peers
+        options += [f"--memckpt-{part}-{name}".rstrip("-"), value]
+    return options
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "field", "expected"),
+    [
+        ("peers", [], "port=5", "{part}erasure beside it, found nothing"),
+        ("compression", ["topk"], "rank=2", "{part}powersgd beside it, found topk"),
+        ("compression", [], "ratio=0.1", "{part}topk or randomk beside it, found nothing"),
+    ],
+)
+def test_a_setting_of_a_variant_that_is_not_chosen_is_named(
+    part: str, given: list[str], field: str, expected: str
+) -> None:
+    name, _, value = field.partition("=")
+    message = f"--memckpt-{part}-{name}: expected {expected.format(part=f'--memckpt-{part} ')}"
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        parse("--run-dir", "x", *options_of(part, [*given, field]))
+    variable = f"MEMCKPT_{part.upper()}"
+    message = f"{variable}_{name.upper()}: expected {expected.format(part=f'{variable}=')}"
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        config_from_environment({f"{variable}_{name.upper()}": value, **dict(zip([variable], given, strict=False))})
 
 
 def test_the_help_says_of_which_variant_an_option_is() -> None:
@@ -205,39 +172,42 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("path", "text", "expected"),
     [
-        (["--memckpt-redo", "often"], "--memckpt-redo: expected 'auto', 'eager', 'lazy' or 'snapshot', found 'often'"),
-        (
-            ["--memckpt-slots", "many"],
-            "argument --memckpt-slots: expected a whole number, 2 to 64, or 'none', found 'many'",
-        ),
-        (["--memckpt-slots", "1"], "argument --memckpt-slots: expected a whole number, 2 to 64, or 'none', found '1'"),
-        (
-            ["--memckpt-storage-every-steps", "x"],
-            "every-steps: expected a whole number, 1 or more, or 'none', found 'x'",
-        ),
-        (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on, off or none, found 'maybe'"),
-        (
-            ["--resume", "latest"],
-            "expected 'auto', 'require', 'exact', 'never' or a step number of 0 or more, found 'latest'",
-        ),
+        ("redo", "fast", "expected 'auto', 'eager', 'lazy' or 'snapshot', found 'fast'"),
+        ("snapshot_every_steps", "three", "expected a whole number, 1 to 1000000, found 'three'"),
+        ("snapshot_every_steps", "none", "expected a whole number, 1 to 1000000, found 'none'"),
+        ("snapshot_every_steps", "", "expected a whole number, 1 to 1000000, found ''"),
+        ("slots", "1", "expected a whole number, 2 to 64, or 'none', found '1'"),
+        ("accept_changes", "perhaps", "expected true or false, found 'perhaps'"),
+        ("agent.threads", "0", "expected a whole number, 1 or more, found '0'"),
+        ("storage", "s3://b", "expected on, off or none, found 's3://b'"),
+        ("storage.url", "", "expected a text, not empty, or 'none', found ''"),
+        ("storage.overhead", "2", "expected a number, more than 0, at most 1, found '2'"),
+        ("storage.every_steps", "x", "expected a whole number, 1 or more, or 'none', found 'x'"),
+        ("peers", "raid", "expected erasure or none, found 'raid'"),
+        ("peers.data", "0", "expected a whole number, 1 to 32, found '0'"),
+        ("compression", "gzip", "expected topk, randomk, quantized8, powersgd, halfprecision or none, found 'gzip'"),
+        ("compression.ratio", "nan", "expected a number, more than 0, less than 1, found 'nan'"),
+        ("compression.ratio", "a lot", "expected a number, more than 0, less than 1, found 'a lot'"),
+        ("compression.rank", "0", "expected a whole number, 1 to 1024, found '0'"),
     ],
 )
-def test_a_wrong_value_is_an_error_that_names_the_option(arguments: list[str], message: str) -> None:
-    with pytest.raises(argparse.ArgumentError, match=re.escape(message)):
-        parse("--run-dir", "x", *arguments)
+def test_a_wrong_value_is_named_with_its_option_and_its_variable(path: str, text: str, expected: str) -> None:
+    setting = SETTINGS[path]
+    remedy = "; the location is set by MEMCKPT_STORAGE_URL" if path == "storage" else ""
+    with pytest.raises(ConfigurationError, match=re.escape(f"{setting.variable}: {expected}{remedy}")):
+        config_from_environment({setting.variable: text})
+    with pytest.raises(argparse.ArgumentError, match=re.escape(f"argument {setting.option}: {expected}")):
+        parse("--run-dir", "x", setting.option, text)
 
 
 def test_an_option_of_storage_wins_over_a_variable_that_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMCKPT_STORAGE", "none")
+    keep_4 = ("--memckpt-storage-keep-last", "4")
     assert parse("--run-dir", "x").config.storage is None
-    storage = parse("--run-dir", "x", "--memckpt-storage-keep-last", "4").config.storage
-    assert storage is not None
-    assert storage.keep_last == 4
-    assert (
-        parse("--run-dir", "x", "--memckpt-storage-keep-last", "4", "--memckpt-storage", "off").config.storage is None
-    )
+    assert parse("--run-dir", "x", *keep_4).config.storage == StorageConfig(keep_last=4)
+    assert parse("--run-dir", "x", *keep_4, "--memckpt-storage", "off").config.storage is None
 
 
 def test_an_option_wins_over_a_variable_and_a_variable_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,16 +217,57 @@ def test_an_option_wins_over_a_variable_and_a_variable_over_the_default(monkeypa
     assert (found.run_dir, found.resume, found.config.redo, found.config.slots) == ("there", 7, "lazy", 4)
     assert found.config.agent.threads == 2
     assert parse("--run-dir", "here", "--resume", "never", "--memckpt-agent-threads", "2")[:2] == ("here", "never")
-    with pytest.raises(
-        ConfigurationError, match="MEMCKPT_AGENT_THREADS: expected a whole number, 1 or more, found '0'"
-    ):
+    with pytest.raises(ConfigurationError, match="MEMCKPT_AGENT_THREADS: expected a whole number, 1 or more, found"):
         parse()
 
 
-@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("never", "never"), ("17", 17), (17, 17)])
+def test_what_is_passed_in_python_wins_in_every_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="run_dir: expected a directory as argument or in MEMCKPT_RUN_DIR"):
+        with_environment(None, None, None)
+    for name, value in {"MEMCKPT_RUN_DIR": "there", "MEMCKPT_RESUME": "7", "MEMCKPT_SLOTS": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert with_environment(None, None, None) == ("there", 7, MemckptConfig(slots=5))
+    assert with_environment("here", "auto", MemckptConfig()) == ("here", "auto", MemckptConfig())
+    for made in (MemCheckpoint(), MemCheckpointTrainerCallback(), MemCheckpointPlugin(Accelerator(cpu=True))):
+        assert (made.run_dir, made.resume, made.config) == ("there", 7, MemckptConfig(slots=5))
+
+
+def test_a_variable_that_names_no_setting_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "memckpt"):
+        config_from_environment({"MEMCKPT_REDOO": "lazy", "MEMCKPT_NODE": "a", "MEMCKPT_RACK": "c", "HOME": "/x"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "memckpt: the environment variable MEMCKPT_REDOO names no setting and is ignored"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("require", "require"), ("never", "never"), ("17", 17), (17, 17)]
+)
 def test_how_to_resume(text: object, value: object) -> None:
     assert parse_resume(text) == value
     assert parse("--run-dir", "x", "--resume", str(text)).resume == value
+    assert resume_from_environment({"MEMCKPT_RESUME": str(text)}) == value
+
+
+@pytest.mark.parametrize("text", ["", "always", "-1", "1.5", "１２"])
+def test_a_wrong_resume_is_named(text: str) -> None:
+    expected = "expected 'auto', 'require', 'exact', 'never' or a step number of 0 or more, found"
+    with pytest.raises(ConfigurationError, match=f"MEMCKPT_RESUME: {expected}"):
+        resume_from_environment({"MEMCKPT_RESUME": text})
+    with pytest.raises(argparse.ArgumentError, match=f"argument --resume: .*{expected}"):
+        parse("--run-dir", "x", f"--resume={text}")
+
+
+def test_an_empty_run_directory_is_named_and_is_not_the_current_one() -> None:
+    with pytest.raises(ConfigurationError, match="MEMCKPT_RUN_DIR: expected a directory, found ''"):
+        run_dir_from_environment({"MEMCKPT_RUN_DIR": ""})
+    with pytest.raises(ConfigurationError, match="run_dir: expected a directory, found ''"):
+        with_environment("", None, None)
+    with pytest.raises(argparse.ArgumentError, match="--run-dir: expected a directory, found ''"):
+        parse("--run-dir", "")
+
+
+# Files
 
 
 @pytest.mark.parametrize(
@@ -267,15 +278,17 @@ def test_how_to_resume(text: object, value: object) -> None:
         ({"slots": "3"}, "slots: expected a whole number, 2 to 64, or None, found '3'"),
         ({"slots": True}, "slots: expected a whole number, 2 to 64, or None, found True"),
         ({"agent": None}, "agent: expected a mapping, found None"),
-        ({"peers": "erasure"}, "peers: expected a mapping, found 'erasure'"),
+        ({"peers": "erasure"}, "peers: expected a mapping, found 'erasure'; write {kind: erasure}"),
+        ({"peers": "raid"}, "peers: expected a mapping, found 'raid'"),
         ({"peers": {"data": 4}}, "peers.kind: expected 'erasure', found none"),
         ({"peers": {"kind": "raid"}}, "peers.kind: expected 'erasure', found 'raid'"),
-        (
-            {"peers": {"kind": "mirror", "copies": 2}},
-            "peers.kind: expected 'erasure', found 'mirror'",
-        ),
         ({"peers": {"kind": "erasure", "copies": 4}}, "peers.copies: expected one of data, tolerate, backend,"),
         ({"peers": {"kind": "erasure", "data": 0}}, "peers.data: expected a whole number, 1 to 32, found 0"),
+        ({"compression": {"ratio": 0.1}}, "compression.kind: expected 'topk' or 'randomk' or 'quantized8' or"),
+        (
+            {"compression": {"kind": "topk", "rank": 2}},
+            "compression.rank: expected one of min_elements,",
+        ),
     ],
 )
 def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -349,59 +362,42 @@ def test_flags_that_cannot_be_are_refused(scripts: Scripts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment", "peers"),
+    ("flags", "environment", "expected"),
     [
-        ("peers.kind=erasure peers.ack=proceed", None, ErasureConfig(ack="proceed")),
-        (
-            "peers.kind=erasure peers.data=4 peers.rate_bytes_per_second=1e8",
-            None,
-            ErasureConfig(data=4, rate_bytes_per_second=1e8),
-        ),
-        ("slots=4", None, None),
-        ("slots=4", "erasure", ErasureConfig()),
-        ("peers.ack=proceed", "erasure", ErasureConfig(ack="proceed")),
-        ("peers=null", "erasure", None),
+        ("peers.kind=erasure peers.ack=proceed", {}, ErasureConfig(ack="proceed")),
+        ("peers.kind=erasure peers.rate_bytes_per_second=1e8", {}, ErasureConfig(rate_bytes_per_second=1e8)),
+        ("slots=4", {}, None),
+        ("slots=4", {"PEERS": "erasure"}, ErasureConfig()),
+        ("peers.ack=proceed", {"PEERS": "erasure"}, ErasureConfig(ack="proceed")),
+        ("peers=null", {"PEERS": "erasure"}, None),
+        ("compression.kind=topk compression.ratio=0.1", {}, TopK(ratio=0.1)),
+        ("compression.kind=powersgd", {"COMPRESSION": "topk"}, PowerSGD()),
+        ("compression.kind=randomk compression.ratio=0.1", {"COMPRESSION": "topk"}, RandomK(ratio=0.1)),
+        ("compression.ratio=0.1", {"COMPRESSION": "randomk"}, RandomK(ratio=0.1)),
+        ("compression=null", {"COMPRESSION": "topk"}, None),
     ],
 )
-def test_peers_of_a_lightning_cli(
-    flags: str, environment: str | None, peers: object, monkeypatch: pytest.MonkeyPatch
+def test_a_part_with_variants_of_a_lightning_cli(
+    flags: str, environment: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if environment is not None:
-        monkeypatch.setenv("MEMCKPT_PEERS", environment)
-    assert _cli_config(flags).peers == peers
-
-
-def test_a_flag_that_peers_do_not_have_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"peers\.copies: expected one of data, .*, found 'copies'"):
-        _cli_config("peers.kind=erasure peers.copies=4")
-    with pytest.raises(ConfigurationError, match=r"peers\.kind: expected 'erasure', found none"):
-        _cli_config("peers.data=4")
+    for name, value in environment.items():
+        monkeypatch.setenv(f"MEMCKPT_{name}", value)
+    found = _cli_config(flags)
+    assert expected == found.compression if "compression" in flags else expected == found.peers
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment", "compression"),
+    ("flags", "message"),
     [
-        ("compression.kind=topk compression.ratio=0.1", None, TopK(ratio=0.1)),
-        ("compression.kind=powersgd", "topk", PowerSGD()),
-        ("compression.kind=randomk compression.ratio=0.1", "topk", RandomK(ratio=0.1)),
-        ("compression.ratio=0.1", "randomk", RandomK(ratio=0.1)),
-        ("slots=4", "halfprecision", HalfPrecision()),
-        ("compression=null", "topk", None),
+        ("peers.kind=erasure peers.copies=4", r"peers\.copies: expected one of data, .*, found 'copies'"),
+        ("peers.data=4", r"peers\.kind: expected 'erasure', found none"),
+        ("compression.ratio=0.1", r"compression\.kind: expected 'topk' or .*, found none"),
+        ("compression.kind=topk compression.ratio=2.0", r"ratio: expected a number, more than 0.*, found 2\.0"),
     ],
 )
-def test_compression_of_a_lightning_cli(
-    flags: str, environment: str | None, compression: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if environment is not None:
-        monkeypatch.setenv("MEMCKPT_COMPRESSION", environment)
-    assert _cli_config(flags).compression == compression
-
-
-def test_compression_that_cannot_be_is_named_by_a_lightning_cli() -> None:
-    with pytest.raises(ConfigurationError, match=r"compression\.kind: expected 'topk' or .*, found none"):
-        _cli_config("compression.ratio=0.1")
-    with pytest.raises(ConfigurationError, match=r"compression\.ratio: expected a number, more than 0.*, found 2\.0"):
-        _cli_config("compression.kind=topk compression.ratio=2.0")
+def test_a_flag_that_cannot_be_is_named_by_a_lightning_cli(flags: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _cli_config(flags)
 
 
 @pytest.mark.parametrize(
@@ -427,8 +423,6 @@ def _callback_config(text: str) -> MemckptConfig:
     """The settings of a callback that a file of LightningCLI names."""
     from jsonargparse import ArgumentParser
 
-    from lightning_memckpt import MemCheckpoint
-
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callback", type=MemCheckpoint)
     written = f"{{class_path: lightning_memckpt.MemCheckpoint, init_args: {{run_dir: run, config: {text}}}}}"
@@ -441,7 +435,6 @@ def _cli_config(flags: str) -> MemckptConfig:
     """What a MemCheckpointCLI gives to its callback."""
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    from lightning_memckpt import MemCheckpoint
     from lightning_memckpt.cli import MemCheckpointCLI
 
     arguments = ["--run_dir", "run", *(f"--memckpt.{flag}" for flag in flags.split())]
@@ -462,7 +455,6 @@ def test_a_callback_of_the_program_is_given_the_flag(place: str, monkeypatch: py
     from lightning.pytorch.cli import LightningArgumentParser
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    from lightning_memckpt import MemCheckpoint
     from lightning_memckpt.cli import MemCheckpointCLI
 
     class OfTheProgram(MemCheckpointCLI):
