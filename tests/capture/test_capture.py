@@ -15,10 +15,11 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.storage.stored_runs import until_ordered, until_stored
-from tests.support.trainings.engine_cases import COMPILED_LATER, COMPILED_STEP, PLAIN
+from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Actions, Control, config, kill_agent, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.engine_hidden import COUNTING, HIDDEN_CASES, HONEST, QUASI_CASES, UNFREEZING
+from tests.support.trainings.engine_optimizers import COUNTING, HIDDEN_CASES, HONEST, QUASI_CASES, UNFREEZING
+from tests.support.trainings.engine_state import COMPILED_LATER, COMPILED_STEP
 from tests.support.trainings.engine_training import Case
 
 EVERY = pytest.mark.parametrize("every", [1, 4])

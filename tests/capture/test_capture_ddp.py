@@ -11,8 +11,7 @@ from tests.support.trainings.ddp_cases import Job, run
 from tests.support.trainings.ddp_runs import check_results, die_in_turn
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.engine_hidden import Agreeing, Counting
-from tests.support.trainings.engine_optimizers import Momentum
+from tests.support.trainings.engine_optimizers import Agreeing, Counting, Momentum
 from tests.support.trainings.rank_group import Death, fresh_directory, results
 
 NODES = pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])

@@ -13,9 +13,11 @@ from memckpt.state import codec
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.cluster.sharded_lab import job_of, survives
 from tests.support.faults.deferred_copier import DeferredCopier, defer, on_device
-from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES
+from tests.support.trainings.engine_cases import SHAPE_CASES
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
+from tests.support.trainings.engine_steps import ACCUMULATION
 from tests.support.trainings.engine_training import Case
 from tests.support.trainings.rank_group import Death
 from tests.support.trainings.rank_group import Death as Dies

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.trainings.engine_child import config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
-from tests.support.trainings.engine_pending import (
+from tests.support.trainings.engine_steps import (
     SPARSE_ZEROED_IN_PLACE,
     TWO_PACES,
     ZEROED_IN_PLACE,

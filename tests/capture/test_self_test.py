@@ -19,8 +19,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import MOST_RECORDS, STEPS, SelfTest
 from memckpt.state.optimizers import describe_state, is_trusted, rebuild_like, refuse_unsteppable
 from tests.support.faults.frozen import freeze
-from tests.support.trainings.engine_hidden import Counting, GlobalNoise, Inner, Norm, OwnNoise, Plain
-from tests.support.trainings.engine_optimizers import Momentum
+from tests.support.trainings.engine_optimizers import Counting, GlobalNoise, Inner, Momentum, Norm, OwnNoise, Plain
 
 Make = Callable[[Iterable[Any]], Optimizer]
 

@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES, UNKNOWN_CHANGE_CASES
+from tests.support.trainings.engine_cases import SHAPE_CASES
+from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
+from tests.support.trainings.engine_steps import ACCUMULATION, UNKNOWN_CHANGE_CASES
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
 
 

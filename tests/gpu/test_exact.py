@@ -13,8 +13,8 @@ import pytest
 from tests.gpu.cases import BORROWED, OWN
 from tests.support.trainings.engine_child import Actions, config, kill_self
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_steps import kills_of
 from tests.support.trainings.engine_training import Case
-from tests.support.trainings.kills import kills_of
 
 #: A commit from a device is sent a little later than it is made: a kill right behind it may lose it.
 BEFORE = [("before step", 9)]

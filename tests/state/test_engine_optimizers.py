@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainings.engine_cases import OPTIMIZER_CASES
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
 from tests.support.trainings.engine_training import Case
 
 KILLS = [("after commit", 2), ("backward", 3), ("after step", 9), ("forward", 17)]

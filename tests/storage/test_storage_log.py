@@ -17,9 +17,10 @@ from tests.conftest import Bucket
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
 from tests.support.storage.stored_runs import catalog_of, until_ordered
-from tests.support.trainings.engine_cases import OTHER_GRADIENT_CASES, PLAIN, SHAPE_CASES
+from tests.support.trainings.engine_cases import PLAIN, SHAPE_CASES
 from tests.support.trainings.engine_child import Action, Actions, Control, config, kill_both, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
+from tests.support.trainings.engine_steps import OTHER_GRADIENT_CASES
 from tests.support.trainings.engine_training import Case
 
 REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])

@@ -22,9 +22,11 @@ from tests.support.trainings.engine_audits import (
     phased_in_trainers,
     wait_for_audit,
 )
-from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES
+from tests.support.trainings.engine_cases import SHAPE_CASES
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
+from tests.support.trainings.engine_steps import ACCUMULATION
 from tests.support.trainings.engine_training import Case, Training
 from tests.support.trainings.rank_group import Death, fresh_directory, results
 

@@ -23,9 +23,9 @@ from memckpt.state.redo import RedoGroup
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_both, kill_self, patched
 from tests.support.trainings.engine_harness import Lab, collect
-from tests.support.trainings.engine_optimizers import Momentum, OneOptimizer
+from tests.support.trainings.engine_optimizers import Momentum
 from tests.support.trainings.engine_state import AddedGroup
-from tests.support.trainings.engine_training import Case
+from tests.support.trainings.engine_training import Case, Training
 
 POINTS = ["before batch", "forward", "backward", "before step", "after step", "in commit", "after commit"]
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
@@ -294,7 +294,7 @@ def test_an_optimizer_that_the_agent_cannot_import_is_redone_lazily(lab: Lab) ->
         found = type("Nowhere", (Momentum,), {"__module__": "only_in_the_trainer", "__qualname__": "Nowhere"})
         module.Nowhere = found  # type: ignore[attr-defined]
         sys.modules["only_in_the_trainer"] = module
-        return OneOptimizer(lambda params: found(params))
+        return Training(make=found)
 
     case = Case("nowhere", build)
     attempts = lab.survives(case, config("eager"), [("after commit", 9), ("backward", 17)])

@@ -23,13 +23,12 @@ from memckpt.errors import (
     RunBusyError,
     UsageError,
 )
-from tests.support.trainings.engine_cases import PLAIN, by_hand
+from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
-from tests.support.trainings.engine_optimizers import OneOptimizer
-from tests.support.trainings.engine_state import ChangedByHand
-from tests.support.trainings.engine_steps import ClipNorm
-from tests.support.trainings.engine_training import INPUTS, Case, Training
+from tests.support.trainings.engine_state import by_hand
+from tests.support.trainings.engine_steps import clip_norm
+from tests.support.trainings.engine_training import INPUTS, Case, Training, case_of
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 DIE_AFTER_9 = {("after commit", 9): kill_self}
@@ -62,7 +61,7 @@ def refused(lab: Lab, case: Case, error: type[Exception], **arguments: Any) -> s
 
 
 def test_two_runs_at_once_do_not_disturb_each_other(lab: Lab) -> None:
-    other = Case("other", ClipNorm)
+    other = case_of("other", change=clip_norm)
     runs = [(PLAIN, lab.directory / "a"), (other, lab.directory / "b")]
     for attempt, actions in enumerate([DIE_AFTER_9, {("backward", 17): kill_self}, {}]):
         begun = [
@@ -123,7 +122,7 @@ class Renamed(Training):
     [
         (Case("wider", Wider), "held: 0.bias [256] float32; this run: 0.bias [200] float32"),
         (Case("renamed", Renamed), "extra.bias [10] float32"),
-        (Case("sgd", lambda: OneOptimizer(lambda p: torch.optim.SGD(p, lr=0.1))), "torch.optim.sgd.SGD"),
+        (case_of("sgd", make=lambda params: torch.optim.SGD(params, lr=0.1)), "torch.optim.sgd.SGD"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -370,7 +369,6 @@ def test_a_script_of_its_own_resumes_through_the_real_start(lab: Lab) -> None:
 
 def test_the_case_by_hand_really_changes_something(lab: Lab) -> None:
     """The oracle of the tests above would not notice a change that does nothing."""
-    assert ChangedByHand("data").optimizers
     reference, changed = lab.reference(PLAIN), lab.reference(by_hand("one element"))
     assert reference.losses[6] == changed.losses[6]
     assert reference.losses[7] != changed.losses[7]

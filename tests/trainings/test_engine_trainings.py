@@ -8,24 +8,21 @@ import pytest
 import torch
 
 from memckpt.capture.copier import HostCopier
-from tests.support.trainings.engine_cases import (
+from tests.support.trainings.engine_cases import PLAIN, SHAPE_CASES
+from tests.support.trainings.engine_child import Control, config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_state import COMPILED, MOMENTUM_ENCODER_CASES, by_hand
+from tests.support.trainings.engine_steps import (
     ACCUMULATION,
     ANNOUNCED,
     CLIP_GIVEN_NORM,
-    COMPILED,
     LIED,
-    MOMENTUM_ENCODER_CASES,
     OTHER_GRADIENT_CASES,
-    PLAIN,
-    SHAPE_CASES,
     STEP_CASES,
     UNKNOWN_CHANGE_CASES,
-    by_hand,
+    kills_of,
 )
-from tests.support.trainings.engine_child import Control, config
-from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import Case
-from tests.support.trainings.kills import kills_of
 
 #: Around the things that happen at steps 6, 8, 10, 15 and 16 in some of the cases.
 KILLS = [("forward", 3), ("after commit", 7), ("before step", 9), ("after commit", 16)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from memckpt.capture.copier import HostCopier
@@ -12,10 +15,33 @@ from memckpt.capture.staging_check import StagingCheck
 from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.session.staging import Staging
 from tests.support.trainings.engine_cases import PLAIN
-from tests.support.trainings.engine_child import config, kill_self
-from tests.support.trainings.engine_foreign import DOUBLE_COMPLEX, INFERENCE_TENSORS, failing
+from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_state import DOUBLE_COMPLEX, INFERENCE_TENSORS
 from tests.support.trainings.engine_training import Case
+
+
+class Mishap(Exception):
+    """An exception of a kind that no code catches by name."""
+
+
+def failing(owner: type, name: str, *steps: int) -> Callable[[Control], None]:
+    """Make a method raise when it is first called in each of these steps."""
+
+    def prepare(control: Control) -> None:
+        original, left = getattr(owner, name), set(steps)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if control.step in left:
+                left.remove(control.step)
+                control.journal.note("mishap", step=control.step)
+                raise Mishap(f"in {name}")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, method)  # in a child, until its end
+
+    return prepare
+
 
 KILLS = [("after commit", 3), ("backward", 6), ("after commit", 7), ("before step", 12)]
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Training
+from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Case, Training, case_of
 
 # Groups and learning rates
 
@@ -19,12 +19,11 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Trai
 class Groups(Training):
     """Two groups with their own learning rates, changed by a schedule and by hand."""
 
-    def make_optimizers(self) -> list[Optimizer]:
-        settings = [
-            {"params": self.model[0].parameters(), "lr": 0.02, "weight_decay": 0.1},
-            {"params": [*self.model[1].parameters(), *self.model[4].parameters()], "lr": 0.01},
-        ]
-        return [torch.optim.AdamW(settings)]
+    make = staticmethod(
+        lambda params: torch.optim.AdamW(
+            [{"params": params[:2], "lr": 0.02, "weight_decay": 0.1}, {"params": params[2:], "lr": 0.01}]
+        )
+    )
 
     def make_schedulers(self) -> list[Any]:
         return [torch.optim.lr_scheduler.LambdaLR(self.optimizers[0], [lambda n: 0.95**n, lambda n: 1 / (1 + n)])]
@@ -37,8 +36,7 @@ class Groups(Training):
 class TensorRate(Training):
     """A learning rate that is a tensor, changed in place."""
 
-    def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.Adam(self.model.parameters(), lr=torch.tensor(0.02), foreach=False)]
+    make = staticmethod(lambda params: torch.optim.Adam(params, lr=torch.tensor(0.02), foreach=False))
 
     def make_schedulers(self) -> list[Any]:
         return [torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.9)]
@@ -54,11 +52,10 @@ class OneCycle(Training):
 class AddedGroup(Training):
     """The first layer joins the optimizer at step 8."""
 
+    scheduled = False
+
     def make_optimizers(self) -> list[Optimizer]:
         return [torch.optim.AdamW(self.model[4].parameters(), lr=1e-2)]
-
-    def make_schedulers(self) -> list[Any]:
-        return []
 
     def batch(self, step: int) -> float:
         if step == 8:
@@ -97,8 +94,7 @@ class TiedNet(nn.Module):
 
 
 class Tied(Training):
-    def make_model(self) -> nn.Module:
-        return TiedNet()
+    net = TiedNet
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         return torch.randint(0, 260, (32,)), torch.randint(0, 260, (32,))
@@ -123,8 +119,7 @@ class BranchNet(nn.Module):
 class Unused(Training):
     """Some parameters have a gradient only in every third batch, some never."""
 
-    def make_model(self) -> nn.Module:
-        return BranchNet()
+    net = BranchNet
 
     def loss(self, step: int) -> Tensor:
         self.model.use_extra = step % 3 == 2
@@ -148,13 +143,6 @@ class ChannelsLast(Training):
         return x, torch.randint(0, CLASSES, (8,))
 
 
-class ChannelsLastFused(ChannelsLast):
-    """Fused kernels process memory in its order, whatever the strides."""
-
-    def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
-
-
 class OddNet(nn.Module):
     """Parameters without dimensions and without elements, transposed, complex, and in double precision."""
 
@@ -170,11 +158,6 @@ class OddNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x @ self.transposed * self.scale + self.bias64.float() + self.empty.sum() + self.phase.abs()
         return self.last(x)
-
-
-class Odd(Training):
-    def make_model(self) -> nn.Module:
-        return OddNet()
 
 
 class BufferNet(nn.Module):
@@ -199,8 +182,7 @@ class BufferNet(nn.Module):
 class Buffers(Training):
     """Buffers of all kinds; the large one changes at steps 10 and 15, the second time unseen by autograd."""
 
-    def make_model(self) -> nn.Module:
-        return BufferNet()
+    net = BufferNet
 
     def batch(self, step: int) -> float:
         if step == 10:
@@ -213,8 +195,7 @@ class Buffers(Training):
 class ReplacedBuffer(Training):
     """A buffer that is replaced at every step, as running statistics often are."""
 
-    def make_model(self) -> nn.Module:
-        return BufferNet()
+    net = BufferNet
 
     def batch(self, step: int) -> float:
         self.model.replaced = self.model.replaced * 0.95 + 0.1
@@ -224,8 +205,8 @@ class ReplacedBuffer(Training):
 class MovingAverage(Training):
     """An averaged copy of the model, outside of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
         self.extra_modules["average"] = self.average
 
@@ -238,14 +219,12 @@ class MovingAverage(Training):
 class MomentumEncoder(Training):
     """A frozen copy of the model that follows it, unseen by the version counters.
 
-    Args:
+    Attributes:
         how: "data" writes through ``.data``, "assign" replaces the tensor.
         since: the first step after which it follows.
     """
 
-    def __init__(self, how: str, since: int = 1) -> None:
-        self._how, self._since = how, since
-        super().__init__()
+    how, since = "data", 1
 
     def make_model(self) -> nn.Module:
         query = nn.Sequential(nn.Linear(INPUTS, 256), nn.ReLU(), nn.Linear(256, CLASSES))
@@ -258,16 +237,15 @@ class MomentumEncoder(Training):
     def make_optimizers(self) -> list[Optimizer]:
         return [torch.optim.AdamW(self.model["query"].parameters(), lr=1e-2)]
 
-    def loss(self, step: int) -> Tensor:
-        x, y = self.inputs()
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.model["query"](x)
         return functional.cross_entropy(out, y) + (out - self.model["key"](x)).square().mean()
 
     def batch(self, step: int) -> float:
         loss = super().batch(step)
-        if step >= self._since:
+        if step >= self.since:
             for ours, theirs in zip(self.model["query"].parameters(), self.model["key"].parameters(), strict=True):
-                if self._how == "data":
+                if self.how == "data":
                     theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
                 else:
                     theirs.data = theirs.data * 0.9 + ours.data * 0.1
@@ -280,14 +258,12 @@ class MomentumEncoder(Training):
 class ChangedByHand(Training):
     """A parameter is changed between steps; for `how` see `by_hand`."""
 
-    def __init__(self, how: str, at_step: int = 7) -> None:
-        self._how, self._at_step = how, at_step
-        super().__init__()
+    how = ""
 
     def batch(self, step: int) -> float:
         weight = self.model[0].weight
-        if step == self._at_step:
-            match self._how:
+        if step == 7:
+            match self.how:
                 case "no_grad":
                     with torch.no_grad():
                         weight.add_(1.0)
@@ -300,7 +276,7 @@ class ChangedByHand(Training):
                 case "other storage":
                     weight.data = weight.data.clone() + 1.0
         loss = super().batch(step)
-        if self._how == "every step":  # like the weight clipping of a Wasserstein GAN's critic
+        if self.how == "every step":  # like the weight clipping of a Wasserstein GAN's critic
             for param in self.model.parameters():
                 param.data.clamp_(-0.1, 0.1)
         return loss
@@ -321,28 +297,20 @@ def rounding_otherwise(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 class CompiledStep(Training):
     """The optimizer's step is compiled, from step `since` on."""
 
-    def __init__(self, since: int = 1) -> None:
-        self._since = since
-        super().__init__()
+    since = 1
+    scheduled = False  # each learning rate would be another kernel
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, 16), nn.ReLU(), nn.Linear(16, CLASSES))
-
-    def make_schedulers(self) -> list[Any]:
-        return []  # each learning rate would be another kernel
 
     def watch_points(self) -> None:
         super().watch_points()
         self.compiled = torch.compile(lambda: self.optimizers[0].step(), backend=rounding_otherwise)
 
-    def batch(self, step: int) -> float:
-        self.optimizers[0].zero_grad()
-        loss = self.loss(step)
-        loss.backward()
+    def take_step(self, step: int) -> None:
         self.at("before step")
-        self.compiled() if step >= self._since else self.optimizers[0].step()
+        self.compiled() if step >= self.since else self.optimizers[0].step()
         self.at("after step")
-        return float(loss)
 
 
 class Compiled(Training):
@@ -351,6 +319,97 @@ class Compiled(Training):
     def watch_points(self) -> None:
         self.compiled = torch.compile(self.model, backend="aot_eager")
 
-    def loss(self, step: int) -> Tensor:
-        x, y = self.inputs()
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(self.compiled(x), y)
+
+
+# Tensors that torch treats specially
+
+
+class CacheNet(nn.Module):
+    """Two buffers that an evaluation replaces: one is copied with every record, one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, CLASSES)
+        self.last = nn.Linear(CLASSES, CLASSES)
+        self.register_buffer("small", torch.zeros(CLASSES), persistent=False)
+        self.register_buffer("large", torch.zeros(20_000), persistent=False)
+        self.register_buffer("unused", torch.zeros(20_000), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.linear(x) + self.small.clone() + self.large[:CLASSES].clone())
+
+
+class InferenceTensors(Training):
+    """Buffers are inference tensors: one at the start, the others from the evaluation after step 6 on."""
+
+    def make_model(self) -> nn.Module:
+        model = CacheNet()
+        with torch.inference_mode():
+            model.unused = torch.ones(20_000)
+        return model
+
+    def batch(self, step: int) -> float:
+        if step == 6:
+            with torch.inference_mode():
+                self.model.small = torch.arange(CLASSES) * 0.1
+                self.model.large = torch.arange(20_000) * 0.001
+                self.model.unused.add_(1.0)
+        return super().batch(step)
+
+
+class DoubleComplexNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(INPUTS, 100, dtype=torch.complex128))
+        self.phase = nn.Parameter(torch.randn(100, dtype=torch.complex128))
+        self.last = nn.Linear(100, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x.to(torch.complex128) @ self.wide * self.phase).abs().float())
+
+
+# Cases
+
+
+def fused(params: list[nn.Parameter]) -> Optimizer:
+    """Fused kernels process memory in its order, whatever the strides."""
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+SHAPES_OF_STATE = [
+    case_of("groups", Groups),
+    case_of("tensor-rate", TensorRate),
+    case_of("one-cycle", OneCycle),
+    case_of("added-group", AddedGroup),
+    case_of("unfrozen", Unfrozen),
+    case_of("tied", Tied),
+    case_of("unused", Unused),
+    case_of("channels-last", ChannelsLast),
+    case_of("channels-last-fused", ChannelsLast, make=fused),
+    case_of("odd", net=OddNet),
+    case_of("buffers", Buffers),
+    case_of("replaced-buffer", ReplacedBuffer),
+    case_of("moving-average", MovingAverage),
+]
+MOMENTUM_ENCODER_CASES = [
+    case_of("momentum-data", MomentumEncoder),
+    case_of("momentum-assign", MomentumEncoder, how="assign"),
+    # The full checks of values are over by then.
+    case_of("momentum-data-late", MomentumEncoder, since=9),
+]
+COMPILED = case_of("compiled", Compiled, steps=12)
+COMPILED_STEP = case_of("compiled-step", CompiledStep, steps=12)
+COMPILED_LATER = case_of("compiled-later", CompiledStep, steps=12, since=5)
+INFERENCE_TENSORS = case_of("inference-tensors", InferenceTensors)
+DOUBLE_COMPLEX = case_of("double-complex", net=DoubleComplexNet)
+
+
+def by_hand(how: str) -> Case:
+    """The case in which a parameter is changed by hand.
+
+    At step 7: "no_grad" and "optimizer state" (seen by version counters), "data" and "other storage" (not seen by
+    them), "one element" (seen only by an audit). "every step": all parameters are clamped after each step.
+    """
+    return case_of(f"by-hand {how}", ChangedByHand, how=how)

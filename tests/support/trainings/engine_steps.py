@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from tests.support.trainings.engine_optimizers import MakeOptimizer, OneOptimizer
-from tests.support.trainings.engine_training import CLASSES, INPUTS, Training
+from tests.support.trainings.engine_optimizers import Around, LatePhase, Products, Rebinding
+from tests.support.trainings.engine_state import BranchNet
+from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training, case_of
 
 # Order and number of steps
 
@@ -35,22 +41,32 @@ class Adversarial(Training):
     def make_schedulers(self) -> list[Any]:
         return [torch.optim.lr_scheduler.ExponentialLR(each, 0.99) for each in self.optimizers]
 
-    def batch(self, step: int) -> float:
+    def step_critic(self) -> Tensor:
         generator, critic = self.model["generator"], self.model["critic"]
-        for _ in range(5):
-            self.optimizers[1].zero_grad()
-            fake = generator(torch.randn(16, 8)).detach()
-            loss = critic(fake).mean() - critic(self.inputs()[0]).mean()
-            loss.backward()
-            self.optimizers[1].step()
-        self.at("before step")
-        self.optimizers[0].zero_grad()
-        generator_loss = -critic(generator(torch.randn(16, 8))).mean()
-        generator_loss.backward()
+        loss = critic(generator(torch.randn(16, 8)).detach()).mean() - critic(self.inputs()[0]).mean()
+        loss.backward()
+        self.optimizers[1].step()
+        return loss
+
+    def step_generator(self) -> Tensor:
+        loss = -self.model["critic"](self.model["generator"](torch.randn(16, 8))).mean()
+        loss.backward()
         self.optimizers[0].step()
+        return loss
+
+    def end_batch(self) -> None:
         self.at("after step")
         for scheduler in self.schedulers:
             scheduler.step()
+
+    def batch(self, step: int) -> float:
+        for _ in range(5):
+            self.optimizers[1].zero_grad()
+            loss = self.step_critic()
+        self.at("before step")
+        self.optimizers[0].zero_grad()
+        generator_loss = self.step_generator()
+        self.end_batch()
         return float(loss) + float(generator_loss)
 
 
@@ -58,23 +74,42 @@ class KeptGradients(Adversarial):
     """The generator steps first, and its gradients on the critic are zeroed in place, not set to None."""
 
     def batch(self, step: int) -> float:
-        generator, critic = self.model["generator"], self.model["critic"]
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
-        generator_loss = -critic(generator(torch.randn(16, 8))).mean()
-        generator_loss.backward()
-        self.optimizers[0].step()
+        self.zero(to_none=False)
+        generator_loss = self.step_generator()
         self.at("before step")
         self.optimizers[1].zero_grad(set_to_none=False)
         # Every other batch reaches only a part of the critic: the rest steps with gradients of zero.
+        critic = self.model["critic"]
         part = critic[2:] if step % 2 else critic
         loss = part(torch.randn(16, 128 if step % 2 else INPUTS)).square().mean()
         loss.backward()
         self.optimizers[1].step()
-        self.at("after step")
-        for scheduler in self.schedulers:
-            scheduler.step()
+        self.end_batch()
         return float(loss) + float(generator_loss)
+
+
+class Recycled(Adversarial):
+    """A generator's backward leaves gradients on the critic; they are discarded, except in one batch, which uses them.
+
+    Attributes:
+        how: way of discarding: "none" and "zero" by ``zero_grad``, "by hand" without.
+        used_at: the batch that uses them; 0 for none.
+    """
+
+    how, used_at = "none", 0
+
+    def batch(self, step: int) -> float:
+        if step != self.used_at and self.how == "by hand":
+            for param in self.model["critic"].parameters():
+                param.grad = None
+        elif step != self.used_at:
+            self.optimizers[1].zero_grad(set_to_none=self.how == "none")
+        loss = self.step_critic()
+        self.at("before step")
+        self.optimizers[0].zero_grad()
+        self.step_generator()
+        self.end_batch()
+        return float(loss)
 
 
 class Interrupted(Training):
@@ -86,7 +121,7 @@ class Interrupted(Training):
             with contextlib.suppress(MemoryError):
                 super().loss(step).backward()
             handle.remove()
-            self.optimizers[0].zero_grad(set_to_none=step % 2 == 0)
+            self.zero(to_none=step % 2 == 0)
         return super().loss(step)
 
     def _raise(self, gradient: Tensor) -> Tensor:
@@ -98,12 +133,14 @@ class ZeroedInPlace(Training):
 
     def batch(self, step: int) -> float:
         loss = super().batch(step)
-        self.optimizers[0].zero_grad(set_to_none=False)
+        self.zero(to_none=False)
         return loss
 
 
 class StepInBackward(Training):
     """One optimizer per parameter, stepped by a hook as soon as its gradient exists."""
+
+    scheduled = False
 
     def make_optimizers(self) -> list[Optimizer]:
         own: dict[Tensor, Optimizer] = {param: torch.optim.AdamW([param], lr=0.01) for param in self.model.parameters()}
@@ -115,9 +152,6 @@ class StepInBackward(Training):
         for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(step)
         return list(own.values())
-
-    def make_schedulers(self) -> list[Any]:
-        return []
 
     def batch(self, step: int) -> float:
         loss = self.loss(step)
@@ -133,23 +167,15 @@ class Alternating(Training):
         parameters = list(self.model.parameters())
         return [torch.optim.SGD(parameters, lr=0.05, momentum=0.9), torch.optim.Adam(parameters, lr=0.005)]
 
-    def batch(self, step: int) -> float:
-        optimizer = self.optimizers[step % 2]
-        optimizer.zero_grad()
-        loss = self.loss(step)
-        loss.backward()
-        self.at("before step")
-        optimizer.step()
-        self.at("after step")
-        self.schedulers[0].step()
-        return float(loss)
+    def stepping(self, step: int) -> Sequence[Optimizer]:
+        return [self.optimizers[step % 2]]
 
 
 class Projection(Training):
     """A user's hook on the optimizer normalizes rows of weights after every step."""
 
     def make_optimizers(self) -> list[Optimizer]:
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        (optimizer,) = super().make_optimizers()
 
         @torch.no_grad()
         def project(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -163,10 +189,8 @@ class Projection(Training):
 class GradientPenalty(Training):
     """A second backward through the gradients of a first."""
 
-    def loss(self, step: int) -> Tensor:
-        x, y = self.inputs()
-        x.requires_grad_()
-        loss = functional.cross_entropy(self.model(x), y)
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss_of(x.requires_grad_(), y)
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + gradient.square().sum()
 
@@ -174,29 +198,60 @@ class GradientPenalty(Training):
 class Accumulation(Training):
     """An optimizer step every third micro-batch; commit() is called after each."""
 
-    def batch(self, step: int) -> float:
+    def backward(self, step: int) -> Tensor:
         loss = self.loss(step) / 3
         loss.backward()
+        return loss
+
+    def batch(self, step: int) -> float:
+        loss = self.backward(step)
         if step % 3 == 0:
-            self.at("before step")
-            self.optimizers[0].step()
-            self.at("after step")
-            self.optimizers[0].zero_grad()
-            self.schedulers[0].step()
+            self.take_step(step)
+            self.zero()
         return float(loss)
 
 
 class AnnouncedAccumulation(Accumulation):
     """Each micro-batch is announced to be the last or not; with `lies` none of them is."""
 
-    def __init__(self, lies: bool = False) -> None:
-        super().__init__()
+    lies = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self._step = 0
-        self.accumulates = lambda: lies or self._step % 3 > 0
+        self.accumulates = lambda: self.lies or self._step % 3 > 0
 
     def batch(self, step: int) -> float:
         self._step = step
         return super().batch(step)
+
+
+class Unsynchronized(Accumulation):
+    """One rank, as from ``torchrun --nproc_per_node=1``, that reduces only the last gradients of a step.
+
+    Attributes:
+        kind: "ddp" or "fsdp2".
+    """
+
+    kind = "ddp"
+
+    def make_model(self) -> nn.Module:
+        if not dist.is_initialized():
+            store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        model = nn.Sequential(nn.Linear(INPUTS, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+        if self.kind == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model[0], mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def backward(self, step: int) -> Tensor:
+        last, model = step % 3 == 0, self.model
+        if self.kind == "fsdp2":
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if self.kind == "ddp" and not last else contextlib.nullcontext():
+            return super().backward(step)
 
 
 class Idle(Training):
@@ -209,112 +264,116 @@ class Idle(Training):
             return float(self.loss(step))
 
 
-class Closure(Training):
-    """The optimizer evaluates the loss inside its step."""
+# Gradients that batches end with: some of these are used later, others discarded
+
+
+class TwoPaces(Training):
+    """The first layers step after every batch, the last one after every fourth, with accumulated gradients."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.model[:-1], self.model[-1])]
 
     def batch(self, step: int) -> float:
-        losses = []
-
-        def closure() -> Tensor:
-            self.optimizers[0].zero_grad()
-            loss = self.loss(step)
-            loss.backward()
-            losses.append(float(loss))
-            return loss
-
-        self.optimizers[0].step(closure)
+        loss = self.loss(step)
+        loss.backward()
+        self.at("before step")
+        for optimizer in self.optimizers if step % 4 == 0 else self.optimizers[:1]:
+            optimizer.step()
+            optimizer.zero_grad()
         self.at("after step")
         self.schedulers[0].step()
-        return losses[-1]
+        return float(loss)
+
+
+class RareLayer(Training):
+    """Gradients are zeroed, not set to None: in most batches a rarely used layer is stepped with zeros."""
+
+    net = BranchNet
+
+    def zero(self, to_none: bool = False) -> None:
+        super().zero(to_none=False)
+
+    def loss(self, step: int) -> Tensor:
+        self.model.use_extra = step % 4 == 3
+        return super().loss(step)
+
+
+class RareSparseLayer(RareLayer):
+    """The same with sparse gradients."""
+
+    def make_model(self) -> nn.Module:
+        embedding = nn.Embedding(50, 16, sparse=True)
+        return nn.ModuleDict({"table": embedding, "head": nn.Linear(16, CLASSES)})
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [
+            torch.optim.SparseAdam(self.model["table"].parameters(), lr=1e-2),
+            torch.optim.SGD(self.model["head"].parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+    def loss(self, step: int) -> Tensor:
+        x = self.model["table"](torch.randint(0, 50, (16,)))
+        if step % 3 == 1:
+            x = x.detach()
+        return functional.cross_entropy(self.model["head"](x), torch.randint(0, CLASSES, (16,)))
 
 
 # What is changed right before a step
 
 
 class BeforeStep(Training):
-    """`change` is called at the last moment before some steps, by training or in a pre-hook that is registered late.
+    """`change` is called at the last moment before some steps, in a pre-hook that is registered late or by training."""
 
-    Args:
-        change: takes the training and the step.
-        make: makes the optimizers.
-        hooked: a pre-hook calls it.
-        closure: the step is given a closure, and `change` is called in it.
-    """
-
-    def __init__(
-        self,
-        change: Callable[[BeforeStep, int], Any],
-        make: MakeOptimizer = lambda params: torch.optim.Adam(params, lr=0.01),
-        hooked: bool = False,
-        closure: bool = False,
-    ) -> None:
-        self._change, self._make, self._hooked, self._closure = change, make, hooked, closure
-        super().__init__()
-
-    def make_optimizers(self) -> list[Optimizer]:
-        return [self._make(list(self.model.parameters()))]
+    hooked = False
+    make = staticmethod(lambda params: torch.optim.Adam(params, lr=0.01))
 
     def begin(self, step: int) -> None:
-        if self._hooked:
-            self.optimizers[0].register_step_pre_hook(lambda *_: self._change(self, self._step))
+        if self.hooked:
+            self.optimizers[0].register_step_pre_hook(lambda *_: self.change(self, self._step))
 
     def change_gradients(self, step: int) -> None:
-        if not self._hooked:
-            self._change(self, step)
+        if not self.hooked:
+            super().change_gradients(step)
 
     def batch(self, step: int) -> float:
         self._step = step
-        if not self._closure:
-            return super().batch(step)
-
-        def closure() -> Tensor:
-            self.optimizers[0].zero_grad()
-            loss = self.loss(step)
-            loss.backward()
-            self.change_gradients(step)
-            return loss
-
-        found = self.optimizers[0].step(closure)
-        self.schedulers[0].step()
-        return float(found)
+        return super().batch(step)
 
 
-def decay(training: BeforeStep, step: int) -> None:
+def decay(training: Training, step: int) -> None:
     """Decay weights by hand, now and then: the record stays one of redo."""
     if step % 3 == 0:
         for param in training.model.parameters():
             param.data.mul_(0.9)
 
 
-def halve_gradients(training: BeforeStep, step: int) -> None:
-    for param in training.model.parameters():
-        assert param.grad is not None
-        param.grad.mul_(0.5)
-
-
-def switch_nesterov(training: BeforeStep, step: int) -> None:
+def switch_nesterov(training: Training, step: int) -> None:
     if step == 5:
         training.optimizers[0].param_groups[0].update(momentum=0.9, nesterov=True)
 
 
-def take_turns(training: BeforeStep, step: int) -> None:
+def take_turns(training: Training, step: int) -> None:
     """Let two groups of equal size change places."""
     if step in (6, 12):
         one, other = training.optimizers[0].param_groups
         one["params"], other["params"] = other["params"], one["params"]
 
 
-def hook_base_class(training: BeforeStep, step: int) -> None:
+def hook_base_class(training: Training, step: int) -> None:
     if step >= 5:
         torch.optim.RMSprop([torch.zeros(1)])
+
+
+def two_groups(params: list[nn.Parameter]) -> SGD:
+    """Two groups of equal size, with rates of their own."""
+    return SGD([{"params": params[:3], "lr": 0.1}, {"params": params[3:], "lr": 0.01}], momentum=0.9)
 
 
 class BetweenSteps(Training):
     """The first optimizer's weights are clamped through ``.data`` behind its step, and before the second one's."""
 
     def make_optimizers(self) -> list[Optimizer]:
-        layers = (self.model[0], self.model[-1])
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.model[0], self.model[-1])]
 
     def batch(self, step: int) -> float:
         self._step = step
@@ -330,7 +389,7 @@ class BetweenSteps(Training):
             self.model[0].weight.data.clamp_(-0.1, 0.1)
 
 
-class AmbientStep(OneOptimizer):
+class AmbientStep(Training):
     """Steps inside autocast, with settings of torch that are not its defaults."""
 
     def begin(self, step: int) -> None:
@@ -345,13 +404,64 @@ class AmbientStep(OneOptimizer):
 # Changes of gradients
 
 
-class ClipNorm(Training):
-    def change_gradients(self, step: int) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+def each_gradient(change: Callable[[Tensor], Any], since: int = 1) -> Callable[[Training, int], None]:
+    """A change of all gradients, from a step on."""
+
+    def change_all(training: Training, step: int) -> None:
+        for param in training.model.parameters():
+            assert param.grad is not None
+            if step >= since:
+                change(param.grad)
+
+    return change_all
 
 
-class Scalar(ClipNorm):
+def clip_norm(training: Training, step: int) -> None:
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.3)
+
+
+def clip_value(training: Training, step: int) -> None:
+    nn.utils.clip_grad_value_(training.model.parameters(), 0.01)
+
+
+def clip_norm_parts(training: Training, step: int) -> None:
+    """Clip parts separately, one of them twice."""
+    model = training.model
+    nn.utils.clip_grad_norm_(model[0].parameters(), 0.2, norm_type=math.inf)
+    nn.utils.clip_grad_norm_(model[4].parameters(), 0.2, foreach=False)
+    nn.utils.clip_grad_norm_(model[4].weight, 0.1)
+
+
+def clip_given_norm(training: Training, step: int) -> None:
+    """Compute the norm first, as when it has to be added up over meshes or stages."""
+    params = list(training.model.parameters())
+    norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    nn.utils.clip_grads_with_norm_(params, 0.2, norm)
+
+
+def mask_row(training: Training, step: int) -> None:
+    """Zero one row of one gradient, from step 6 on, which a sample of a few values would miss."""
+    if step >= 6:
+        training.model[0].weight.grad[17] = 0.0
+
+
+def replace_gradient(training: Training, step: int) -> None:
+    if step >= 6:
+        weight = training.model[0].weight
+        changed = weight.grad.clone()
+        changed[3, 5] += 1.0
+        weight.grad = changed
+
+
+def clip_by_hand(gradient: Tensor) -> None:
+    """Clip as torch does not know."""
+    gradient.mul_(0.5 / (gradient.norm() + 1e-3))
+
+
+class Scalar(Training):
     """Clips gradients of several dtypes, one of them without dimensions."""
+
+    change = staticmethod(clip_norm)
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
@@ -362,94 +472,27 @@ class Scalar(ClipNorm):
         return super().loss(step) * self.model.scale
 
 
-class ClipNormParts(Training):
-    """Parts are clipped separately, one of them twice."""
-
-    def change_gradients(self, step: int) -> None:
-        nn.utils.clip_grad_norm_(self.model[0].parameters(), 0.2, norm_type=math.inf)
-        nn.utils.clip_grad_norm_(self.model[4].parameters(), 0.2, foreach=False)
-        nn.utils.clip_grad_norm_(self.model[4].weight, 0.1)
-
-
-class ClipGivenNorm(Training):
-    """The norm is computed first, as when it has to be added up over meshes or stages."""
-
-    def change_gradients(self, step: int) -> None:
-        params = list(self.model.parameters())
-        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        nn.utils.clip_grads_with_norm_(params, 0.2, norm)
-
-
-class ClipValue(Training):
-    def change_gradients(self, step: int) -> None:
-        nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
-
-
-class OwnClipping(Training):
-    """Clipping that torch does not know, from step `since` on."""
-
-    def __init__(self, since: int = 1) -> None:
-        self._since = since
-        super().__init__()
-
-    def change_gradients(self, step: int) -> None:
-        if step < self._since:
-            return
-        for param in self.model.parameters():
-            assert param.grad is not None
-            param.grad.mul_(0.5 / (param.grad.norm() + 1e-3))
-
-
-class MaskedRow(Training):
-    """One row of one gradient is zeroed, from step 6 on, which a sample of a few values would miss."""
-
-    def change_gradients(self, step: int) -> None:
-        if step >= 6:
-            assert self.model[0].weight.grad is not None
-            self.model[0].weight.grad[17] = 0.0
-
-
-class ReplacedGradient(Training):
-    """Gradients are replaced by other tensors, from step 6 on."""
-
-    def change_gradients(self, step: int) -> None:
-        if step >= 6:
-            weight = self.model[0].weight
-            changed = weight.grad.clone()
-            changed[3, 5] += 1.0
-            weight.grad = changed
-
-
-class GradientNoise(Training):
-    def change_gradients(self, step: int) -> None:
-        for param in self.model.parameters():
-            assert param.grad is not None
-            param.grad.add_(torch.randn_like(param.grad), alpha=0.01)
-
-
 class ManualScale(Training):
     """A user-defined loss scale, divided out in place."""
 
+    change = staticmethod(each_gradient(lambda gradient: gradient.div_(1024)))
+
     def loss(self, step: int) -> Tensor:
         return super().loss(step) * 1024
-
-    def change_gradients(self, step: int) -> None:
-        for param in self.model.parameters():
-            assert param.grad is not None
-            param.grad.div_(1024)
 
 
 class Scaler(Training):
     """GradScaler with fp16 autocast; the gradients of step 6 overflow, so its optimizer step is skipped."""
 
-    def __init__(self, fused: bool, clip: bool) -> None:
-        self._fused, self._clip = fused, clip
-        super().__init__()
+    fused = clip = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.scaler = torch.amp.GradScaler(self.device_type, init_scale=256.0, growth_interval=4)
         self.registered["scaler"] = self.scaler
 
     def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self._fused)]
+        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self.fused)]
 
     def batch(self, step: int) -> float:
         optimizer = self.optimizers[0]
@@ -458,9 +501,9 @@ class Scaler(Training):
             loss = self.loss(step)
         scaled = self.scaler.scale(loss)
         (scaled * math.inf if step == 6 else scaled).backward()
-        if self._clip:
+        if self.clip:
             self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+            clip_norm(self, step)
         self.at("before step")
         self.scaler.step(optimizer)
         self.at("after step")
@@ -478,52 +521,124 @@ class Bf16Autocast(Training):
             return super().loss(step)
 
 
-class OtherGradients(Training):
-    """Parameters in bf16 with gradients in fp32.
-
-    Args:
-        make: makes the optimizer.
-        since: the first step with fp32 gradients; before, they are in bf16.
-    """
-
-    def __init__(self, make: MakeOptimizer, since: int = 1) -> None:
-        self._make, self._since = make, since
-        super().__init__()
-
-    def make_model(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(INPUTS, 250), nn.ReLU(), nn.Linear(250, CLASSES)).to(torch.bfloat16)
-        for param in model.parameters():
-            param.grad_dtype = torch.float32 if self._since == 1 else None
-        return model
-
-    def make_optimizers(self) -> list[Optimizer]:
-        return [self._make(list(self.model.parameters()))]
-
-    def loss(self, step: int) -> Tensor:
-        x, y = self.inputs()
-        return functional.cross_entropy(self.model(x.bfloat16()).float(), y)
-
-    def change_gradients(self, step: int) -> None:
-        if step >= self._since:
-            for param in self.model.parameters():
-                assert param.grad is not None
-                # Values that bf16 cannot represent.
-                param.grad = param.grad.float() * 1.0009765 + 1e-4
-
-
 class Bf16Parameters(Training):
-    def __init__(self, make: MakeOptimizer) -> None:
-        self._make = make
-        super().__init__()
-
     def make_model(self) -> nn.Module:
         # Sizes that are no multiple of a vector register.
         model = nn.Sequential(nn.Linear(INPUTS, 257), nn.ReLU(), nn.Linear(257, CLASSES))
         return model.to(torch.bfloat16)
 
-    def make_optimizers(self) -> list[Optimizer]:
-        return [self._make(list(self.model.parameters()))]
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss_of(x.to(torch.bfloat16), y)
 
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        x, y = super().inputs()
-        return x.to(torch.bfloat16), y
+
+class OtherGradients(Training):
+    """Parameters in bf16 with gradients in fp32 from step `since` on; before, they are in bf16."""
+
+    since = 1
+
+    def make_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(INPUTS, 250), nn.ReLU(), nn.Linear(250, CLASSES)).to(torch.bfloat16)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32 if self.since == 1 else None
+        return model
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(self.model(x.bfloat16()).float(), y)
+
+    def change_gradients(self, step: int) -> None:
+        if step >= self.since:
+            for param in self.model.parameters():
+                # Values that bf16 cannot represent.
+                param.grad = param.grad.float() * 1.0009765 + 1e-4
+
+
+# Cases
+
+CLIP_GIVEN_NORM = case_of("clip-given-norm", change=clip_given_norm)
+SHAPES_OF_STEPS = [
+    case_of("adversarial", Adversarial),
+    case_of("kept-gradients", KeptGradients),
+    case_of("step-in-backward", StepInBackward),
+    case_of("interrupted", Interrupted),
+    case_of("zeroed-in-place", ZeroedInPlace),
+    case_of("gradient-penalty", GradientPenalty),
+    case_of("alternating", Alternating),
+    case_of("projection", Projection),
+    case_of("idle", Idle),
+    case_of("closure", closure=True),
+    case_of("clip-norm", change=clip_norm),
+    CLIP_GIVEN_NORM,
+    case_of("clip-norm-parts", change=clip_norm_parts),
+    case_of("clip-value", change=clip_value),
+    case_of("scaler", Scaler),
+    case_of("scaler-clip", Scaler, clip=True),
+    case_of("scaler-fused", Scaler, fused=True),
+    case_of("scaler-fused-clip", Scaler, fused=True, clip=True),
+    case_of("bf16-autocast", Bf16Autocast),
+    case_of("bf16-adamw", Bf16Parameters),
+    case_of("bf16-adamw-fused", Bf16Parameters, make=lambda params: torch.optim.AdamW(params, lr=0.01, fused=True)),
+    case_of("bf16-sgd", Bf16Parameters, make=lambda params: SGD(params, lr=0.05, momentum=0.9, foreach=True)),
+]
+
+
+def nesterov(params: list[nn.Parameter]) -> SGD:
+    return SGD(params, lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+
+
+halve = each_gradient(lambda gradient: gradient.mul_(0.5))
+#: What a step uses and does, as it is really taken: by the name of what a record would miss.
+STEP_CASES = [
+    case_of("decay-before-step", BeforeStep, change=decay),
+    case_of("decay-in-hook", BeforeStep, change=decay, hooked=True),
+    case_of("decay-in-closure", BeforeStep, change=decay, closure=True),
+    case_of("between-steps", BetweenSteps),
+    case_of("nesterov-closure", BeforeStep, change=halve, make=nesterov, closure=True),
+    case_of("nesterov-hook", BeforeStep, change=halve, make=nesterov, hooked=True),
+    case_of("nesterov-later", BeforeStep, change=switch_nesterov, make=lambda p: SGD(p, lr=0.05, foreach=True)),
+    case_of("turns", BeforeStep, change=take_turns, make=two_groups),
+    case_of("hooked-twice", BeforeStep, change=hook_base_class, make=lambda params: Around(params, lr=0.002)),
+    case_of("rebinding", make=Rebinding),
+    case_of("late-phase", make=LatePhase),
+    case_of("scalar", Scalar),
+    case_of("ambient", AmbientStep, make=Products),
+]
+UNKNOWN_CHANGE_CASES = [
+    case_of("own-clipping", change=each_gradient(clip_by_hand)),
+    case_of("own-clipping-late", change=each_gradient(clip_by_hand, since=8)),
+    case_of("masked-row", change=mask_row),
+    case_of("replaced-gradient", change=replace_gradient),
+    case_of("gradient-noise", change=each_gradient(lambda one: one.add_(torch.randn_like(one), alpha=0.01))),
+    case_of("manual-scale", ManualScale),
+]
+#: Their gradients are replaced by new tensors, so they are taken at the step.
+OTHER_GRADIENT_CASES = [
+    case_of("fp32-gradients", OtherGradients, make=lambda params: SGD(params, lr=0.3)),
+    case_of("fp32-gradients-momentum", OtherGradients, make=lambda params: SGD(params, lr=0.05, momentum=0.9)),
+    case_of("fp32-gradients-later", OtherGradients, make=lambda params: SGD(params, lr=0.3), since=8),
+]
+ACCUMULATION = case_of("accumulation", Accumulation)
+ANNOUNCED = case_of("announced-accumulation", AnnouncedAccumulation)
+LIED = case_of("lied-accumulation", AnnouncedAccumulation, lies=True)
+TWO_PACES = case_of("two-paces", TwoPaces)
+ZEROED_IN_PLACE = case_of("zeros-in-place", RareLayer)
+SPARSE_ZEROED_IN_PLACE = case_of("sparse-zeros-in-place", RareSparseLayer)
+
+
+def unsynchronized(kind: str) -> Case:
+    return case_of(f"unsynchronized {kind}", Unsynchronized, kind=kind)
+
+
+def recycled(how: str, used_at: int = 0) -> Case:
+    return case_of(f"recycled {how} {used_at}", Recycled, how=how, used_at=used_at)
+
+
+def kills_of(case: Case, kills: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The kills at points that the case reaches."""
+    match case.name:
+        case "closure" | "idle":  # idle: optimizers step in every third batch only
+            return [("forward" if point == "before step" else point, step) for point, step in kills]
+        case "adversarial" | "kept-gradients":
+            # Gradients that the generator leaves on the critic wait until it throws them away, in the second batch.
+            kills = [(point, step) for point, step in kills if step > 2]
+            return [("before step" if point == "forward" else point, step) for point, step in kills]
+    return kills

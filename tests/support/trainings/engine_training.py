@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 STEPS = 24
 INPUTS, CLASSES = 40, 10
 
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -26,14 +29,34 @@ class Case:
     steps: int = STEPS
 
 
-class Training:
-    """A classifier trained with AdamW; subclasses change the feature that their case is about.
+def case_of(name: str, kind: type[Training] | None = None, /, *, steps: int = STEPS, **settings: Any) -> Case:
+    """The case of a training whose attributes have these values."""
+    return Case(name, partial(kind or Training, **settings), steps)
 
-    `at` is called at the named points of a batch: "forward", "backward" (in the middle of each), "before step" and
-    "after step" of the optimizers. All tensors are made on torch's default device.
+
+class Training:
+    """A classifier trained with AdamW; a subclass, or a setting, changes the feature that a case is about.
+
+    Settings are attributes that the constructor sets before anything is made. All tensors are made on torch's default
+    device. `at` is called at the named points of a batch: "forward", "backward" (in the middle of each), "before step"
+    and "after step" of the optimizers.
+
+    Attributes:
+        net: makes the model; None: a small classifier.
+        make: makes the optimizer of all parameters.
+        change: called with training and step between backward and the optimizers' steps.
+        scheduled: whether the first optimizer's rate has a schedule.
+        closure: whether the optimizer evaluates the loss inside its step.
     """
 
-    def __init__(self) -> None:
+    net: Callable[[], nn.Module] | None = None
+    make: MakeOptimizer = staticmethod(lambda params: torch.optim.AdamW(params, lr=1e-2))
+    change: Callable[[Any, int], Any] = staticmethod(lambda training, step: None)
+    scheduled = True
+    closure = False
+
+    def __init__(self, **settings: Any) -> None:
+        vars(self).update(settings)
         self.device_type = torch.get_default_device().type
         self.at: Callable[[str], None] = lambda point: None
         #: Argument of the session's announce_accumulation().
@@ -48,16 +71,19 @@ class Training:
         self.watch_points()
 
     def make_model(self) -> nn.Module:
+        if self.net is not None:
+            return self.net()
         # The first weight is large enough to be anchored in pieces.
         return nn.Sequential(
             nn.Linear(INPUTS, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, CLASSES)
         )
 
     def make_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2)]
+        return [self.make(list(self.model.parameters()))]
 
     def make_schedulers(self) -> list[Any]:
-        return [torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizers[0], 2 * STEPS)]
+        optimizer = self.optimizers[0]
+        return [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)] if self.scheduled else []
 
     def watch_points(self) -> None:
         """Add hooks to the last layer: its parameters' gradients precede its input's, the other layers' follow."""
@@ -76,26 +102,56 @@ class Training:
         noise = random.random() + float(np.random.rand())
         return torch.randn(16, INPUTS) + noise, torch.randint(0, CLASSES, (16,))
 
-    def loss(self, step: int) -> Tensor:
-        x, y = self.inputs()
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(self.model(x), y)
 
+    def loss(self, step: int) -> Tensor:
+        return self.loss_of(*self.inputs())
+
     def change_gradients(self, step: int) -> None:
-        """Called between backward and the optimizers' steps."""
+        self.change(self, step)
+
+    def stepping(self, step: int) -> Sequence[Optimizer]:
+        """Optimizers that step in this batch."""
+        return self.optimizers
+
+    def zero(self, to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
 
     def batch(self, step: int) -> float:
         """Train one batch; returns its loss."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        if self.closure:
+            return self._batch_in_closure(step)
+        self.zero()
         loss = self.loss(step)
         loss.backward()
         self.change_gradients(step)
+        self.take_step(step)
+        return float(loss)
+
+    def take_step(self, step: int) -> None:
         self.at("before step")
-        for optimizer in self.optimizers:
+        for optimizer in self.stepping(step):
             optimizer.step()
         self.at("after step")
         for scheduler in self.schedulers:
             scheduler.step()
+
+    def _batch_in_closure(self, step: int) -> float:
+        x, y = self.inputs()
+
+        def closure() -> Tensor:
+            self.zero()
+            loss = self.loss_of(x, y)
+            loss.backward()
+            self.change_gradients(step)
+            return loss
+
+        self.at("before step")
+        loss: Any = self.optimizers[0].step(closure)
+        self.at("after step")
+        self.schedulers[0].step()
         return float(loss)
 
     def commit_arguments(self, step: int) -> dict[str, Any]:
