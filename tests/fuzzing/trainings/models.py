@@ -183,6 +183,7 @@ MODELS: dict[str, Model] = {
                         self.register_buffer("mask", torch.ones(20, 12).tril() > 0, persistent=False)
                     return self.head(F.linear(x, self.body.weight * self.mask, self.body.bias))
         """),
+        clash=frozenset({"copy"}),  # an average of flags
     ),
     "growing cache": Model(
         "Growing(nn.Linear(12, 20), nn.Linear(20, 5))",
@@ -298,6 +299,7 @@ MODELS: dict[str, Model] = {
                     out = super().forward(x) + self.view.mean()
                     return out * (1 + self.kind3.float().mean()) + self.kind4.real.mean() + self.kind0.float().mean()
         """),
+        clash=frozenset({"copy"}),
     ),
     "expanded buffer": Model(
         "Expanded(nn.Linear(12, 20), nn.Linear(20, 5))",

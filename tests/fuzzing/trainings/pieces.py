@@ -272,10 +272,10 @@ PIECES: dict[str, Piece] = {
         clash=_f("loss"),
     ),
     "late buffer": Piece(
-        made="model.register_buffer('scale', None)",
+        made="model.register_buffer('late_scale', None)",
         start="if step >= 8:\n    now = x.abs().mean()\n"
-        "    model.scale = now if model.scale is None else 0.9 * model.scale + 0.1 * now",
-        loss="F.cross_entropy(model(x) * (1 if model.scale is None else model.scale), y)",
+        "    model.late_scale = now if model.late_scale is None else 0.9 * model.late_scale + 0.1 * now",
+        loss="F.cross_entropy(model(x) * (1 if model.late_scale is None else model.late_scale), y)",
         clash=_f("loss", "finite"),
     ),
     "buffer grows": Piece(
@@ -301,7 +301,7 @@ PIECES: dict[str, Piece] = {
         start=code("""
             if step == 9:
                 old = model.head
-                model.head = nn.Linear(old.in_features, 5 + 1)
+                model.head = nn.Linear(old.in_features, 5 + 1, dtype=old.weight.dtype)
                 for opt in opts:
                     for group in opt.param_groups:
                         new = {id(old.weight): model.head.weight, id(old.bias): model.head.bias}
