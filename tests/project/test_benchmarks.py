@@ -1,9 +1,8 @@
-"""Benchmarks are complete, their results are quoted, and those that rely on inner parts still run."""
+"""Benchmarks are complete, and those that rely on inner parts still run."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,26 +37,6 @@ def _notes(name: str, results: Path) -> list[str]:
 def test_run_all_knows_every_benchmark() -> None:
     commands = {path.stem for path in (_ROOT / "benchmarks").glob("*.py")} - {"__init__", "run_all"}
     assert sorted(NAMES) == sorted(commands)
-
-
-def test_results_are_a_table_each_that_a_document_quotes() -> None:
-    """A file of results says which command made it, at which commit, and has one table; a page that quotes it links it.
-
-    The command may be gone, where a benchmark settled a decision: that commit has it.
-    """
-    pages = [*_ROOT.glob("*.md"), *(_ROOT / "docs").glob("*.md")]
-    quoted = "".join(page.read_text() for page in pages)
-    files = sorted((_ROOT / "benchmarks/results").glob("*.md"))
-    assert files
-    for file in files:
-        text = file.read_text()
-        (command,) = re.findall(
-            r"^Made by `OMP_WAIT_POLICY=passive python -m benchmarks\.(\w+)[^`]*`:$", text, re.MULTILINE
-        )
-        assert re.search(r"^- commit: .*\b[0-9a-f]{7}", text, re.MULTILINE), f"{file.name}: names no commit"
-        assert file.stem.startswith(command)
-        assert len(re.findall(r"^\|[-:| ]+\|$", text, re.MULTILINE)) == 1, f"{file.name}: expected one table"
-        assert f"benchmarks/results/{file.name})" in quoted, f"{file.name}: no document links it"
 
 
 @pytest.mark.slow

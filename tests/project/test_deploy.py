@@ -27,13 +27,25 @@ from tests.support.cluster.unit_files import SYSTEMD as UNITS
 from tests.support.cluster.unit_files import Unit
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.known_settings import SBATCH, SYSTEMD
 
 DEPLOY = ROOT / "deploy"
 UNIT_FILES = sorted(path.name for path in UNITS.glob("*.service"))
 MANIFESTS = sorted(path.name for path in (DEPLOY / "kubernetes").glob("*.yaml"))
 BIN = Path(sys.executable).parent
 GRACE_SECONDS = StorageConfig().grace_seconds
+#: Settings of systemd 252 by section of a unit file, and long options of sbatch 22.05: those that are shipped.
+SYSTEMD = {
+    "Unit": {"After", "Description", "StartLimitBurst", "StartLimitIntervalSec", "Wants"},
+    "Service": {
+        *("Environment", "ExecStart", "KillMode", "LimitMEMLOCK", "Nice", "OOMPolicy", "Restart"),
+        *("RestartPreventExitStatus", "RestartSec", "TimeoutStopSec", "Type", "WorkingDirectory"),
+    },
+    "Install": {"WantedBy"},
+}
+SBATCH = {
+    *("cpus-per-task", "gpus-per-node", "job-name", "no-kill", "nodes", "ntasks-per-node", "open-mode", "output"),
+    *("requeue", "signal", "time"),
+}
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, and every setting and command that a page names exists."""
+"""The documentation and the files in ``deploy/``: links lead somewhere, and every setting and command exists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer.core
 import typer.main
+from torch.distributed.run import get_args_parser
 
 from docs_site import reference
 from memckpt.cli.main import app
@@ -17,6 +18,9 @@ from memckpt.config.settings import describe_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DEPLOYED = sorted(
+    path for path in ROOT.glob("deploy/**/*") if path.suffix in {".sh", ".sbatch", ".service", ".yaml", ".py"}
+)
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -79,7 +83,12 @@ _VARIABLE = re.compile(r"\bMEMCKPT_[A-Z][A-Z0-9_]*")
 
 
 def code(page: Path) -> list[str]:
-    """Texts in backquotes and blocks of code."""
+    """Texts in backquotes and blocks of code; of a file in ``deploy/`` all, with lists of a manifest as commands."""
+    if page.suffix != ".md":
+        words = re.sub(
+            r"\[memckpt, ([^\]]*)\]", lambda found: "\nmemckpt " + found[1].replace(",", ""), page.read_text()
+        )
+        return [re.sub(r"^\s*#(?!SBATCH).*$", "", words, flags=re.MULTILINE)]
     return [*_FENCED.findall(page.read_text()), *_SPAN.findall(prose(page))]
 
 
@@ -117,7 +126,7 @@ def _fields(kind: type) -> set[str]:
     return {each.name for each in dataclasses.fields(kind)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *DEPLOYED], ids=lambda page: page.name)
 def test_every_setting_that_is_named_exists(page: Path) -> None:
     assert wrong_settings(code(page)) == []
 
@@ -139,7 +148,9 @@ def wrong_commands(texts: list[str]) -> list[str]:
     assert isinstance(command, typer.core.TyperGroup)
     wrong = []
     for line in "\n".join(texts).replace("\\\n", " ").splitlines():
-        for name, arguments in re.findall(r"(?:^|\$ |&& )memckpt ([a-z]+)\b([^#|;&]*)", line.strip()):
+        for name, arguments in re.findall(
+            r"(?:^|\$ |&& |exec |nice -n 10 |bin/)memckpt ([a-z]+)\b([^#|;&>]*)", line.strip()
+        ):
             if name not in command.commands:
                 wrong.append(name)
                 continue
@@ -150,7 +161,7 @@ def wrong_commands(texts: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *DEPLOYED], ids=lambda page: page.name)
 def test_every_command_and_option_that_is_named_exists(page: Path) -> None:
     assert wrong_commands(code(page)) == []
 
@@ -165,28 +176,9 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert wrong_commands(texts) == ["status --no", "fly"]
 
 
-def test_every_compressor_is_compared() -> None:
-    compared = (ROOT / "docs/compression.md").read_text()
-    for kind in reference.PARTS["compression"]:
-        assert f"\n| `{kind.__name__}(" in compared
-
-
-_PATH = re.compile(r"^(?:[\w.-]+/)+[\w@.-]*\.(?:py|yaml|yml|toml|md|service|sbatch|json)(?:::\w+)?$")
-
-
-def wrong_paths(texts: list[str]) -> list[str]:
-    """Files of the repository in texts that are not there; `capture/recorder.py` is one of the engine's."""
-    named = [text.partition("::")[0] for text in texts if _PATH.match(text)]
-    named = [path for path in named if not Path(path).stem.isupper()]
-    ours = [path for path in named if any((root / Path(path).parts[0]).is_dir() for root in (ROOT, ROOT / "memckpt"))]
-    return [path for path in ours if not (ROOT / path).exists() and not (ROOT / "memckpt" / path).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_is_named_exists(page: Path) -> None:
-    assert wrong_paths(_SPAN.findall(prose(page))) == []
-
-
-def test_a_file_that_does_not_exist_is_noticed() -> None:
-    texts = ["memckpt/no.py", "capture/recorder.py", "capture/no.py", "tests/conftest.py", "runs/x.json", "a/b.py"]
-    assert wrong_paths(texts) == ["memckpt/no.py", "capture/no.py"]
+@pytest.mark.parametrize("page", [*PAGES, *DEPLOYED], ids=lambda page: page.name)
+def test_every_option_of_torchrun_that_is_named_exists(page: Path) -> None:
+    known = {option for action in get_args_parser()._actions for option in action.option_strings}
+    text = re.sub(r"\\\n\s*", " ", "\n".join(code(page)))
+    for found in re.findall(r"torchrun\n?((?:[\s,\-\]]*--?[a-z][\w-]*(?:=(?:\"[^\"]*\"|\S+))?)+)", text):
+        assert set(re.findall(r"(--[a-z][\w-]*)", re.sub(r'="[^"]*"', "", found))) <= known

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from docs_site import reference
 from memckpt.config import AgentConfig
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.service_harness import ROOT
@@ -98,13 +97,6 @@ def test_every_alert_is_tested_and_says_what_to_do() -> None:
     assert [rule["alert"] for rule in alerts if rule["alert"] not in tests] == []
     assert all(set(rule["annotations"]) == {"summary", "description"} for rule in alerts)
     assert {rule["labels"]["severity"] for rule in alerts} == {"critical", "warning", "info"}
-
-
-def test_every_metric_is_described(exposition: str) -> None:
-    families = {family.name + ("_total" if family.type == "counter" else "") for family in parse(exposition)}
-    assert set(re.findall(r"`(memckpt_[a-z_]+)[`{]", reference.metrics())) == families
-    quoted = set(re.findall(r"`(memckpt_[a-z_]+)[`{]", (ROOT / "docs/observability.md").read_text()))
-    assert quoted - families - names_in(exposition) == set()
 
 
 def test_panels_of_the_dashboard_have_ids_places_and_texts() -> None:
