@@ -139,11 +139,6 @@ class Astray(Training):
 CASE, LONG = Case("astray", Astray, steps=STEPS), Case("astray-long", Astray, steps=SINCE + 7 * PERIOD)
 
 
-def around(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function of a class or module by one that gets it as its first argument."""
-    setattr(owner, name, wrapped(owner, name, replacement))
-
-
 def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
     original = getattr(owner, name)
 
@@ -153,9 +148,18 @@ def wrapped(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[
     return replaced
 
 
+def around(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of a class or module by one that gets it as its first argument."""
+    setattr(owner, name, wrapped(owner, name, replacement))
+
+
+def into(owner: Any, name: str, replacement: Callable[..., Any]) -> Fault:
+    return lambda control: around(owner, name, replacement)
+
+
 def left_out(owner: Any, name: str) -> Fault:
     """A function that does nothing."""
-    return lambda control: around(owner, name, lambda original, *arguments, **named: None)
+    return into(owner, name, lambda original, *arguments, **named: None)
 
 
 def index_of(writer: SlotWriter, name: str) -> int:
@@ -165,23 +169,20 @@ def index_of(writer: SlotWriter, name: str) -> int:
 # Capture: gradients
 
 
-def gradients(edit: Callable[[SlotWriter, int], None]) -> Fault:
+def gradients(edit: Callable[[SlotWriter, int], Any]) -> Fault:
     """Change what is in a slot when its record ends."""
 
-    def plant(control: Control) -> None:
-        def seal(original: Any, staging: Staging, point: Any) -> Any:
-            if point.record >= SINCE and staging.writer is not None:
-                with torch.no_grad():
-                    edit(staging.writer, point.record)
-            return original(staging, point)
+    def seal(original: Any, staging: Staging, point: Any) -> Any:
+        if point.record >= SINCE and staging.writer is not None:
+            with torch.no_grad():
+                edit(staging.writer, point.record)
+        return original(staging, point)
 
-        around(Staging, "seal", seal)
-
-    return plant
+    return into(Staging, "seal", seal)
 
 
-def gradient(writer: SlotWriter, record: int, name: str, optimizer: int = 0) -> Tensor:
-    return writer.gradient_places.view(record, optimizer, 0, index_of(writer, name))
+def gradient(writer: SlotWriter, record: int, name: str) -> Tensor:
+    return writer.gradient_places.view(record, 0, 0, index_of(writer, name))
 
 
 def all_gradients(writer: SlotWriter, record: int) -> list[Tensor]:
@@ -189,18 +190,8 @@ def all_gradients(writer: SlotWriter, record: int) -> list[Tensor]:
     return [places.view(record, number, 0, index) for number in (0, 1) for index in writer.members[number]]
 
 
-def scaled(writer: SlotWriter, record: int) -> None:
-    torch._foreach_mul_(all_gradients(writer, record), 1.001)
-
-
-def rounded(writer: SlotWriter, record: int) -> None:
-    for one in all_gradients(writer, record):
-        one.copy_(one.bfloat16())
-
-
-def one_bit(writer: SlotWriter, record: int) -> None:
-    for one in all_gradients(writer, record):
-        one.view(torch.int32).bitwise_xor_(1 << 12)
+def each_gradient(change: Callable[[Tensor], Any]) -> Fault:
+    return gradients(lambda writer, record: [change(one) for one in all_gradients(writer, record)])
 
 
 def of_the_step_before(writer: SlotWriter, record: int) -> None:
@@ -211,10 +202,6 @@ def of_another(writer: SlotWriter, record: int) -> None:
     gradient(writer, record, "twins.0.weight").copy_(gradient(writer, record, "twins.1.weight"))
 
 
-def zeros(writer: SlotWriter, record: int) -> None:
-    gradient(writer, record, "twins.0.weight").zero_()
-
-
 def of_the_first_step(writer: SlotWriter, record: int) -> None:
     head, places = index_of(writer, "head.weight"), writer.gradient_places
     places.view(record, 1, 1, head).copy_(places.view(record, 1, 0, head))
@@ -223,21 +210,18 @@ def of_the_first_step(writer: SlotWriter, record: int) -> None:
 # Capture: steps
 
 
-def steps(edit: Callable[[list[NotedSubStep], Recorder], None]) -> Fault:
+def steps(edit: Callable[[list[NotedSubStep], Recorder], Any]) -> Fault:
     """Change the noted steps of a record."""
 
-    def plant(control: Control) -> None:
-        def take(original: Any, recorder: Recorder) -> Any:
-            if recorder.record >= SINCE:
-                edit(recorder._sub_steps, recorder)
-            return original(recorder)
+    def take(original: Any, recorder: Recorder) -> Any:
+        if recorder.record >= SINCE:
+            edit(recorder._sub_steps, recorder)
+        return original(recorder)
 
-        around(Recorder, "take_sub_steps", take)
-
-    return plant
+    return into(Recorder, "take_sub_steps", take)
 
 
-def groups(edit: Callable[[list[dict[str, Any]]], None]) -> Fault:
+def groups(edit: Callable[[list[dict[str, Any]]], Any]) -> Fault:
     def change(noted: list[NotedSubStep], recorder: Recorder) -> None:
         for step in noted:
             found = codec.decode(step.groups.encode())
@@ -247,36 +231,27 @@ def groups(edit: Callable[[list[dict[str, Any]]], None]) -> Fault:
     return steps(change)
 
 
-def no_factors(noted: list[NotedSubStep], recorder: Recorder) -> None:
-    for step in noted:
-        step.ops = []
+def in_groups(name: str, change: Callable[[Any], Any]) -> Fault:
+    """Change a value of all groups."""
+    return groups(lambda found: [group.update({name: change(group[name])}) for group in found])
 
 
-def no_unscaling(noted: list[NotedSubStep], recorder: Recorder) -> None:
-    for step in noted:
-        step.ops = step.ops[1:]
+def ops(change: Callable[[list[Any]], list[Any]]) -> Fault:
+    """Change what has been done to the gradients before each step."""
+    return steps(lambda noted, recorder: [setattr(step, "ops", change(step.ops)) for step in noted])
 
 
-def factors_twice(noted: list[NotedSubStep], recorder: Recorder) -> None:
-    for step in noted:
-        step.ops = [*step.ops, *step.ops]
+def of_fewer(found: list[Any]) -> list[Any]:
+    for op in found:
+        op.params = op.params[:-1]
+    return found
 
 
-def factors_of_fewer(noted: list[NotedSubStep], recorder: Recorder) -> None:
-    for step in noted:
-        for op in step.ops:
-            op.params = op.params[:-1]
-
-
-def dropped(noted: list[NotedSubStep], recorder: Recorder) -> None:
-    del noted[-1]
-
-
-def exchanged(noted: list[NotedSubStep], recorder: Recorder) -> None:
+def exchange(noted: list[NotedSubStep], recorder: Recorder) -> None:
     noted[-2:] = noted[:-3:-1]
 
 
-def said_absent(noted: list[NotedSubStep], recorder: Recorder) -> None:
+def say_absent(noted: list[NotedSubStep], recorder: Recorder) -> None:
     assert recorder.writer is not None
     noted[0].absent.append(index_of(recorder.writer, "twins.0.weight"))
 
@@ -304,34 +279,17 @@ def stale_groups(control: Control) -> None:
     steps(change)(control)
 
 
-def no_decay(found: list[dict[str, Any]]) -> None:
-    for group in found:
-        group["weight_decay"] = 0.0
-
-
-def exchange_groups(found: list[dict[str, Any]]) -> None:
-    found.reverse()
-
-
-def near_rate(found: list[dict[str, Any]]) -> None:
-    for group in found:
-        group["lr"] *= 1 + 1e-6
-
-
 # Capture: anchors
 
 
 def anchors(edit: Callable[[SlotWriter, int, Any], Any]) -> Fault:
     """Change what a record's anchors are; `edit` gets what the writer says of them, and may return something else."""
 
-    def plant(control: Control) -> None:
-        def stage(original: Any, writer: SlotWriter, record: int) -> Any:
-            said = original(writer, record)
-            return said if record < SINCE else edit(writer, record, said)
+    def stage(original: Any, writer: SlotWriter, record: int) -> Any:
+        said = original(writer, record)
+        return said if record < SINCE else edit(writer, record, said)
 
-        around(SlotWriter, "stage_anchors", stage)
-
-    return plant
+    return into(SlotWriter, "stage_anchors", stage)
 
 
 def anchored(writer: SlotWriter, record: int) -> list[tuple[Any, list[Tensor]]]:
@@ -357,11 +315,6 @@ def stale(control: Control) -> None:
         return said
 
     around(SlotWriter, "stage_anchors", stage)
-
-
-def too_late(writer: SlotWriter, record: int) -> None:
-    """Anchors are taken once more, behind the step."""
-    writer.stage_anchors(record)
 
 
 def of_another_tensor(writer: SlotWriter, record: int, said: Any) -> Any:
@@ -398,7 +351,7 @@ def missing_state(writer: SlotWriter, record: int, said: Any) -> Any:
 # Capture: by value, and what nobody sees
 
 
-def by_value(edit: Callable[[list[Tensor], list[Tensor]], None]) -> Fault:
+def by_value(edit: Callable[[list[Tensor], list[Tensor]], Any]) -> Fault:
     """Change the copies of by-value tensors; `edit` gets them, and those of the record before."""
 
     def plant(control: Control) -> None:
@@ -415,72 +368,64 @@ def by_value(edit: Callable[[list[Tensor], list[Tensor]], None]) -> Fault:
     return plant
 
 
-def keep_those_before(places: list[Tensor], before: list[Tensor]) -> None:
-    torch._foreach_copy_(places, before)
-
-
 def exchange_alike(places: list[Tensor], before: list[Tensor]) -> None:
     alike = [one for one in places if one.shape == (WIDTH,)]
     held = [one.clone() for one in alike]
     torch._foreach_copy_(alike, held[::-1])
 
 
-def unseen_by_hand(control: Control) -> None:
+def unseen(weight: Callable[[Any], Tensor], *looks: Fault) -> Fault:
     """A weight is changed by hand, and nobody looks."""
-    left_out(Changes, "look_at_commit")(control)
-    left_out(Changes, "look_before_step")(control)
+
+    def plant(control: Control) -> None:
+        for look in looks:
+            look(control)
+        around(Astray, "batch", batch)
 
     def batch(original: Any, training: Astray, step: int) -> float:
         loss = original(training, step)
         if step >= SINCE:
-            training.model.twins[0].weight.data.mul_(1.01)
+            weight(training.model).data.mul_(1.01)
         return float(loss)
 
-    around(Astray, "batch", batch)
-
-
-def unseen_static(control: Control) -> None:
-    """A frozen weight is changed, and nobody looks."""
-    around(StaticWatch, "changed", lambda original, watch: [])
-
-    def batch(original: Any, training: Astray, step: int) -> float:
-        loss = original(training, step)
-        if step >= SINCE:
-            training.model.frozen.weight.data.mul_(1.01)
-        return float(loss)
-
-    around(Astray, "batch", batch)
+    return plant
 
 
 CAPTURE: dict[str, Fault] = {
-    "gradients-scaled": gradients(scaled),
-    "gradients-rounded": gradients(rounded),
-    "gradients-one-bit": gradients(one_bit),
+    "gradients-scaled": each_gradient(lambda one: one.mul_(1.001)),
+    "gradients-rounded": each_gradient(lambda one: one.copy_(one.bfloat16())),
+    "gradients-one-bit": each_gradient(lambda one: one.view(torch.int32).bitwise_xor_(1 << 12)),
     "gradients-of-the-step-before": gradients(of_the_step_before),
     "gradient-of-another": gradients(of_another),
-    "gradient-zero": gradients(zeros),
+    "gradient-zero": gradients(lambda writer, record: gradient(writer, record, "twins.0.weight").zero_()),
     "gradient-of-the-first-step": gradients(of_the_first_step),
-    "gradient-said-absent": steps(said_absent),
-    "factors-missing": steps(no_factors),
-    "unscaling-missing": steps(no_unscaling),
-    "factors-twice": steps(factors_twice),
-    "factors-of-fewer": steps(factors_of_fewer),
-    "step-dropped": steps(dropped),
-    "steps-exchanged": steps(exchanged),
+    "gradient-said-absent": steps(say_absent),
+    "factors-missing": ops(lambda found: []),
+    "unscaling-missing": ops(lambda found: found[1:]),
+    "factors-twice": ops(lambda found: [*found, *found]),
+    "factors-of-fewer": ops(of_fewer),
+    "step-dropped": steps(lambda noted, recorder: noted.pop()),
+    "steps-exchanged": steps(exchange),
     "steps-of-the-record-before": of_the_record_before,
     "groups-stale": stale_groups,
-    "groups-no-decay": groups(no_decay),
-    "groups-exchanged": groups(exchange_groups),
-    "groups-near-rate": groups(near_rate),
+    "groups-no-decay": in_groups("weight_decay", lambda decay: 0.0),
+    "groups-exchanged": groups(lambda found: found.reverse()),
+    "groups-near-rate": in_groups("lr", lambda rate: rate * (1 + 1e-6)),
     "anchors-stale": stale,
-    "anchors-too-late": gradients(too_late),
+    "anchors-too-late": gradients(lambda writer, record: writer.stage_anchors(record)),  # once more, behind the step
     "anchors-of-another": anchors(of_another_tensor),
     "anchors-states-exchanged": anchors(exchanged_states),
     "anchors-state-missing": anchors(missing_state),
-    "by-value-stale": by_value(keep_those_before),
+    "by-value-stale": by_value(torch._foreach_copy_),
     "by-value-exchanged": by_value(exchange_alike),
-    "by-hand-unseen": unseen_by_hand,
-    "static-unseen": unseen_static,
+    "by-hand-unseen": unseen(
+        lambda model: model.twins[0].weight,
+        left_out(Changes, "look_at_commit"),
+        left_out(Changes, "look_before_step"),
+    ),
+    "static-unseen": unseen(
+        lambda model: model.frozen.weight, into(StaticWatch, "changed", lambda original, watch: [])
+    ),
 }
 
 #: Of one layer: the auditor finds these when it is that layer's turn. It finds others in whatever it redoes.
@@ -495,28 +440,21 @@ NOT_REDONE = {"by-value-stale", "by-value-exchanged", "static-unseen"}
 # Redo
 
 
-def other_rate(original: Any, group: RedoGroup, index: int, found: list[dict[str, Any]]) -> Any:
-    return original(group, index, [{**each, "lr": each["lr"] * 1.001} for each in found])
+def in_groups_of_redo(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Callable[..., Any]:
+    return lambda original, group, index, found: original(group, index, change(found))
 
 
-def first_group(original: Any, group: RedoGroup, index: int, found: list[dict[str, Any]]) -> Any:
-    return original(group, index, [{**found[0], "params": []} for _ in found])
+def in_states(key: str, change: Callable[[Tensor], Any]) -> Callable[..., None]:
+    """Change a state of all parameters behind each step."""
 
+    def apply(original: Any, group: RedoGroup, *arguments: Any) -> None:
+        original(group, *arguments)
+        for target in group.redo_targets:
+            for state in target.states.values():
+                if key in state:
+                    change(state[key])
 
-def step_not_advanced(original: Any, group: RedoGroup, *arguments: Any) -> None:
-    original(group, *arguments)
-    for target in group.redo_targets:
-        for state in target.states.values():
-            if "step" in state:
-                state["step"] -= 1
-
-
-def without_momentum(original: Any, group: RedoGroup, *arguments: Any) -> None:
-    original(group, *arguments)
-    for target in group.redo_targets:
-        for state in target.states.values():
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].zero_()
+    return apply
 
 
 def twice(original: Any, group: RedoGroup, meta: Any, step: Any, gradients: Any) -> None:
@@ -535,26 +473,24 @@ def in_bf16(original: Any, *arguments: Any) -> Tensor:
     return used.bfloat16().to(used.dtype)
 
 
-def last_factor_alone(original: Any, found: Tensor, ops: Any, param: int) -> Any:
-    return original(found, list(ops)[-1:], param)
-
-
-def into(owner: Any, name: str, replacement: Callable[..., Any]) -> Fault:
-    return lambda control: around(owner, name, replacement)
-
-
 #: Where each is planted; the auditor redoes steps by the same code.
 REDO: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "rate": (RedoGroup, "_optimizer", other_rate),
-    "first-group-for-all": (RedoGroup, "_optimizer", first_group),
-    "step-not-advanced": (RedoGroup, "_apply_sub_step", step_not_advanced),
-    "momentum-forgotten": (RedoGroup, "_apply_sub_step", without_momentum),
+    "rate": (
+        RedoGroup, "_optimizer", in_groups_of_redo(lambda found: [{**each, "lr": each["lr"] * 1.001} for each in found])
+    ),
+    "first-group-for-all": (
+        RedoGroup, "_optimizer", in_groups_of_redo(lambda found: [{**found[0], "params": []} for _ in found])
+    ),
+    "step-not-advanced": (RedoGroup, "_apply_sub_step", in_states("step", lambda step: step.sub_(1))),
+    "momentum-forgotten": (RedoGroup, "_apply_sub_step", in_states("momentum_buffer", lambda one: one.zero_())),
     "step-twice": (RedoGroup, "_apply_sub_step", twice),
     "second-step-left-out": (RedoGroup, "_apply_sub_step", first_step_alone),
     "rounding": (redo, "apply_ops", in_bf16),
     "factors-ignored": (redo, "apply_ops", lambda original, found, ops, param: found.clone()),
-    "last-factor-alone": (redo, "apply_ops", last_factor_alone),
-}
+    "last-factor-alone": (
+        redo, "apply_ops", lambda original, found, ops, param: original(found, list(ops)[-1:], param)
+    ),
+}  # fmt: skip
 
 
 # Restore
@@ -571,15 +507,6 @@ def of_the_slot_before(original: Any, restorer: Restorer, record: int, rank: int
     original(restorer, record - 1, rank)
 
 
-def without(key: str, empty: Any) -> Callable[..., None]:
-    """The groups are restored, but not this part of them."""
-
-    def restore(original: Any, live: Any, described: Any) -> None:
-        original(live, {**described, key: empty(described[key])})
-
-    return restore
-
-
 def trainable_as_is(original: Any, live: Any, described: Any) -> None:
     flags = {name: param.requires_grad for name, param in live.named_parameters()}
     original(live, {**described, "trainable": flags})
@@ -593,14 +520,16 @@ def values_as_they_are(original: Any, live: Any, described: Any) -> None:
             group.update({**values, "params": group["params"]})
 
 
+def of_records(change: Callable[[list[Any]], list[Any]]) -> Fault:
+    """Redo other records than are to be redone."""
+    redone = lambda original, group, metas, *rest: original(group, change(metas), *rest)  # noqa: E731
+    return into(RedoGroup, "apply_all", redone)
+
+
 RESTORE: dict[str, Fault] = {
     **{name: into(*where) for name, where in REDO.items()},
-    "last-record-left-out": into(
-        RedoGroup, "apply_all", lambda original, group, metas, *rest: original(group, metas[:-1], *rest)
-    ),
-    "last-record-twice": into(
-        RedoGroup, "apply_all", lambda original, group, metas, *rest: original(group, [*metas, *metas[-1:]], *rest)
-    ),
+    "last-record-left-out": of_records(lambda metas: metas[:-1]),
+    "last-record-twice": of_records(lambda metas: [*metas, *metas[-1:]]),
     "state-not-brought-home": left_out(RestoreTarget, "bring_home"),
     "one-tensor-not-filled": into(Restorer, "restore", all_but_one),
     "static-not-restored": left_out(Restorer, "_restore_static"),
@@ -626,7 +555,7 @@ def captured_before(original: Any, writer: SlotWriter, record: int) -> Any:
 #: Where state is captured by value, in the attempt that dies or in the one that resumes.
 CAPTURED: dict[str, tuple[Fault | None, Fault | None]] = {
     "one-tensor-stale": (into(SlotWriter, "capture", captured_before), None),
-    "buffers-stale": (by_value(keep_those_before), None),
+    "buffers-stale": (by_value(torch._foreach_copy_), None),
     "one-tensor-not-filled": (None, into(Restorer, "restore", all_but_one)),
 }
 
@@ -643,28 +572,19 @@ def all_but(name: str) -> Fault:
     return into(RankState, "load", load)
 
 
-def loaded_with(edit: Callable[[Data], None]) -> Fault:
+def loaded_with(**more: int) -> Fault:
     def load(original: Any, data: Data, state: Any) -> None:
-        original(data, state)
-        edit(data)
+        original(data, {name: value + more.get(name, 0) for name, value in state.items()})
 
     return into(Data, "load_state_dict", load)
-
-
-def skip_batch(data: Data) -> None:
-    data.next += 1
-
-
-def skip_epoch(data: Data) -> None:
-    data.epoch += 1
 
 
 HOST: dict[str, Fault] = {
     "scheduler-not-restored": all_but("scheduler 0"),
     "scaler-not-restored": all_but("scaler"),
     "data-not-restored": all_but("data"),
-    "one-batch-off": loaded_with(skip_batch),
-    "one-epoch-off": loaded_with(skip_epoch),
+    "one-batch-off": loaded_with(next=1),
+    "one-epoch-off": loaded_with(epoch=1),
     "generators-not-restored": into(rng, "restore", lambda original, state: None),
     "numpy-not-restored": left_out(rng, "_restore_global_numpy"),
     "gradients-not-restored": left_out(restoration, "restore_gradients"),
