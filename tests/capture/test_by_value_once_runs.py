@@ -11,12 +11,20 @@ from memckpt.capture import digests, spec_request
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.faults.deferred_copier import defer
-from tests.support.trainings.ddp_cases import STEPS, Job, run
-from tests.support.trainings.ddp_runs import reference, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory, results
-from tests.support.trainings.resume_history import journal_of
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    fresh_directory,
+    next_attempt,
+    noted,
+    reference,
+    results,
+    run,
+    survives,
+)
+from tests.support.trainings.rank_trainings import STEPS, DdpJob
 
 #: Bytes of the weights in the average of a test's model; biases are small ones.
 AVERAGE = 4 * (16 * 96 + 96 * 96 + 96 * 4)
@@ -29,13 +37,8 @@ def share_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec_request, "SMALL_BY_VALUE_BYTES", 0)
 
 
-def job_of(lab: Lab, flip: tuple[int, int] | None = None, **settings: Any) -> Job:
-    return Job(fresh_directory(lab), lab.run_dir, config("lazy"), averages=True, flip=flip, **settings)
-
-
-def events(job: Job, event: str) -> list[list[dict[str, Any]]]:
-    journals = [journal_of(job.journal(rank)) for rank in range(job.world_size)]
-    return [[each for each in journal if each["event"] == event] for journal in journals]
+def job_of(lab: Lab, flip: tuple[int, int] | None = None, **settings: Any) -> DdpJob:
+    return DdpJob(fresh_directory(lab), lab.run_dir, config("lazy"), averages=True, flip=flip, **settings)
 
 
 @pytest.mark.promise(
@@ -44,9 +47,9 @@ def events(job: Job, event: str) -> list[list[dict[str, Any]]]:
 )
 def test_each_rank_gets_it_back_and_the_repeated_step_is_equal(lab: Lab) -> None:
     job = job_of(lab)
-    last = survives(lab, job, [Death("all", 5, "committed"), Death(1, 8, "stepped"), Death(0, 10, "backward")], [10])
-    assert all({each["verdict"] for each in rank} == {"equal"} for rank in events(last, "checked"))
-    for rank in events(last, "shared"):
+    last = survives(lab, job, [Death("all", 5, "committed"), Death(1, 8, "stepped"), Death(0, 10, "backward")])
+    assert all({each["verdict"] for each in rank} == {"equal"} for rank in noted(last, "checked"))
+    for rank in noted(last, "shared"):
         assert {"average.middle.weight", "average.first.weight"} <= set(rank[-1]["names"])
         assert all(not each["apart"] for each in rank)
         assert rank[-1]["ring"] == 3 + 1
@@ -58,7 +61,7 @@ def test_memory_has_it_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     for above in (1000, 1 << 30):
         monkeypatch.setattr(spec_request, "SHARED_ABOVE_BYTES", above)
         last = survives(lab, job_of(lab), [Death("all", 8, "committed")], [9])
-        held.append(events(last, "shared")[0][-1]["nbytes"])
+        held.append(noted(last, "shared")[0][-1]["nbytes"])
     # Each of the four slots has the average once less, but for the digests and what is lost to pages.
     assert abs(held[1] - held[0] - 4 * AVERAGE) <= 4 * 4096
 
@@ -82,7 +85,7 @@ def test_memory_has_it_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bit_that_flips_on_one_rank_is_that_rank_s_own(lab: Lab, death: Death, resumed: int) -> None:
     last = survives(lab, job_of(lab, flip=(1, 6)), [death], [resumed])
-    for rank in events(last, "shared"):
+    for rank in noted(last, "shared"):
         assert rank[-1]["apart"] == ["average.middle.weight"]
         assert "average.first.weight" in rank[-1]["names"]
         assert "average.middle.weight" not in rank[-1]["names"]
@@ -108,7 +111,7 @@ def test_digests_come_as_late_as_copies(lab: Lab, monkeypatch: pytest.MonkeyPatc
     # The newest record on which they agree may be the oldest that is held.
     unchecked = ["record 5 is not held any more"]
     last = survives(lab, job_of(lab, flip=(1, 6)), [death], [resumed], unchecked)
-    assert all(rank[-1]["apart"] == ["average.middle.weight"] for rank in events(last, "shared"))
+    assert all(rank[-1]["apart"] == ["average.middle.weight"] for rank in noted(last, "shared"))
 
 
 @pytest.mark.parametrize("flips", [False, True], ids=["agree", "disagree"])
@@ -123,8 +126,6 @@ def test_the_final_state_goes_to_storage_if_ranks_agree_on_it(lab: Lab, flips: b
     assert f"step {stored} is in storage" in log
     assert (f"record {STEPS} does not go to storage: its ranks do not agree" in log) is flips
     if not flips:
-        again = replace(job, directory=fresh_directory(lab), number=1, last_step=STEPS + 2)
+        again = next_attempt(lab, job, last_step=STEPS + 2)
         assert run(lab, again) == [0, 0]
-        expected = reference(lab, replace(job, last_step=STEPS + 2))
-        for ours, theirs in zip(results(again), expected, strict=True):
-            assert (ours["resumed"], ours["state"]) == (STEPS, theirs["state"])
+        check_same(results(again), reference(lab, again), STEPS)

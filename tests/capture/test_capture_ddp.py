@@ -7,61 +7,57 @@ from typing import Any
 
 import pytest
 
-from tests.support.trainings.ddp_cases import Job, run
-from tests.support.trainings.ddp_runs import check_results, die_in_turn
+from memckpt.capture.self_test import SelfTest
+from tests.support.trainings import killed_ranks, rank_trainings
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import Agreeing, Counting, Momentum
-from tests.support.trainings.rank_group import Death, fresh_directory, results
+from tests.support.trainings.killed_ranks import Death, logs, next_attempt, results, run
+from tests.support.trainings.rank_trainings import DdpJob
 
 NODES = pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
-_references: dict[Any, list[Any]] = {}
 
 
-def job_of(lab: Lab, redo: str = "lazy", every: int = 4, **settings: Any) -> Job:
-    return Job(fresh_directory(lab), lab.run_dir, config(redo, snapshot_every_steps=every), **settings)
+def job_of(lab: Lab, redo: str = "lazy", every: int = 4, **settings: Any) -> DdpJob:
+    job = rank_trainings.job_of(lab, **settings)
+    return replace(job, config=config(redo, snapshot_every_steps=every))
 
 
-def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> str:
+def fail_test_of_rank_1(rank: int) -> None:
+    if rank == 1:
+        SelfTest.after_record = lambda self: "it has failed here"  # type: ignore[method-assign]
+
+
+def survives(lab: Lab, job: DdpJob, deaths: list[Death], resumed: list[int]) -> str:
     """Each attempt goes on at the expected step, the last result is the reference's; returns all logs."""
-    key = (job.world_size, job.optimizer)
-    if key not in _references:
-        undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, fails_test=None)
-        assert run(lab, undisturbed) == [0] * job.world_size
-        _references[key] = results(undisturbed)
-    expected = _references[key]
-    last = die_in_turn(lab, job, deaths, run)
-    logs = "".join(child.log.read_text() for child in lab._children)
-    for step in [0, *resumed]:
-        assert logs.count(f"resumed: {step}\n") >= job.world_size, logs[-4000:]
-    check_results(results(last), expected, resumed[-1])
-    return logs
+    killed_ranks.survives(lab, job, deaths, resumed)
+    return logs(lab)
 
 
 @NODES
 def test_what_an_optimizer_hides_is_captured_on_all_ranks(lab: Lab, nodes: bool) -> None:
     """The test is over with record 2, where a generation begins; then records 4, 8 and 12 are captured."""
     deaths = [Death(0, 6, "backward"), Death("all", 9), Death(1, 11, "stepped")]
-    logs = survives(lab, job_of(lab, nodes=nodes, optimizer=Counting), deaths, [4, 8, 8])
-    assert logs.count("steps cannot be redone here") == 2
+    said = survives(lab, job_of(lab, nodes=nodes, optimizer=Counting), deaths, [4, 8, 8])
+    assert said.count("steps cannot be redone here") == 2
 
 
 def test_a_step_that_asks_other_ranks_is_captured_and_never_tried_alone(lab: Lab) -> None:
     """A trial of it would wait for ranks that try something else."""
-    logs = survives(lab, job_of(lab, optimizer=Agreeing), [Death(0, 6, "backward"), Death("all", 9)], [4, 8])
-    assert "its step communicates with other ranks" in logs
+    said = survives(lab, job_of(lab, optimizer=Agreeing), [Death(0, 6, "backward"), Death("all", 9)], [4, 8])
+    assert "its step communicates with other ranks" in said
 
 
 @NODES
 def test_one_rank_whose_test_fails_is_enough(lab: Lab, nodes: bool) -> None:
-    job = job_of(lab, nodes=nodes, optimizer=Momentum, fails_test=1)
-    logs = survives(lab, job, [Death(0, 2, "backward"), Death("all", 6, "stepped")], [1, 4])
-    assert logs.count("it has failed here; the whole state is copied") == 2
+    job = job_of(lab, nodes=nodes, optimizer=Momentum, prepare=fail_test_of_rank_1)
+    said = survives(lab, job, [Death(0, 2, "backward"), Death("all", 6, "stepped")], [1, 4])
+    assert said.count("it has failed here; the whole state is copied") == 2
 
 
 def test_all_ranks_pass_and_redo(lab: Lab) -> None:
-    logs = survives(lab, job_of(lab, optimizer=Momentum, every=100), [Death(0, 7), Death("all", 9, "backward")], [7, 9])
-    assert "cannot be redone" not in logs
+    said = survives(lab, job_of(lab, optimizer=Momentum, every=100), [Death(0, 7), Death("all", 9, "backward")], [7, 9])
+    assert "cannot be redone" not in said
 
 
 @pytest.mark.promise("trainer, if the state is captured every N steps")
@@ -82,8 +78,7 @@ def test_a_new_agent_waits_for_a_capture_that_all_make(lab: Lab) -> None:
     job = job_of(lab, "snapshot", nodes=True)
     first = replace(job, deaths=[Death("agent", 5), Death("all", 9)])
     assert run(lab, first) == [-9, -9]
-    logs = "".join(child.log.read_text() for child in lab._children)
-    assert "protected again from step 8 on" in logs
-    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert "protected again from step 8 on" in logs(lab)
+    last = next_attempt(lab, first)
     assert run(lab, last) == [0, 0]
     assert [one["resumed"] for one in results(last)] == [8, 8]

@@ -10,19 +10,16 @@ import torch
 from memckpt.capture.scaler import scaler_state
 from memckpt.config import MemckptConfig
 from memckpt.state import codec
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import job_of, survives
+from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.faults.deferred_copier import DeferredCopier, defer, on_device
+from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_cases import SHAPE_CASES
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
 from tests.support.trainings.engine_steps import ACCUMULATION
 from tests.support.trainings.engine_training import Case
-from tests.support.trainings.rank_group import Death
-from tests.support.trainings.rank_group import Death as Dies
-from tests.trainings import test_ddp as ddp
-from tests.trainings import test_fsdp1 as fsdp1
+from tests.support.trainings.killed_ranks import Death, survives
 
 CASES = {case.name: case for case in [*SHAPE_CASES, *OPTIMIZER_CASES, ACCUMULATION]}
 #: Something else changes what is being copied in each of these: buffers, gradients within the step and behind it,
@@ -91,13 +88,14 @@ def test_accumulation(lab: Lab) -> None:
 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_ddp(lab: Lab, redo: str) -> None:
-    deaths = [Dies(1, 4, "backward"), Dies("all", 8, "committed")]
-    ddp.survives(lab, replace(ddp.job_of(lab, redo), config=unchecked(redo)), deaths, [4, 8])
+    deaths = [Death(1, 4, "backward"), Death("all", 8, "committed")]
+    survives(lab, replace(rank_trainings.job_of(lab, redo), config=unchecked(redo)), deaths, [4, 8])
 
 
 def test_ddp_of_three_ranks(lab: Lab) -> None:
     """The first backward after a resume is reduced in the recorded layout."""
-    ddp.survives(lab, replace(ddp.job_of(lab, world_size=3), config=unchecked()), [Dies(1, 5, "backward")], [4])
+    job = replace(rank_trainings.job_of(lab, world_size=3), config=unchecked())
+    survives(lab, job, [Death(1, 5, "backward")], [4])
 
 
 @pytest.mark.thinned(3)
@@ -112,8 +110,8 @@ def test_reduced_shards(lab: Lab, setup: Setup) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 def test_flat_parameters(lab: Lab, use_orig_params: bool) -> None:
-    job = replace(fsdp1.job_of(lab, use_orig_params=use_orig_params), config=unchecked())
-    fsdp1.survives(lab, job, [Dies(1, 4, "backward"), Dies("all", 8, "backward")], 8)
+    job = replace(rank_trainings.flat_job_of(lab, use_orig_params=use_orig_params), config=unchecked())
+    survives(lab, job, [Death(1, 4, "backward"), Death("all", 8, "backward")])
 
 
 def test_numbers_on_a_device_are_encoded_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

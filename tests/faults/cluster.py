@@ -19,9 +19,8 @@ from tests.faults.trainer import Attempt, Finish, train
 from tests.support.cluster.netns import Network
 from tests.support.cluster.processes import children, command
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import node
 from tests.support.trainings.engine_harness import Child, Lab
-from tests.support.trainings.rank_group import NO_PROCESS_GROUP
+from tests.support.trainings.killed_ranks import NO_PROCESS_GROUP, node
 
 #: Longest wait for a step, in seconds: a trainer may wait for an agent, and an agent be started.
 PATIENCE_SECONDS = 90.0

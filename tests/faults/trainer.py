@@ -22,7 +22,7 @@ from memckpt.processes import launch
 from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.netns import Network
 from tests.support.cluster.sharded_cases import Distributed, Setup
-from tests.support.trainings.rank_group import join
+from tests.support.trainings.killed_ranks import join
 
 #: Seconds without a step after which a rank hangs: it dumps its stack, and ends.
 HANG_SECONDS = 120

@@ -15,19 +15,17 @@ from torch import Tensor
 
 from memckpt.capture.copier import HostCopier
 from memckpt.session.resume import witness
-from tests.support.cluster import sharded_lab
+from tests.support.cluster import sharded_cases
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.faults.deferred_copier import defer
-from tests.support.trainings import ddp_cases
-from tests.support.trainings.ddp_cases import run
-from tests.support.trainings.ddp_runs import job_of
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_state import Unfrozen
 from tests.support.trainings.engine_steps import Accumulation
 from tests.support.trainings.engine_training import Case, Training
-from tests.support.trainings.rank_group import Death, fresh_directory
+from tests.support.trainings.killed_ranks import Death, fresh_directory, run
+from tests.support.trainings.rank_trainings import job_of
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 WITNESS = {"resume_check": "witness"}
@@ -348,20 +346,17 @@ def test_ranks_put_together_what_each_has(lab: Lab, nodes: bool) -> None:
     assert re.match(r"step \d+'s first \d+ gradients \(.*\) are those .*: equal, bit for bit", said[0])
 
 
-def test_another_ranks_batch_is_found(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_ranks_batch_is_found(lab: Lab) -> None:
     """One of two ranks draws other data; the average that both have differs."""
     job = replace(job_of(lab), config=config("lazy", **WITNESS))
     died = replace(job, directory=fresh_directory(lab), deaths=[Death("all", 6, "stepped")])
     assert run(lab, died) == [-signal.SIGKILL] * 2
-    original = ddp_cases._step
 
-    def step(*arguments: Any) -> str:
-        if torch.distributed.get_rank() == 1:
+    def draw_alike(training: Any, step: int) -> None:
+        if training.rank == 1:
             torch.manual_seed(7)
-        return original(*arguments)
 
-    monkeypatch.setattr(ddp_cases, "_step", step)
-    last = replace(job, directory=fresh_directory(lab), number=1, last_step=8)
+    last = replace(job, directory=fresh_directory(lab), number=1, last_step=8, each_step=draw_alike)
     assert run(lab, last) == [0, 0]
     (said,) = [verdict_of(log) for log in logs(lab) if "resume check" in log]
     assert re.search(r"DIFFERENT: in backward's order first that of \S+ on rank [01]: .* \((\d+) of \1 differ\)", said)
@@ -372,12 +367,12 @@ def test_another_ranks_batch_is_found(lab: Lab, monkeypatch: pytest.MonkeyPatch)
     "setup", [Setup(), Setup(offload=True), pytest.param(Setup("tp"), marks=pytest.mark.slow)], ids=str
 )
 def test_shards_are_compared_where_they_are(lab: Lab, setup: Setup) -> None:
-    job = sharded_lab.job_of(lab, setup, config("lazy", **WITNESS))
-    died = replace(job, deaths=[sharded_lab.Death("all", 4, "stepped")])
-    assert set(sharded_lab.run(lab, died)) == {-signal.SIGKILL}
-    last = replace(job, directory=sharded_lab.fresh_directory(lab), number=1)
-    assert set(sharded_lab.run(lab, last)) == {0}
-    (said,) = re.findall(r"resume check: (.*)", sharded_lab.logs(lab))
+    job = sharded_cases.job_of(lab, setup, config("lazy", **WITNESS))
+    died = replace(job, deaths=[Death("all", 4, "stepped")])
+    assert set(run(lab, died)) == {-signal.SIGKILL}
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert set(run(lab, last)) == {0}
+    (said,) = re.findall(r"resume check: (.*)", "".join(logs(lab)))
     assert re.match(r"step \d+'s first \d+ gradients \(.*\) are those .*: equal, bit for bit", said)
 
 

@@ -30,9 +30,8 @@ from tests.support.cluster.peers_lab import (
     told,
 )
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import noted, reference
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death
+from tests.support.trainings.killed_ranks import Death, noted, reference
 
 FSDP, DDP = Setup(world_size=4), Setup("ddp", 4)
 slow = pytest.mark.slow

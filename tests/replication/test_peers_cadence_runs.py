@@ -17,10 +17,9 @@ from tests.support.cluster.peers_lab import (
     peers_job,
     told,
 )
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import PROCESS_GROUP_SECONDS, check_verdict, noted, reference
+from tests.support.cluster.sharded_cases import Setup, check_verdict
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death
+from tests.support.trainings.killed_ranks import PROCESS_GROUP_SECONDS, Death, noted, reference
 
 slow = pytest.mark.slow
 #: Of what a node may send, in bytes per second. A record has 350 KB; steps take some hundredths of a second.

@@ -10,9 +10,8 @@ from memckpt import StorageConfig
 from memckpt.replication.coding.placement import place
 from tests.support.cluster.peers_lab import fail, falls_to_storage, finishes, goes_on, peers_config, peers_job, survives
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import reference
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death
+from tests.support.trainings.killed_ranks import Death, reference
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]

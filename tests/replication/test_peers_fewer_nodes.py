@@ -10,10 +10,9 @@ from memckpt.config import MemckptConfig, StorageConfig
 from tests.support.cluster.peers_lab import agent_of, fail, goes_on, peers_config, peers_job, start, told
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import noted, reference
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, results
+from tests.support.trainings.killed_ranks import Death, noted, reference, results
 
 FSDP4, FSDP2, DDP4, DDP3 = Setup(world_size=4), Setup(world_size=2), Setup("ddp", 4), Setup("ddp", 3)
 slow = pytest.mark.slow

@@ -36,9 +36,8 @@ from tests.support.cluster.peers_lab import (
     train,
 )
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import logs, noted, reference
 from tests.support.trainings.engine_harness import Child, Lab
-from tests.support.trainings.rank_group import Death, run_ranks
+from tests.support.trainings.killed_ranks import Death, logs, noted, reference, run_ranks
 
 pytestmark = [
     pytest.mark.slow,

@@ -32,10 +32,9 @@ from tests.support.cluster.peers_lab import (
     told,
 )
 from tests.support.cluster.processes import kill_and_wait
-from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import check_verdict, logs, noted, reference
+from tests.support.cluster.sharded_cases import Setup, check_verdict, named
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death
+from tests.support.trainings.killed_ranks import Death, logs, noted, reference
 
 FSDP, DDP = Setup(world_size=4), Setup("ddp", 4)
 slow = pytest.mark.slow

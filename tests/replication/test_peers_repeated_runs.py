@@ -24,9 +24,8 @@ from tests.support.cluster.peers_lab import (
     told,
 )
 from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import noted, reference
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death
+from tests.support.trainings.killed_ranks import Death, noted, reference
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 slow = pytest.mark.slow

@@ -22,10 +22,9 @@ from tests.support.cluster.peers_lab import (
     survives,
     told,
 )
-from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import check_verdict, reference
+from tests.support.cluster.sharded_cases import Setup, check_verdict, named
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory
+from tests.support.trainings.killed_ranks import Death, fresh_directory, reference
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)

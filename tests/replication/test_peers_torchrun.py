@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from tests.support.cluster.peers_job import RANKS, STEPS, setup_of
-from tests.support.cluster.sharded_lab import job_of, reference
+from tests.support.cluster.sharded_cases import job_of
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import check_same
+from tests.support.trainings.killed_ranks import check_same, reference
 from tests.support.trainings.script_runs import ROOT
 
 pytestmark = pytest.mark.slow

@@ -11,13 +11,12 @@ from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.storage.local_store import LocalStore
-from tests.support.cluster.sharded_cases import Setup
+from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.cluster.sharded_job import plain, rows, train
-from tests.support.cluster.sharded_lab import job_of, logs, noted, run
 from tests.support.cluster.thread_ranks import on_ranks
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory
+from tests.support.trainings.killed_ranks import Death, fresh_directory, logs, noted, run
 
 AT = 6
 NAME = "resharding/ in the run directory"

@@ -18,14 +18,22 @@ from memckpt.protocol.trainer import Inventory
 from memckpt.session.connection import AgentConnection
 from memckpt.session.link import AgentLink
 from memckpt.state.spec import StateSpec
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import job_of, logs, reference, run, start_agents
+from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.cluster.waiting import LIMIT_SECONDS, until
 from tests.support.storage.stored_runs import newest, stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    fresh_directory,
+    logs,
+    reference,
+    results,
+    run,
+    start_agents,
+)
 
 
 def agent_of(control: Control) -> int:
@@ -184,7 +192,7 @@ def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(
     last = replace(job, directory=fresh_directory(lab), number=1, prepare=prepare)
     assert run(lab, last) == [0, 0], logs(lab)[-6000:]
     check_same(results(last), expected)
-    assert {each["start"] for each in results(last)} == {6}
+    assert {each["resumed"] for each in results(last)} == {6}
     assert logs(lab).count("they go to the next one") == 2
 
 

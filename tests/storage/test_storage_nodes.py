@@ -5,56 +5,51 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memckpt.agent.saving import schedule
 from memckpt.config import StorageConfig
-from memckpt.processes.address import NODE_VARIABLE
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
 from tests.support.storage.stored_runs import catalog_of
-from tests.support.trainings.ddp_cases import Job, run, train
 from tests.support.trainings.engine_child import config
-from tests.support.trainings.engine_harness import Child, Lab
-from tests.support.trainings.rank_group import Death, fresh_directory, results
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    fresh_directory,
+    next_attempt,
+    reference,
+    results,
+    run,
+    start_agents,
+    train,
+)
+from tests.support.trainings.rank_trainings import DdpJob
 
 REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 
 
-@contextmanager
-def node(name: str) -> Iterator[None]:
-    before = os.environ[NODE_VARIABLE]
-    os.environ[NODE_VARIABLE] = name
-    try:
-        yield
-    finally:
-        os.environ[NODE_VARIABLE] = before
+def slow_second(training: Any, step: int) -> None:
+    """Rank 1 is slower than the other."""
+    if training.rank == 1:
+        sum(range(200_000))
 
 
-def agents(lab: Lab) -> list[Child]:
-    """Both nodes' agents, forked from here: what is patched here is patched in them."""
-    started = []
-    for name in ("node0", "node1"):
-        with node(name):
-            started.append(lab.start_agent())
-    return started
+def die_when_stored(training: Any, step: int) -> None:
+    """Rank 0 dies as soon as it hears that something is in storage."""
+    slow_second(training, step)
+    if training.rank == 0 and training.session is not None and training.session.stored_step is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job_of(lab: Lab, redo: str, **settings: object) -> Job:
+def job_of(lab: Lab, redo: str, **settings: object) -> DdpJob:
     storage = StorageConfig(**settings)  # type: ignore[arg-type]
-    return Job(fresh_directory(lab), lab.run_dir, config(redo, storage=storage), nodes=True)
-
-
-def same_as_undisturbed(lab: Lab, job: Job) -> None:
-    undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), die_when_stored=False)
-    assert run(lab, undisturbed) == [0, 0]
-    for ours, theirs in zip(results(job), results(undisturbed), strict=True):
-        assert [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]] == []
-        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+    return DdpJob(fresh_directory(lab), lab.run_dir, config(redo, storage=storage), nodes=2)
 
 
 @pytest.mark.promise("several nodes have the same record in storage, or none")
@@ -66,8 +61,8 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
     """By time, not by steps, and with nodes of different speed: nobody could choose the record alone."""
     monkeypatch.setattr(schedule, "_ANNOUNCE_SECONDS", 0.5)
     monkeypatch.setattr(schedule, "_LOOK_SECONDS", 0.05)
-    job = replace(job_of(lab, redo, min_seconds=0.2, overhead=1.0), die_when_stored=True, slow_rank=1, last_step=20_000)
-    both = agents(lab)
+    job = replace(job_of(lab, redo, min_seconds=0.2, overhead=1.0), each_step=die_when_stored, last_step=20_000)
+    both = start_agents(lab, job)
     codes = run(lab, job)
     assert codes[0] == -9
     assert codes[1] != 0
@@ -76,11 +71,10 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
         kill_and_wait(agent.pid)
     newest = catalog_of(lab).complete[0]
     assert {name: part.ranks for name, part in newest.parts.items()} == {"node0": (0,), "node1": (1,)}
-    agents(lab)
-    last = replace(job, directory=fresh_directory(lab), number=1, die_when_stored=False, last_step=newest.step + 9)
+    start_agents(lab, job)
+    last = next_attempt(lab, job, each_step=None, last_step=newest.step + 9)
     assert run(lab, last) == [0, 0]
-    assert [one["resumed"] for one in results(last)] == [newest.step] * 2
-    same_as_undisturbed(lab, last)
+    check_same(results(last), reference(lab, last), newest.step)
 
 
 @pytest.mark.slow
@@ -88,16 +82,15 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
 def test_what_dead_trainers_left_on_two_nodes_goes_to_storage(lab: Lab, redo: str) -> None:
     """Neither agent knows how far the other one is: they save what the other may need, and agree by what is there."""
     job = replace(job_of(lab, redo, every_steps=1000), deaths=[Death("all", 8, "backward")])
-    both = agents(lab)
+    both = start_agents(lab, job)
     assert run(lab, job) == [-9, -9]
     until(lambda: bool(catalog_of(lab).complete))
     for agent in both:
         kill_and_wait(agent.pid)
-    agents(lab)
-    last = replace(job, directory=fresh_directory(lab), number=1, deaths=())
+    start_agents(lab, job)
+    last = next_attempt(lab, job)
     assert run(lab, last) == [0, 0]
-    assert [one["resumed"] for one in results(last)] == [8, 8]
-    same_as_undisturbed(lab, last)
+    check_same(results(last), reference(lab, last), 8)
 
 
 @pytest.mark.promise("several nodes have the same record in storage, or none")
@@ -107,11 +100,11 @@ def test_what_dead_trainers_left_on_two_nodes_goes_to_storage(lab: Lab, redo: st
 def test_nodes_of_different_speed_killed_at_random(lab: Lab, redo: str, mode: str) -> None:
     """Trainers and agents together, again and again: what is in storage by then is the same on both, or not used."""
     chance = random.Random(f"{redo} {mode}")
-    job = replace(job_of(lab, redo, every_steps=7, mode=mode, batch_steps=3), slow_rank=1, last_step=400)
+    job = replace(job_of(lab, redo, every_steps=7, mode=mode, batch_steps=3), each_step=slow_second, last_step=400)
     began = []
     for number in range(5):
         attempt = replace(job, directory=fresh_directory(lab), number=number)
-        both = agents(lab)
+        both = start_agents(lab, job)
         ranks = [lab.fork(lambda rank=rank, a=attempt: train(a, rank), f"rank{rank}") for rank in range(2)]
         delay = chance.uniform(3.0, 9.0)
         with contextlib.suppress(TimeoutError):
@@ -121,7 +114,7 @@ def test_nodes_of_different_speed_killed_at_random(lab: Lab, redo: str, mode: st
                 kill_and_wait(process.pid)
         began.append(catalog_of(lab).latest_attempt)
     assert began == sorted(began)
-    agents(lab)
-    last = replace(job, directory=fresh_directory(lab), number=9)
+    start_agents(lab, job)
+    last = next_attempt(lab, job, number=9, each_step=None)
     assert run(lab, last) == [0, 0]
-    same_as_undisturbed(lab, last)
+    check_same(results(last), reference(lab, last))

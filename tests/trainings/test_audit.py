@@ -13,8 +13,6 @@ import torch
 from memckpt.session import mode
 from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
-from tests.support.trainings.ddp_cases import Job, run
-from tests.support.trainings.ddp_runs import check_results
 from tests.support.trainings.engine_audits import (
     HiddenWrite,
     PhasedTraining,
@@ -28,7 +26,16 @@ from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
 from tests.support.trainings.engine_steps import ACCUMULATION
 from tests.support.trainings.engine_training import Case, Training
-from tests.support.trainings.rank_group import Death, fresh_directory, results
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    fresh_directory,
+    next_attempt,
+    reference,
+    results,
+    run,
+)
+from tests.support.trainings.rank_trainings import DdpJob
 
 PERIOD = 4
 STEPS = 48
@@ -154,14 +161,13 @@ def test_an_auditor_that_dies_is_replaced(lab: Lab) -> None:
 def test_ranks_replace_redo_after_the_same_record(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode, "_LOOK_RECORDS", 8)
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
-    job = Job(fresh_directory(lab), lab.run_dir, settings, last_step=40)
-    undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, optimizer=phased_in_trainers(None, 0))
-    assert run(lab, undisturbed) == [0, 0]
+    job = DdpJob(fresh_directory(lab), lab.run_dir, settings, last_step=40)
+    expected = reference(lab, replace(job, optimizer=phased_in_trainers(None, 0)))
     lab.start_agent()
     job = replace(job, optimizer=phased_in_trainers(lab.run_dir, 2 * PERIOD))
     assert run(lab, replace(job, deaths=[Death("all", 36, "committed")])) == [-9, -9]
     logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
     assert all("steps cannot be redone here: the audit found" in log for log in logs), logs[0][-3000:]
-    last = replace(job, directory=fresh_directory(lab), number=1)
+    last = next_attempt(lab, job)
     assert run(lab, last) == [0, 0]
-    check_results(results(last), results(undisturbed), 37)
+    check_same(results(last), expected, 37)

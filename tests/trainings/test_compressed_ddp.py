@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
-from tests.support.trainings.ddp_runs import job_of, survives
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death
+from tests.support.trainings.killed_ranks import Death, survives
+from tests.support.trainings.rank_trainings import job_of
 
 COMPRESSORS: list[CompressionConfig] = [
     TopK(ratio=0.05),
@@ -42,4 +42,4 @@ OFTEN = {("TopK", "unused-bucket-view-accumulated")}
     ],
 )
 def test_resumes_exactly(lab: Lab, compression: CompressionConfig, setting: str) -> None:
-    survives(lab, job_of(lab, compression=compression, **SETTINGS[setting]), [Death(1, 5, "backward")], [5])
+    survives(lab, job_of(lab, compression=compression, **SETTINGS[setting]), [Death(1, 5, "backward")])

@@ -16,13 +16,12 @@ from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quan
 from memckpt.compression.reduction import Bucket, Reducer
 from memckpt.state.encodings import decode, fits
 from memckpt.state.tensors import bits_of
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import Job, join, logs, run
-from tests.support.cluster.sharded_lab import job_of as sharded_job_of
-from tests.support.trainings.ddp_runs import job_of, survives
+from tests.support.cluster.sharded_cases import Setup, ShardedJob
+from tests.support.cluster.sharded_cases import job_of as sharded_job_of
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, results
+from tests.support.trainings.killed_ranks import Death, logs, results, run, survives
+from tests.support.trainings.rank_trainings import job_of
 
 TYPES = [torch.bfloat16, torch.float16, torch.float64]
 #: Each with each of its dtypes but float32, for which there are tests of their own.
@@ -68,8 +67,8 @@ def test_what_is_recorded_is_what_is_used(lab: Lab) -> None:
     """Three backwards each, as what one leaves out belongs to the next; both ranks get the same bits."""
     job = sharded_job_of(lab, Setup("plain", 2), config())
 
-    def body(job: Job, rank: int) -> None:
-        join(job, rank)
+    def body(job: ShardedJob, rank: int) -> None:
+        job.join(rank)
         digest = hashlib.blake2b()
         for (chosen, dtype), name in zip(TAKEN, IDS, strict=True):
             params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in ((24, 40), (12,), (40,))]
@@ -115,7 +114,7 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 def test_resumes_exactly(lab: Lab, chosen: CompressionConfig, dtype: torch.dtype) -> None:
     # Adam divides by zero in float16.
     job = job_of(lab, compression=chosen, dtype=dtype, last_step=9, optimizer=sgd)
-    last = survives(lab, job, [Death(0, 4, "backward")], [4])
+    last = survives(lab, job, [Death(0, 4, "backward")])
     for found in results(last):
         assert all(math.isfinite(float.fromhex(loss)) for loss in found["losses"].values())
 

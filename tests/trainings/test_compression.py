@@ -11,11 +11,22 @@ from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quan
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
 from memckpt.session.gradient_tap import DROPPED
 from tests.support.storage.stored_runs import catalog_of
-from tests.support.trainings.ddp_cases import Job, check_verdicts, run
-from tests.support.trainings.ddp_runs import job_of, reference, survives
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory, results
-from tests.support.trainings.resume_history import journal_of
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    check_verdicts,
+    die_and_go_on,
+    fresh_directory,
+    logs,
+    next_attempt,
+    noted,
+    reference,
+    results,
+    run,
+    survives,
+)
+from tests.support.trainings.rank_trainings import DdpJob, job_of
 
 COMPRESSORS = [
     TopK(ratio=0.05),
@@ -39,9 +50,8 @@ OFTEN_POWER_SGD = [
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> None:
     job = job_of(lab, compression=compression)
-    expected = reference(lab, job)
     assert run(lab, job) == [0, 0]
-    assert results(job) == expected
+    check_same(results(job), reference(lab, job))
 
 
 @pytest.mark.promise(
@@ -53,32 +63,24 @@ def test_protection_changes_no_bit(lab: Lab, compression: CompressionConfig) -> 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, compression: CompressionConfig, redo: str) -> None:
-    survives(lab, job_of(lab, redo, compression=compression), [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
+    survives(lab, job_of(lab, redo, compression=compression), [Death(0, 4, "backward"), Death("all", 9)])
 
 
-def lose_memory(lab: Lab, job: Job) -> Job:
-    """An attempt whose agent and ranks die in step 9."""
-    deaths = [Death("agent", 9, "forward"), Death("all", 9, "backward")]
-    died = replace(job, directory=fresh_directory(lab), deaths=deaths)
-    assert run(lab, died) == [-9] * job.world_size
-    return died
+LOSE_MEMORY = (Death("agent", 9, "forward"), Death("all", 9, "backward"))
 
 
-def go_on(lab: Lab, job: Job, died: Job) -> int:
-    """The next attempt ends as the reference; returns the step that it went on at."""
-    last = replace(job, directory=fresh_directory(lab), number=1, log=False)
-    assert run(lab, last) == [0] * job.world_size
-    check_verdicts([died, last], died=False)
-    for ours, theirs in zip(results(last), reference(lab, job), strict=True):
-        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
-    return int(results(last)[0]["resumed"])
+def lose_memory_and_go_on(lab: Lab, job: DdpJob) -> int:
+    """The attempt after one whose agent and ranks die ends as the reference; returns the step that it went on at."""
+    last = results(die_and_go_on(lab, job, *LOSE_MEMORY))
+    check_same(last, reference(lab, job))
+    return int(last[0]["resumed"])
 
 
 def with_residual(compression: CompressionConfig) -> CompressionConfig:
     return replace(compression, residual="keep") if isinstance(compression, LossyConfig) else compression
 
 
-def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> Job:
+def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> DdpJob:
     """A training with a log, in which what was left out is in each record; it has a base behind the first step."""
     job = job_of(lab, compression=with_residual(compression), log=True, **settings)
     storage = StorageConfig(mode="log", min_seconds=3600, batch_steps=1)
@@ -92,14 +94,15 @@ def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> Job:
 @pytest.mark.parametrize("compression", OFTEN_POWER_SGD, ids=NAMES)
 def test_resumes_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
     job = logged(lab, compression)
-    assert go_on(lab, job, lose_memory(lab, job)) >= 8
+    assert lose_memory_and_go_on(lab, job) >= 8
 
 
 @pytest.mark.parametrize("harm", ["damaged", pytest.param("missing", marks=pytest.mark.slow)])
 def test_a_harmed_record_ends_redo_at_the_step_before_it(lab: Lab, harm: str) -> None:
     """Records behind it are there and good, and are not applied."""
     job = logged(lab, TopK(ratio=0.05))
-    died = lose_memory(lab, job)
+    died = replace(job, deaths=LOSE_MEMORY)
+    assert run(lab, died) == [-9, -9]
     newest = max(batch.last for batch in catalog_of(lab).batches)
     path = next(batch.log_path for batch in catalog_of(lab).batches if batch.first == newest - 1)
     file = lab.run_dir / "storage" / path
@@ -109,9 +112,11 @@ def test_a_harmed_record_ends_redo_at_the_step_before_it(lab: Lab, harm: str) ->
         data = bytearray(file.read_bytes())
         data[-3] ^= 1
         file.write_bytes(data)
-    assert go_on(lab, job, died) == newest - 2
-    logs = "".join(log.read_text() for log in lab.directory.glob("*-rank0.log"))
-    assert f"passed over: step {newest}: {path}: " in logs
+    last = next_attempt(lab, died)
+    assert run(lab, last) == [0, 0]
+    check_verdicts([died, last])
+    check_same(results(last), reference(lab, job), newest - 2)
+    assert f"passed over: step {newest}: {path}: " in logs(lab)
 
 
 @pytest.mark.promise(
@@ -124,7 +129,7 @@ def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig) ->
     """The node of rank 0 is lost; what was left out of its gradients comes from the other one, too."""
     job = job_of(lab, compression=with_residual(compression), nodes=True)
     job = replace(job, config=replace(job.config, peers=ErasureConfig(data=1, tolerate=1)))
-    assert go_on(lab, job, lose_memory(lab, job)) >= 5
+    assert lose_memory_and_go_on(lab, job) >= 5
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -140,31 +145,31 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train(lab: Lab, compression: CompressionConfig, way: str) -> None:
     job = job_of(lab, compression=compression, **WAYS[way])
-    survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
+    survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)])
 
 
 @pytest.mark.slow
 def test_a_union_that_is_larger_than_the_gradient_is_recorded_as_the_gradient(lab: Lab) -> None:
     """What is left out is carried all the same."""
     job = job_of(lab, compression=TopK(ratio=0.4))
-    last = survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)], [4, 9])
-    noted = [one for one in journal_of(last.journal(0)) if one["event"] == "shared"]
-    assert noted
-    assert not any(one["encoded"] for one in noted)
+    last = survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)])
+    shared, _ = noted(last, "shared")
+    assert shared
+    assert not any(one["encoded"] for one in shared)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_four_ranks_resume_exactly_from_memory(lab: Lab, compression: CompressionConfig) -> None:
     job = job_of(lab, compression=compression, world_size=4)
-    survives(lab, job, [Death(2, 4, "backward"), Death("all", 9)], [4, 9])
+    survives(lab, job, [Death(2, 4, "backward"), Death("all", 9)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
 def test_four_ranks_resume_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
     job = logged(lab, compression, world_size=4)
-    assert go_on(lab, job, lose_memory(lab, job)) >= 8
+    assert lose_memory_and_go_on(lab, job) >= 8
 
 
 @pytest.mark.slow
@@ -172,17 +177,13 @@ def test_four_ranks_resume_exactly_from_the_log(lab: Lab, compression: Compressi
 def test_four_nodes_resume_exactly_from_peers(lab: Lab, compression: CompressionConfig) -> None:
     job = job_of(lab, compression=with_residual(compression), nodes=True, world_size=4)
     job = replace(job, config=replace(job.config, peers=ErasureConfig(data=2, tolerate=2)))
-    assert go_on(lab, job, lose_memory(lab, job)) >= 5
+    assert lose_memory_and_go_on(lab, job) >= 5
 
 
 @pytest.mark.promise('`residual="drop"`, and `"auto"` otherwise')
 def test_what_was_dropped_is_said(lab: Lab) -> None:
     job = job_of(lab, compression=TopK(ratio=0.05, residual="drop"))
-    died = replace(job, directory=fresh_directory(lab), deaths=[Death("all", 9, "backward")])
-    assert run(lab, died) == [-9, -9]
-    last = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, last) == [0, 0]
-    check_verdicts([died, last], died=False, reasons=[DROPPED])
+    last = die_and_go_on(lab, job, Death("all", 9, "backward"), reasons=[DROPPED])
     assert [one["resumed"] for one in results(last)] == [9, 9]
 
 
@@ -191,8 +192,8 @@ def test_what_was_dropped_is_said(lab: Lab) -> None:
 def test_a_gradient_that_is_changed_by_hand_is_found_by_all_ranks(lab: Lab, steps: tuple[int, ...], redo: str) -> None:
     """One rank stages it; all go on with gradients as they are."""
     job = job_of(lab, redo, compression=TopK(ratio=0.05), halved=steps)
-    last = survives(lab, job, [Death("all", 9, "backward")], [9])
-    assert [one for one in journal_of(last.journal(0)) if one["event"] == "restored"][-1]["exact"]
+    last = survives(lab, job, [Death("all", 9, "backward")])
+    assert noted(last, "restored")[0][-1]["exact"]
 
 
 @pytest.mark.slow
@@ -212,9 +213,8 @@ def test_another_compressor_than_before_is_said(lab: Lab, before: LossyConfig, n
     last = job_of(lab, compression=now, number=1)
     assert run(lab, last) == [0, 0]
     assert [one["resumed"] for one in results(last)] == [9, 9]
-    assert not [one for one in journal_of(last.journal(0)) if one["event"] == "restored"][-1]["exact"]
-    log = max(lab.directory.glob("*-rank0.log"), key=lambda path: path.stat().st_mtime_ns).read_text()
-    assert "compression was" in log
+    assert not noted(last, "restored")[0][-1]["exact"]
+    assert "compression was" in logs(lab)
 
 
 def test_compression_may_be_switched_off_and_on(lab: Lab) -> None:

@@ -17,7 +17,7 @@ from examples.gpt import GPT, SIZES, Corpus
 from memckpt import compression
 from memckpt.compression import CompressionConfig, TopK
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import PROCESS_GROUP_SECONDS, fresh_directory, join, run_ranks
+from tests.support.trainings.killed_ranks import PROCESS_GROUP_SECONDS, fresh_directory, join, run_ranks
 
 RANKS, BATCH = 2, 4
 #: An element waits for about 1 / ratio steps until it is sent: fewer steps than several times that compare nothing. A

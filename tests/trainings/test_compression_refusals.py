@@ -21,10 +21,10 @@ import memckpt
 from memckpt import compression
 from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError, MemckptError, UnsupportedError, UsageError
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import Job, job_of, join, logs, run
+from tests.support.cluster.sharded_cases import Setup, ShardedJob, job_of
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_ranks import logs, run
 
 COMPRESSORS = [TopK(), RandomK(), Quantized8(), PowerSGD(), HalfPrecision()]
 LOSSY = COMPRESSORS[:4]
@@ -34,7 +34,7 @@ Said = dict[str, str]
 """What was said, by the name of an attempt."""
 
 
-def attach(job: Job, model: nn.Module, chosen: CompressionConfig) -> memckpt.Session:
+def attach(job: ShardedJob, model: nn.Module, chosen: CompressionConfig) -> memckpt.Session:
     settings = config(compression=chosen)
     return memckpt.attach(model, torch.optim.AdamW(model.parameters()), run_dir=job.run_dir, config=settings)
 
@@ -82,7 +82,7 @@ def embedded() -> nn.Module:
     return DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
 
 
-def models(job: Job) -> Said:
+def models(job: ShardedJob) -> Said:
     """Models that compression is not for."""
 
     def refused(make: Callable[[], nn.Module], chosen: CompressionConfig | None = None) -> str:
@@ -109,7 +109,7 @@ def models(job: Job) -> Said:
     return found
 
 
-def hooks(job: Job) -> Said:
+def hooks(job: ShardedJob) -> Said:
     """Hooks that come later, and compressors as plain hooks with a wrong state."""
 
     def averaged(state: Any) -> str:
@@ -134,12 +134,12 @@ def hooks(job: Job) -> Said:
     return found
 
 
-def ask(lab: Lab, attempt: Callable[[Job], Said]) -> Said:
+def ask(lab: Lab, attempt: Callable[[ShardedJob], Said]) -> Said:
     """What is said on both ranks, which must be the same."""
     job = job_of(lab, Setup("plain", 2), config())
 
-    def body(job: Job, rank: int) -> None:
-        join(job, rank)
+    def body(job: ShardedJob, rank: int) -> None:
+        job.join(rank)
         (job.directory / f"said-{rank}").write_text(json.dumps(attempt(job)))
         os._exit(0)  # taking gloo's groups down has been seen to hang
 
@@ -149,7 +149,7 @@ def ask(lab: Lab, attempt: Callable[[Job], Said]) -> Said:
     return dict(first)
 
 
-def nothing(job: Job) -> Said:
+def nothing(job: ShardedJob) -> Said:
     attach(job, DistributedDataParallel(Net()), TopK(min_elements=1_000_000)).close()
     return {}
 

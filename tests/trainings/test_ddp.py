@@ -8,42 +8,55 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from memckpt.agent import fencing as fence
 from memckpt.config import StorageConfig
 from memckpt.processes.handles import ProcessHandle
 from tests.support.cluster.waiting import until
-from tests.support.trainings.ddp_cases import check_verdicts, run
-from tests.support.trainings.ddp_runs import job_of, reference, survives
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory, results
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    check_verdicts,
+    die_and_go_on,
+    fresh_directory,
+    logs,
+    next_attempt,
+    reference,
+    results,
+    run,
+    survives,
+)
+from tests.support.trainings.rank_trainings import job_of
 
 
 @pytest.mark.promise("training survives its agent and is protected again")
 def test_another_ranks_batch_is_found_by_all_ranks(lab: Lab) -> None:
     job = replace(job_of(lab), config=config(resume_check="require"))
     assert run(lab, replace(job, deaths=[Death("all", 8, "committed")])) == [-9, -9]
-    wrong = replace(job, directory=fresh_directory(lab), number=1, other_batch=1)
-    codes = run(lab, wrong)
+
+    def draw_again(training: Any, step: int) -> None:
+        if training.rank == 1:
+            torch.manual_seed(7)
+
+    codes = run(lab, next_attempt(lab, job, each_step=draw_again))
     assert not {0, -9} & set(codes), codes
-    logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
-    for log in logs:
+    for log in [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]:
         assert "ResumeMismatchError: resume_check='require'" in log
         assert "step 9 was repeated: DIFFERENT: generators torch on rank 1" in log
-    mended = replace(job, directory=fresh_directory(lab), number=2)
+    mended = next_attempt(lab, job, number=2)
     assert run(lab, mended) == [0, 0]
-    for ours, theirs in zip(results(mended), reference(lab, job), strict=True):
-        assert (ours["resumed"], ours["state"]) == (9, theirs["state"])
+    check_same(results(mended), reference(lab, job), 9)
 
 
 @pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
     job = job_of(lab, world_size=world_size)
-    expected = reference(lab, job)
     assert run(lab, job) == [0] * world_size
-    assert results(job) == expected
+    check_same(results(job), reference(lab, job))
 
 
 @pytest.mark.promise("with two or three ranks and one or two agents any rank may die anywhere")
@@ -51,13 +64,13 @@ def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
 @pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
 @pytest.mark.parametrize("who", [0, 1, "all"])
 def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, who: int | str, nodes: bool) -> None:
-    survives(lab, job_of(lab, nodes=nodes), [Death(who, 3), Death(who, 9, "backward")], [3, 9])
+    survives(lab, job_of(lab, nodes=nodes), [Death(who, 3), Death(who, 9, "backward")])
 
 
 @pytest.mark.promise("with two or three ranks and one or two agents any rank may die anywhere")
 @pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
 def test_resumes_exactly_from_replicas(lab: Lab, nodes: bool) -> None:
-    survives(lab, job_of(lab, "eager", nodes=nodes), [Death(1, 4, "backward"), Death("all", 8, "committed")], [4, 9])
+    survives(lab, job_of(lab, "eager", nodes=nodes), [Death(1, 4, "backward"), Death("all", 8, "committed")])
 
 
 @pytest.mark.promise("with two or three ranks and one or two agents any rank may die anywhere")
@@ -65,23 +78,21 @@ def test_resumes_exactly_from_replicas(lab: Lab, nodes: bool) -> None:
 def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, place: str) -> None:
     """The other rank may have committed the record that the dead one did not: both meet at the older one."""
     # A rank that dies right after its commit of step 6 leaves the other one in the next step's backward.
-    expected = {"forward": 6, "backward": 6, "stepped": 6, "committed": 7}[place]
-    survives(lab, job_of(lab), [Death(0, 6, place)], [expected])
+    survives(lab, job_of(lab), [Death(0, 6, place)])
 
 
 @pytest.mark.promise("the order of DDP's sums is that of the uninterrupted run")
 def test_three_ranks_resume_in_the_bucket_layout_they_had(lab: Lab) -> None:
     """With three ranks a sum's order depends on where in its bucket an element lies."""
-    survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")], [4, 8])
+    survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")])
 
 
 @pytest.mark.promise("DDP with three ranks or more, killed after the very first step")
 def test_the_second_step_of_three_ranks_is_not_repeated(lab: Lab) -> None:
     """It was reduced in buckets of which the state behind the first step knows nothing."""
     reason = "DDP of three or more ranks had not laid out its buckets for good before that step"
-    survives(lab, job_of(lab, world_size=3), [Death(0, 2)], [2], [reason])
-    logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-3:]]
-    assert any(f"no step was compared: {reason}" in log for log in logs)
+    survives(lab, job_of(lab, world_size=3), [Death(0, 2)], unchecked=[reason])
+    assert f"no step was compared: {reason}" in logs(lab)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +101,16 @@ def test_the_second_step_of_three_ranks_is_not_repeated(lab: Lab) -> None:
     ids=["find-unused", "bucket-view", "static-graph"],
 )
 def test_ddp_settings(lab: Lab, ddp: dict[str, Any]) -> None:
-    survives(lab, job_of(lab, ddp=ddp), [Death(1, 5, "backward")], [5])
+    survives(lab, job_of(lab, ddp=ddp), [Death(1, 5, "backward")])
 
 
 def test_accumulation_without_synchronization(lab: Lab) -> None:
-    survives(lab, job_of(lab, accumulate=3), [Death(0, 4, "backward")], [4])
+    survives(lab, job_of(lab, accumulate=3), [Death(0, 4, "backward")])
 
 
 @pytest.mark.parametrize("hook", ["after", "before"])
 def test_a_users_communication_hook_is_kept(lab: Lab, hook: str) -> None:
-    survives(lab, job_of(lab, hook=hook), [Death(1, 5, "backward")], [5])
+    survives(lab, job_of(lab, hook=hook), [Death(1, 5, "backward")])
 
 
 @pytest.mark.promise("a stuck rank of an earlier attempt can no longer write")
@@ -110,11 +121,11 @@ def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
     first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
     assert run(lab, first)[0] == -9
     stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
-    second = replace(job, directory=fresh_directory(lab), number=1)
+    second = next_attempt(lab, first)
     assert run(lab, second) == [0, 0]
     assert stuck.wait(10) == -9
-    check_verdicts([first, second], died=False)
-    assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
+    check_verdicts([first, second])
+    check_same(results(second), expected)
 
 
 @pytest.mark.promise("a new attempt begins when the last one's ranks have ended, and not before")
@@ -136,30 +147,22 @@ def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeyp
         os.kill(stuck.pid, signal.SIGKILL)
 
     ender = lab.fork(end_it, "ender")
-    second = replace(job, directory=fresh_directory(lab), number=1)
+    second = next_attempt(lab, first)
     assert run(lab, second) == [0, 0]
     assert ender.wait() == 0
     assert stuck.wait(10) == -9
-    check_verdicts([first, second], died=False)
-    assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
+    check_verdicts([first, second])
+    check_same(results(second), expected)
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one-agent", "two-agents"])
 def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: bool) -> None:
     job = job_of(lab, nodes=nodes)
     expected = reference(lab, job)
-    first = replace(job, directory=fresh_directory(lab), deaths=[Death("agent", 3), Death("all", 9)])
-    assert run(lab, first) == [-9, -9]
-    logs = "".join(child.log.read_text() for child in lab._children)
-    assert "killed the agent" in logs
-    assert "without protection" in logs
-    assert "protected again" in logs
-    second = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, second) == [0, 0]
-    check_verdicts([first, second], died=False)
-    found = results(second)
-    assert [one["resumed"] for one in found] == [9, 9]
-    assert [one["state"] for one in found] == [one["state"] for one in expected]
+    last = die_and_go_on(lab, job, Death("agent", 3), Death("all", 9))
+    assert "without protection" in logs(lab)
+    assert "protected again" in logs(lab)
+    check_same(results(last), expected, 9)
 
 
 @pytest.mark.promise("after the death of agent and trainer a resume from storage is exact")
@@ -172,15 +175,8 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
     expected = reference(lab, job)
     if redo == "eager" and not nodes:
         lab.start_agent()
-    deaths = [Death("agent", 8, "forward"), Death("all", 8, "backward")]
-    died = replace(job, directory=fresh_directory(lab), deaths=deaths, wait_at=6)
-    assert run(lab, died) == [-9, -9]
-    last = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, last) == [0, 0]
-    check_verdicts([died, last], died=False)
-    for ours, theirs in zip(results(last), expected, strict=True):
-        assert ours["resumed"] == 5
-        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+    last = die_and_go_on(lab, job, Death("agent", 8), Death("all", 8, "backward"), wait_at=6)
+    check_same(results(last), expected, 5)
 
 
 @pytest.mark.promise("another number of ranks carries over parameters and optimizer state")
@@ -193,13 +189,11 @@ def test_another_number_of_ranks_goes_on_from_storage(lab: Lab, after: int, redo
         lab.start_agent()
     died = replace(job_of(lab), config=settings, deaths=[Death("all", 6, "committed")])
     assert run(lab, died) == [-9, -9]
-    other = replace(died, directory=fresh_directory(lab), deaths=(), number=1, world_size=after, last_step=7)
+    other = next_attempt(lab, died, world_size=after, last_step=7)
     assert run(lab, other) == [0] * after
     found = results(other)
     assert all(not ours["losses"] for ours in found)  # what is compared is what was restored
-    same = replace(died, directory=fresh_directory(lab), run_dir=None, deaths=(), last_step=7)
-    assert run(lab, same) == [0, 0]
-    expected = results(same)[0]["state"]
+    expected = reference(lab, replace(died, last_step=7))[0]["state"]
     for ours in found:
         assert ours["state"]["params"] == expected["params"]
         assert ours["state"]["optimizer"] == expected["optimizer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,30 +11,32 @@ from memckpt.agent.connections import Connection
 from memckpt.agent.group import Group
 from memckpt.agent.server import Agent
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
-from tests.support.trainings.ddp_cases import Job
-from tests.support.trainings.ddp_runs import survives
-from tests.support.trainings.engine_child import config
+from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory
+from tests.support.trainings.killed_ranks import Death, survives
+from tests.support.trainings.rank_trainings import DdpJob
 
 PLACES = pytest.mark.parametrize(
     ("redo", "nodes"),
     [("lazy", False), ("lazy", True), ("eager", False)],
     ids=["lazy-one-agent", "lazy-two-agents", "eager-one-agent"],
 )
-CHANGED_ON = pytest.mark.parametrize("changed_on", [(0, 1), (0,), (1,)], ids=["all-ranks", "rank-0", "rank-1"])
 
 
-def job_of(lab: Lab, redo: str, nodes: bool, changed_on: tuple[int, ...]) -> Job:
+def change_table(ranks: tuple[int, ...], training: Any, step: int) -> None:
+    if step == 5 and training.rank in ranks:
+        training.net.table += training.rank + 1
+
+
+#: The same objects for every test, so that they share references.
+CHANGES = {ranks: partial(change_table, ranks) for ranks in [(0, 1), (0,), (1,)]}
+CHANGED_ON = pytest.mark.parametrize("changed_on", CHANGES, ids=["all-ranks", "rank-0", "rank-1"])
+
+
+def job_of(lab: Lab, redo: str, nodes: bool, changed_on: tuple[int, ...]) -> DdpJob:
     """Some ranks change a large buffer of their own at the sixth step, which nobody expects to change."""
-    by_hand = tuple((rank, 5) for rank in changed_on)
-    return Job(
-        fresh_directory(lab),
-        lab.run_dir,
-        config(redo),
-        nodes=nodes,
-        by_hand=by_hand,
-        ddp={"broadcast_buffers": False},
+    return rank_trainings.job_of(
+        lab, redo, nodes=nodes, table="same", each_step=CHANGES[changed_on], ddp={"broadcast_buffers": False}
     )
 
 
@@ -60,14 +63,7 @@ def test_a_few_records_later_all_ranks_are_protected_again(
 @pytest.mark.thinned(2)
 @PLACES
 def test_large_buffers_of_each_rank_s_own_are_restored_to_it(lab: Lab, redo: str, nodes: bool) -> None:
-    job = Job(
-        fresh_directory(lab),
-        lab.run_dir,
-        config(redo),
-        nodes=nodes,
-        own_tables=True,
-        ddp={"broadcast_buffers": False},
-    )
+    job = rank_trainings.job_of(lab, redo, nodes=nodes, table="own", ddp={"broadcast_buffers": False})
     survives(lab, job, [Death("all", 5, "forward")], [5])
 
 

@@ -7,11 +7,23 @@ from dataclasses import replace
 import pytest
 
 from memckpt.config import StorageConfig
-from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import Job, job_of, logs, noted, reference, run, start_agents, survives
+from tests.support.cluster.sharded_cases import Setup, ShardedJob, job_of, named
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    die_and_go_on,
+    fresh_directory,
+    logs,
+    next_attempt,
+    noted,
+    reference,
+    results,
+    run,
+    start_agents,
+    survives,
+)
 
 FSDP2, FSDP4 = Setup(), Setup(world_size=4)
 HSDP, TP, FSDP_TP = Setup("hsdp", 4), Setup("tp"), Setup("fsdp-tp", 4)
@@ -167,13 +179,13 @@ def test_launchers_kill_the_others_at_any_moment(lab: Lab, setup: Setup, place: 
         assert -9 in run(lab, attempt)
         _check_resumed(attempt, committed)
         committed = min(max(each["step"] for each in rank) + 1 for rank in noted(attempt, "committed"))
-    last = replace(job, directory=fresh_directory(lab), number=len(steps))
+    last = next_attempt(lab, job, number=len(steps))
     assert run(lab, last) == [0] * setup.world_size
     _check_resumed(last, committed)
     check_same(results(last), expected)
 
 
-def _check_resumed(attempt: Job, committed: int) -> None:
+def _check_resumed(attempt: ShardedJob, committed: int) -> None:
     """All ranks went on together, with nothing lost. One that is killed in a commit may not have noted it."""
     starts = {rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")}
     assert len(starts) == 1
@@ -205,17 +217,15 @@ def test_training_survives_its_agents_and_is_protected_again(
     """The ranks come back one after the other: the replica of one that is there goes on while the next says hello."""
     job = job_of(lab, setup, config(redo), nodes=nodes)
     expected = reference(lab, job)
-    first = replace(job, directory=fresh_directory(lab), deaths=[Death(who, 2), Death("all", 8)])
+    first = replace(job, deaths=[Death(who, 2), Death("all", 8)])
     assert run(lab, first) == [-9] * setup.world_size
     killed = [each["who"] for rank in noted(first, "killed") for each in rank]
     assert killed.count("agent") == (nodes if who == "agents" else 1)
     assert "without protection" in logs(lab)
     assert "protected again" in logs(lab)
-    second = replace(job, directory=fresh_directory(lab), number=1)
+    second = next_attempt(lab, first)
     assert run(lab, second) == [0] * setup.world_size
-    found = results(second)
-    assert [one["start"] for one in found] == [8] * setup.world_size
-    check_same(found, expected)
+    check_same(results(second), expected, 8)
 
 
 @pytest.mark.promise("the machine, the container with both, the cgroup with both, without peers")
@@ -241,12 +251,6 @@ def test_resumes_from_storage_when_agents_and_all_ranks_are_gone(
     expected = reference(lab, job)
     if redo == "eager":
         start_agents(lab, job)
-    deaths = [Death(who, 6, "forward"), Death("all", 6, "backward")]
-    died = replace(job, directory=fresh_directory(lab), deaths=deaths, wait_at=5)
-    assert run(lab, died) == [-9] * setup.world_size
-    last = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, last) == [0] * setup.world_size
-    found = results(last)
-    assert [one["start"] for one in found] == [4] * setup.world_size
+    last = die_and_go_on(lab, job, Death(who, 6), Death("all", 6, "backward"), wait_at=5)
     assert {each["tier"] for rank in noted(last, "restored") for each in rank} == {"storage"}
-    check_same(found, expected)
+    check_same(results(last), expected, 4)

@@ -16,11 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.session.staging import Staging
-from tests.support.cluster.sharded_cases import Distributed, Setup, named
-from tests.support.cluster.sharded_lab import job_of, logs, noted, reference, run, start_agents, survives
+from tests.support.cluster.sharded_cases import Distributed, Setup, job_of, named
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    fresh_directory,
+    logs,
+    next_attempt,
+    noted,
+    reference,
+    results,
+    run,
+    start_agents,
+    survives,
+)
 
 FSDP2, FSDP4 = Setup(table=True), Setup(world_size=4, table=True)
 HSDP, TP, FSDP_TP = Setup("hsdp", 4, table=True), Setup("tp", table=True), Setup("fsdp-tp", 4, table=True)
@@ -161,7 +172,7 @@ def test_a_rank_dies_in_a_generation_that_the_others_have_complete(
         os.close(told)
         os.close(tell)
     assert f"rank {who} dies in its second generation" in logs(lab)
-    second = replace(job, directory=fresh_directory(lab), number=1)
+    second = next_attempt(lab, first)
     assert run(lab, second) == [0] * setup.world_size
     assert [rank[0]["step"] for rank in noted(second, "restored")] == [CHANGED_AT] * setup.world_size
     check_same(results(second), expected)

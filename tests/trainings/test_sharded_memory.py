@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import Job, job_of, node, noted, run, start_agents
+from tests.support.cluster.sharded_cases import Setup, ShardedJob, job_of, named
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, fresh_directory
+from tests.support.trainings.killed_ranks import Death, fresh_directory, node, noted, run, start_agents
 
 slow = pytest.mark.slow
 
 
-def held(lab: Lab, job: Job) -> tuple[dict[str, int], dict[str, dict[tuple[int, ...], int]]]:
+def held(lab: Lab, job: ShardedJob) -> tuple[dict[str, int], dict[str, dict[tuple[int, ...], int]]]:
     """Of a training whose ranks have died: by node, what its agent says, and what each unit's layout asks for."""
     if job.config is not None and job.config.redo == "eager":
         start_agents(lab, job)

@@ -23,15 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
 from memckpt.errors import UnsupportedError
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import Job, job_of, join, logs, run
+from tests.support.cluster.sharded_cases import Setup, ShardedJob, job_of
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_ranks import logs, run
 
 PLAIN = Setup("plain", 2)
 
 
-def refused(job: Job, model: Any, optimizer: Any, **arguments: Any) -> str:
+def refused(job: ShardedJob, model: Any, optimizer: Any, **arguments: Any) -> str:
     """What attach() says."""
     try:
         session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config, **arguments)
@@ -45,12 +45,12 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def neither(job: Job) -> str:
+def neither(job: ShardedJob) -> str:
     model = nn.Linear(4, 4)
     return refused(job, model, adam(model))
 
 
-def part_of_the_mesh(job: Job) -> str:
+def part_of_the_mesh(job: ShardedJob) -> str:
     """As with pipeline stages: each half of the ranks shards a model of its own."""
     mesh = init_device_mesh("cpu", (2, job.world_size // 2), mesh_dim_names=("stage", "shard"))
     model = nn.Linear(4, 4)
@@ -58,13 +58,13 @@ def part_of_the_mesh(job: Job) -> str:
     return refused(job, model, adam(model))
 
 
-def both_ways(job: Job) -> str:
+def both_ways(job: ShardedJob) -> str:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (job.world_size,)))
     return refused(job, DistributedDataParallel(model, init_sync=False), adam(model))
 
 
-def partial_sum(job: Job) -> str:
+def partial_sum(job: ShardedJob) -> str:
     mesh = init_device_mesh("cpu", (job.world_size,), mesh_dim_names=("shard",))
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=mesh)
@@ -72,26 +72,26 @@ def partial_sum(job: Job) -> str:
     return refused(job, model, adam(model))
 
 
-def declared_and_different(job: Job) -> str:
+def declared_and_different(job: ShardedJob) -> str:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     parallelize_module(model, init_device_mesh("cpu", (job.world_size,)), {"0": ColwiseParallel()})
     return refused(job, model, adam(model), replicated=["1.*", "2.bias"])
 
 
-def pipeline_stage(job: Job) -> str:
+def pipeline_stage(job: ShardedJob) -> str:
     model = nn.Linear(4, 4)
     stage = PipelineStage(model, dist.get_rank(), job.world_size, torch.device("cpu"))
     return refused(job, stage, adam(model))
 
 
-def local_sgd_optimizer(job: Job) -> str:
+def local_sgd_optimizer(job: ShardedJob) -> str:
     model = DistributedDataParallel(nn.Linear(4, 4))
     averager = averagers.PeriodicModelAverager(period=4, warmup_steps=10)
     return refused(job, model, PostLocalSGDOptimizer(optim=adam(model), averager=averager))
 
 
-def local_sgd_hook(job: Job) -> str:
+def local_sgd_hook(job: ShardedJob) -> str:
     model = DistributedDataParallel(nn.Linear(4, 4))
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     state = local_sgd.PostLocalSGDState(process_group=None, subgroup=group, start_localSGD_iter=3)
@@ -99,7 +99,7 @@ def local_sgd_hook(job: Job) -> str:
     return refused(job, model, adam(model))
 
 
-def uneven_inputs(job: Job) -> str:
+def uneven_inputs(job: ShardedJob) -> str:
     """Ranks with less data go on with shadows of the others' steps."""
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = adam(model)
@@ -139,11 +139,11 @@ def uneven_inputs(job: Job) -> str:
         (uneven_inputs, 2, "join"),
     ],
 )
-def test_refused(lab: Lab, attempt: Callable[[Job], str], world_size: int, named: str) -> None:
+def test_refused(lab: Lab, attempt: Callable[[ShardedJob], str], world_size: int, named: str) -> None:
     job = job_of(lab, replace(PLAIN, world_size=world_size), config())
 
-    def body(job: Job, rank: int) -> None:
-        join(job, rank)
+    def body(job: ShardedJob, rank: int) -> None:
+        job.join(rank)
         (job.directory / f"said-{rank}").write_text(attempt(job))
         os._exit(0)  # taking gloo's groups down has been seen to hang
 

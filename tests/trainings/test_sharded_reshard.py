@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 
 from memckpt.config import StorageConfig
-from tests.support.cluster.sharded_cases import Setup, named
-from tests.support.cluster.sharded_lab import Job, job_of, logs, noted, reference, run, start_agents
+from tests.support.cluster.sharded_cases import Setup, ShardedJob, job_of, named
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
+from tests.support.trainings.killed_ranks import (
+    Death,
+    check_same,
+    fresh_directory,
+    logs,
+    noted,
+    reference,
+    results,
+    run,
+    start_agents,
+)
 
 PLAIN, DDP = Setup("plain", 1), Setup("ddp")
 FSDP1, FSDP2, FSDP4 = (Setup(world_size=size) for size in (1, 2, 4))
@@ -26,7 +35,7 @@ slow = pytest.mark.slow
 AT = 6
 
 
-def restored(lab: Lab, died: Job, setup: Setup, **settings: Any) -> Job:
+def restored(lab: Lab, died: ShardedJob, setup: Setup, **settings: Any) -> ShardedJob:
     """Go on in another way, without a further step: what is compared is what was restored."""
     job = replace(
         died, setup=setup, directory=fresh_directory(lab), number=1, deaths=(), wait_at=None, last_step=AT, **settings
@@ -35,12 +44,12 @@ def restored(lab: Lab, died: Job, setup: Setup, **settings: Any) -> Job:
     return job
 
 
-def check_carried_over(lab: Lab, died: Job, job: Job) -> None:
+def check_carried_over(lab: Lab, died: ShardedJob, job: ShardedJob) -> None:
     """Every rank has the undisturbed training's parameters and optimizer state, element for element."""
     expected = reference(lab, replace(died, last_step=AT))[0]["full"]
     found = results(job)
     for rank, ours in enumerate(found):
-        assert ours["start"] == AT
+        assert ours["resumed"] == AT
         different = differences(expected, ours["full"])
         assert not different, f"rank {rank}:\n" + "\n".join(different[:10])
     if job.world_size != died.world_size and "tp" not in job.setup.kind:
@@ -109,7 +118,7 @@ def test_carried_over_from_memory(lab: Lab, before: Setup, after: Setup, redo: s
     check_carried_over(lab, died, restored(lab, died, after))
 
 
-def stored(lab: Lab, setup: Setup, nodes: int) -> Job:
+def stored(lab: Lab, setup: Setup, nodes: int) -> ShardedJob:
     """A training whose ranks and agents are all dead: what is left of it, after step AT, is in storage."""
     job = job_of(lab, setup, config(storage=StorageConfig(every_steps=AT)), nodes=nodes)
     deaths = [Death("agents", AT + 2), Death("all", AT + 2, "backward")]
@@ -184,5 +193,5 @@ def test_what_goes_on_in_another_way_is_protected_as_ever(lab: Lab, before: Setu
     assert run(lab, killed) == [-9] * after.world_size
     last = replace(killed, directory=fresh_directory(lab), number=2, deaths=())
     assert run(lab, last) == [0] * after.world_size
-    assert [one["start"] for one in results(last)] == [AT + 2] * after.world_size
+    assert [one["resumed"] for one in results(last)] == [AT + 2] * after.world_size
     check_same(results(last), results(undisturbed))

@@ -22,13 +22,13 @@ from memckpt.session import mode, protection, tuning
 from memckpt.session.tuning import Advice, Adviser, FailureRate, Measured
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import RedoGroup
-from tests.support.trainings.ddp_cases import Job
-from tests.support.trainings.ddp_runs import survives as ddp_survives
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_training import Case, Training
-from tests.support.trainings.rank_group import Death, fresh_directory
+from tests.support.trainings.killed_ranks import Death
+from tests.support.trainings.killed_ranks import survives as ddp_survives
+from tests.support.trainings.rank_trainings import job_of
 
 FREE = config("auto", period=None)
 
@@ -89,8 +89,7 @@ def test_only_rank_0_says_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         return first
 
     monkeypatch.setattr(Adviser, "look_at", look_at)
-    job = Job(fresh_directory(lab), lab.run_dir, FREE, nodes=True)
-    ddp_survives(lab, job, [Death("all", 10, "committed")], [11])
+    ddp_survives(lab, replace(job_of(lab, nodes=True), config=FREE), [Death("all", 10, "committed")])
     logs = "".join(log.read_text() for log in lab.directory.glob("*.log"))
     assert logs.count("would pay from the next start on") == 1
     events = [entry for entry in read_journal(lab.run_dir) if isinstance(entry.event, Advised)]

@@ -24,21 +24,22 @@ from memckpt.session.peers import PeerRecovery
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.processes import command, kill_and_wait
-from tests.support.cluster.sharded_cases import Setup
-from tests.support.cluster.sharded_lab import (
+from tests.support.cluster.sharded_cases import Setup, ShardedJob, check_verdict
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_ranks import (
     PROCESS_GROUP_SECONDS,
-    Job,
+    Death,
     Rank,
-    check_verdict,
+    check_same,
+    fresh_directory,
     logs,
     node,
     noted,
     reference,
+    results,
     run,
 )
-from tests.support.trainings.engine_child import config
-from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import Death, check_same, fresh_directory, results
 
 #: Port of replicators that have a network namespace to themselves.
 _PORT = 4077
@@ -57,7 +58,7 @@ class Act:
 
 
 @dataclass(frozen=True)
-class PeersJob(Job):
+class PeersJob(ShardedJob):
     """One attempt.
 
     Attributes:
@@ -111,7 +112,7 @@ def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) ->
     """The first attempt, one rank per node; the launcher ends all ranks when one has died."""
     settings.setdefault("nodes", setup.world_size)
     settings.setdefault("launcher", True)
-    return PeersJob(setup, fresh_directory(lab), lab.run_dir, config, **settings)
+    return PeersJob(fresh_directory(lab), lab.run_dir, config, setup=setup, **settings)
 
 
 def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
@@ -207,7 +208,7 @@ def recovers_with(
     return prepare
 
 
-def train(job: Job, rank: int) -> None:
+def train(job: ShardedJob, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
     assert isinstance(job, PeersJob)
     if job.network is not None:  # a network of its own is slower

@@ -1,10 +1,11 @@
-"""Small trainings with models sharded over ranks in every way that torch has, and their final states."""
+"""Small trainings with models sharded over ranks in every way that torch has, their jobs and their final states."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from memckpt.config import MemckptConfig
 from tests.support.faults.frozen import freeze
+from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import Momentum
+from tests.support.trainings.killed_ranks import Job, Rank, RankTraining, fresh_directory, noted
 
 #: Not divisible by four: the last of four ranks has less of the embedding and of each norm, and nothing of a bias of 5.
 VOCABULARY, WIDTH = 21, 10
@@ -152,7 +156,7 @@ class Net(nn.Module):
         return self.head(self.norm(self.blocks[1](x)))
 
 
-class Distributed:
+class Distributed(RankTraining):
     """A training described by a setup: model, optimizer, and one step."""
 
     def __init__(self, setup: Setup, at: At, seed: int = 0) -> None:
@@ -173,6 +177,8 @@ class Distributed:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4, enabled=setup.scaler)
         if setup.scaler:
             self.registered["scaler"] = self.scaler
+            # A step that the scaler has skipped leaves gradients behind: only the loop knows that the step is over.
+            self.commit_arguments = {"gradients_pending": False}
 
     def _at_last(self, place: str) -> None:
         """Report a place only in the last micro-batch of a step."""
@@ -322,3 +328,77 @@ def _locals(value: Any) -> Any:
     if isinstance(value, list):
         return [_locals(item) for item in value]
     return _local(value)
+
+
+# Attempts
+
+#: Valid reasons for not repeating the step of a resumed record.
+UNCHECKED = (
+    "a generation began at record",
+    "the replica has gone past record",
+    "came from other nodes, without the one before it",
+    "storage does not have the state from which",
+    "the ranks, or their shards, are not those",
+    "had not laid out its buckets for good before that step",
+)
+
+
+@dataclass(frozen=True)
+class ShardedJob(Job):
+    """One attempt of a sharded training.
+
+    Attributes:
+        declare: whether parameters that tensor parallelism leaves alone are declared replicated.
+    """
+
+    nodes: int = 1
+    setup: Setup = Setup()
+    declare: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.setup.world_size
+
+    @property
+    def grouped(self) -> bool:
+        return self.setup.kind != "plain" or self.world_size > 1
+
+    def training(self, rank: Rank) -> Distributed:
+        # Other random numbers than in the previous attempt: state that is not restored shows.
+        training = Distributed(self.setup, rank.at, seed=self.number)
+        if "tp" in self.setup.kind and self.declare:
+            training.attach_arguments = {"replicated": REPLICATED}
+        return training
+
+    def undisturbed(self, directory: Path) -> ShardedJob:
+        return ShardedJob(directory, None, setup=self.setup, last_step=self.last_step, each_step=self.each_step)
+
+    def problem(self, attempts: Sequence[Job], died: bool, reasons: Sequence[str]) -> str:
+        check_verdict(self)
+        return ""
+
+
+def job_of(lab: Lab, setup: Setup, config: MemckptConfig | None, **settings: Any) -> ShardedJob:
+    return ShardedJob(fresh_directory(lab), lab.run_dir, config, setup=setup, **settings)
+
+
+def check_verdict(attempt: Job, ahead: bool = False) -> set[str]:
+    """Check that all ranks report an equal repeated step, or none for a valid reason; returns their reports.
+
+    Args:
+        ahead: whether the dead attempt was as far ahead of its peers as it may be, or does not wait for them: the
+            record before the resumed one may have given its slot away.
+    """
+    verdicts = {(each["verdict"], each["line"]) for rank in noted(attempt, "checked") for each in rank}
+    if attempt.config is None or not attempt.config.replays:
+        return {verdict for verdict, _ in verdicts}
+    proceeds = attempt.config.peers is not None and attempt.config.peers.ack == "proceed"
+    reasons = (*UNCHECKED, "is not held any more") if ahead or proceeds else UNCHECKED
+    for verdict, line in verdicts:
+        if line != "no step was compared: nothing was resumed":
+            assert verdict == "equal", f"{verdict}: {line}"
+            assert "no step was compared" not in line or any(reason in line for reason in reasons), line
+    assert len(verdicts) <= 1, verdicts
+    if any(noted(attempt, "restored")) and not verdicts:
+        assert not any(noted(attempt, "committed")), "a step has ended since the resume without a verdict"
+    return {verdict for verdict, _ in verdicts}

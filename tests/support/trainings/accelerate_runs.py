@@ -23,7 +23,7 @@ from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import differences
 from tests.support.trainings.accelerate_training import INSTANT, Case, Kill, Run, Training
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import fresh_directory, join, run_ranks
+from tests.support.trainings.killed_ranks import fresh_directory, join, run_ranks
 
 DEATHS = (-signal.SIGKILL, -signal.SIGALRM)
 

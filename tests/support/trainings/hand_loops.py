@@ -20,7 +20,7 @@ import memckpt
 from tests.support.faults.check_lines import REASONS
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.rank_group import fresh_directory, join, run_ranks
+from tests.support.trainings.killed_ranks import fresh_directory, join, run_ranks
 
 #: Where a process dies, and the how-manieth time that it comes by.
 Kill = tuple[str, int]
