@@ -126,6 +126,10 @@ class ModeChoice:
     def caveats(self) -> list[str]:
         """Limits of this mode, one line each. Rank 0 logs a warning about those that lose protection."""
         found = []
+        if self.mode == "snapshot" and self._test is None and self._config.redo != "snapshot":
+            found.append(self._loss())
+            if self._ranks.rank == 0:
+                _log.warning("memckpt: %s", found[-1])
         if self.mode == "eager" and self._device.type != "cpu":
             found.append(
                 "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
@@ -154,7 +158,7 @@ class ModeChoice:
                 self.mode, self.reason = self._redone
         for mode, reason in self._ranks.gather((held, not_redoable)):
             if reason:
-                self._capture(reason)
+                self._cannot_redo(reason)
                 return
             if self._test is not None and mode is not None and mode != "snapshot":
                 self._redo()
@@ -237,19 +241,20 @@ class ModeChoice:
         return bool(reason)
 
     def _cannot_redo(self, reason: str) -> None:
-        self._capture(reason)
-        _log.warning(
-            "memckpt: steps cannot be redone here: %s; the whole state is copied every %d steps instead, so that a "
-            "crash may lose up to %d",
-            reason,
-            self.every,
-            self.every - 1,
-        )
-
-    def _capture(self, reason: str) -> None:
+        said = self.mode == "snapshot" and self._test is None  # by caveats()
         self.remove_test()
         self.mode, self.reason, self.every = "snapshot", reason, self._config.snapshot_every_steps
         self.not_redoable = reason
+        if not said:
+            _log.warning("memckpt: %s", self._loss())
+
+    def _loss(self) -> str:
+        """What snapshots in place of redo lose, in words."""
+        often = "every step" if self.every == 1 else f"one step of {self.every}"
+        return (
+            f"steps cannot be redone here: {self.reason}; the whole state is copied after {often} instead, so that a "
+            f"crash may lose up to {self.every - 1} steps (MemckptConfig(snapshot_every_steps=1) loses none)"
+        )
 
     def _redo(self) -> None:
         self.remove_test()
@@ -294,13 +299,8 @@ def choose_redo(
     """
     if config.redo == "snapshot":
         return "snapshot", "as configured"
-    for index, reason in live.not_redoable.items():
-        if config.redo != "auto":
-            name = type(live.optimizers[index]).__qualname__
-            _log.warning(
-                "memckpt: redo=%r is not possible with %s and 'snapshot' is used: %s", config.redo, name, reason
-            )
-        return "snapshot", reason
+    if live.not_redoable:
+        return "snapshot", next(iter(live.not_redoable.values()))
     if not any(p.requires_grad for optimizer in live.optimizers for g in optimizer.param_groups for p in g["params"]):
         return _lazy_instead(config, "no parameter requires a gradient, so that a replica would be empty")
     for optimizer in live.optimizers:

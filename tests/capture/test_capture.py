@@ -50,9 +50,9 @@ def test_what_an_optimizer_hides_is_found_and_captured(lab: Lab, case: Case, eve
     # The test is over with step 3 at the latest, and the generation of its end is a capture; so is that of a resume.
     expected = [last_captured(10, every, 3), last_captured(14, every, 3), last_captured(20, every, 3)]
     attempts = lab.survives(case, config("lazy", snapshot_every_steps=every), kills, expected=expected)
-    assert "steps cannot be redone here" in attempts[0].log
+    assert all("steps cannot be redone here" in attempt.log for attempt in attempts)
+    assert all(f"a crash may lose up to {every - 1} steps" in attempt.log for attempt in attempts)
     assert [attempt.mode for attempt in attempts] == ["snapshot"] * 4
-    assert "steps cannot be redone here" not in attempts[1].log  # it is known by then
 
 
 @pytest.mark.parametrize("step", [1, 2])
