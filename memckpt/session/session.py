@@ -300,9 +300,10 @@ class Session:
         reasons = [one for one in report.reasons if not one.startswith(ACCEPTED)]
         found = next(filter(None, self._ranks.gather("; ".join(reasons))), "")
         if self._resumes_exactly and found:
+            kept = "What was held is" if report.tier in ("local memory", "peers") else "What was stored is"
             raise ResumeMismatchError(
-                f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. What was held "
-                "is still held: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
+                f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. {kept} still "
+                "there: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
             )
         self._rank_state.carry(ACCEPTED + one for one in reasons if one not in self._rank_state.reasons)
 
