@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memckpt.config.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
+from memckpt.config.schema import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
 
 _WIDE = (torch.float32, torch.float64)

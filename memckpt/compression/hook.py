@@ -13,7 +13,7 @@ from memckpt.compression.power_sgd import PowerSgdReducer
 from memckpt.compression.reduction import Bucket, Encoded, Reducer
 from memckpt.compression.rounded import HalfReducer, QuantizedReducer
 from memckpt.compression.sparse import RandomKReducer, TopKReducer
-from memckpt.config.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
+from memckpt.config.schema import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import UnsupportedError, UsageError
 
 

@@ -17,7 +17,7 @@ from memckpt.compression.reduction import (
     spread,
     unpack,
 )
-from memckpt.config.compression import HalfPrecision, Quantized8
+from memckpt.config.schema import HalfPrecision, Quantized8
 from memckpt.state.encodings import decode, quantized_parts
 from memckpt.state.spec import GradientEncoding
 

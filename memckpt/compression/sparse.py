@@ -17,7 +17,7 @@ from memckpt.compression.reduction import (
     spread,
     unpack,
 )
-from memckpt.config.compression import RandomK, TopK
+from memckpt.config.schema import RandomK, TopK
 from memckpt.state.encodings import sparse_parts
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.spec import GradientEncoding, encoded_bytes

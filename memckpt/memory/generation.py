@@ -15,8 +15,8 @@ from memckpt.memory.ledger import Ledger, RankStates
 from memckpt.memory.redo_news import RedoNews
 from memckpt.memory.region import Allowance, GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.protocol.storing import LogRecord
 from memckpt.protocol.trainer import Commit, Drift, GenerationCommit
-from memckpt.protocol.writer import LogRecord
 from memckpt.state.layout import Layout
 from memckpt.state.records import Branch, HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from memckpt.errors import DamagedStateError
-from memckpt.protocol.writer import LogRecord
+from memckpt.protocol.storing import LogRecord
 from memckpt.state.records import RankGroup
 
 

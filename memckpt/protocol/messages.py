@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from memckpt.protocol import audit, peer_job, recovery, replication, status, storing, trainer, writer
+from memckpt.protocol import audit, peer_job, recovery, replication, status, storing, trainer
 
 #: What trainers and visitors, such as the command line, say to an agent.
 TrainerToAgent = (
-    peer_job.TrainerToAgent
-    | recovery.TrainerToAgent
-    | status.TrainerToAgent
-    | storing.TrainerToAgent
+    peer_job.TrainerToAgent | recovery.TrainerToAgent | status.TrainerToAgent | storing.TrainerToAgent
     | trainer.TrainerToAgent
-)
+)  # fmt: skip
 #: What an agent says to trainers and visitors.
 AgentToTrainer = (
-    peer_job.AgentToTrainer
-    | recovery.AgentToTrainer
-    | replication.AgentToTrainer
-    | status.AgentToTrainer
-    | storing.AgentToTrainer
-    | trainer.AgentToTrainer
-)
+    peer_job.AgentToTrainer | recovery.AgentToTrainer | replication.AgentToTrainer | status.AgentToTrainer
+    | storing.AgentToTrainer | trainer.AgentToTrainer
+)  # fmt: skip
 #: What an agent says to its writer processes.
-AgentToWriter = writer.AgentToWriter
+AgentToWriter = storing.AgentToWriter
 #: What writer processes say to their agent.
-WriterToAgent = storing.WriterToAgent | writer.WriterToAgent
+WriterToAgent = storing.WriterToAgent
 #: What an agent says to its auditor.
 AgentToAuditor = audit.AgentToAuditor
 #: What an auditor says to its agent.

@@ -1,10 +1,14 @@
-"""Messages about checkpoints, between an agent, its trainers and the command line."""
+"""Messages about checkpoints and logged records: an agent, its writer processes, its trainers, the command line."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from memckpt.state.records import Timeline
+from memckpt.state.spec import StateSpec
+from memckpt.storage.format import Part
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
@@ -83,8 +87,128 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
     record: int
 
 
+# Between an agent and its writer processes
+
+
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    """To the writer process: make a checkpoint of what comes along as descriptors.
+
+    Source ``"snapshot"``: the state, then the by-value tensors, and static tensors where present. Source ``"ring"``:
+    the slots and static tensors; the state is redone from `metas`.
+    """
+
+    url: str
+    part: Part
+    spec: StateSpec
+    source: Literal["snapshot", "ring"]
+    generation: int
+    rank_states: dict[int, bytes]
+    keep_last: int
+    keep_every_steps: int | None
+    by_value_base: int = 0  #: where the by-value tensors of a snapshot begin
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+    metas: tuple[bytes, ...] = ()
+    threads: int = 1
+    urgent: bool = False  #: no training runs that it could disturb, or the machine may be gone soon
+    abandoned: tuple[Part, ...] = ()  #: parts whose writer was killed; what is there of them is deleted first
+    search_path: tuple[str, ...] = ()  #: where the trainers find modules
+    reserve: int = 0  #: bytes that are to be free afterwards, for the log
+    witness: str = ""  #: the file without which the store is away
+
+
+class Announce(msgspec.Struct, frozen=True, tag="announce"):
+    """To the writer process: note in the store that a checkpoint will be taken after `record`; other nodes look."""
+
+    url: str
+    timeline: Timeline
+    record: int
+    witness: str = ""
+
+
+class LookForAnnounced(msgspec.Struct, frozen=True, tag="look"):
+    """To the writer process: read what the first rank's node has announced for this timeline."""
+
+    url: str
+    timeline: Timeline
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced"):
+    """Answer to LookForAnnounced; None: nothing."""
+
+    timeline: Timeline
+    record: int | None
+
+
+class LookForRoom(msgspec.Struct, frozen=True, tag="room?"):
+    """To the writer process: see how many bytes are free in a store."""
+
+    url: str
+    witness: str = ""
+
+
+class Room(msgspec.Struct, frozen=True, tag="room"):
+    """Answer to LookForRoom: bytes; None: unknown, or the store is away."""
+
+    url: str
+    free: int | None
+
+
+class LogRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What belongs to a record beside what lies in its slot: its scalars (RecordMeta) and the rank states, encoded."""
+
+    record: int
+    step: int
+    meta: bytes
+    rank_states: dict[int, bytes]
+
+
+class OpenLog(msgspec.Struct, frozen=True, tag="log"):
+    """To the process that writes records: take them from the slots whose descriptor comes along.
+
+    What it has of another timeline or generation is written first. A batch is written when it has `batch_steps` records
+    or `batch_bytes`, or when its oldest record has waited for `batch_seconds`.
+    """
+
+    url: str
+    node: str
+    spec: StateSpec
+    generation: int
+    timeline: Timeline
+    follows: Timeline | None  #: as for a batch
+    batch_steps: int
+    batch_bytes: int
+    batch_seconds: float
+    run: str = ""
+    reserve: int = 0  #: bytes that it leaves free, for the checkpoint that the log has to end in
+    witness: str = ""
+    fixed_steps: bool = True  #: False: also with fewer records, where writing is fast
+
+
+class Append(msgspec.Struct, frozen=True, tag="append"):
+    """To the same: copy these records out of their slots; `flush`: write also a batch that is not full."""
+
+    records: tuple[LogRecord, ...]
+    flush: bool
+
+
+class Appended(msgspec.Struct, frozen=True, tag="appended"):
+    """Answer to Append."""
+
+    taken: int | None  #: the newest record that has been copied out of its slot; None before the first
+    written: int | None  #: the newest record that is in storage, with its `step`; None before the first
+    step: int
+    nbytes: int  #: what this call has written, and how long it took
+    seconds: float
+    hole: str = ""  #: why a record could not be taken or written; the log goes on behind it
+    short: str = ""  #: why records wait for room in the storage, which a checkpoint may make; empty: they do not
+    batch_steps: int = 0  #: records in a batch from now on
+    late: bool = False  #: whether that is because its slot had been filled anew
+
+
 # This file's part of what is said on each connection
 
 TrainerToAgent = SaveRecord | SnapshotTaken | SaveTo
 AgentToTrainer = RecordSaved | TakeSnapshot | Saved | SaveFailed | Logged
-WriterToAgent = Saved | SaveFailed
+AgentToWriter = Save | Announce | LookForAnnounced | LookForRoom | OpenLog | Append
+WriterToAgent = Announced | Room | Appended | Saved | SaveFailed

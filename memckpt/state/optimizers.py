@@ -12,7 +12,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,12 +179,11 @@ def without_global_hooks() -> Iterator[None]:
             registry.update(hooks)
 
 
-class StateDescription:
+class StateDescription(NamedTuple):
     """An optimizer's state for one parameter: its tensors, and all keys, plain values included, in order."""
 
-    def __init__(self, tensors: tuple[StateTensorSpec, ...], keys: tuple[str, ...]) -> None:
-        self.tensors = tensors
-        self.keys = keys
+    tensors: tuple[StateTensorSpec, ...]
+    keys: tuple[str, ...]
 
 
 DryRuns = dict[Any, StateDescription]

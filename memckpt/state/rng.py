@@ -25,7 +25,13 @@ Holds only dict, str, int, float, bytes and None. Never changed in place, so rec
 AnyGenerator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | np.random.RandomState"
 """A generator object that the user owns, as opposed to the global ones."""
 
-GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_KINDS: dict[type[Any], str] = {
+    torch.Generator: "torch",
+    random.Random: "python",
+    np.random.Generator: "numpy.Generator",
+    np.random.RandomState: "numpy.RandomState",
+}
+GENERATOR_TYPES = tuple(_KINDS)
 
 _BIT_GENERATORS: dict[str, Any] = {
     each.__name__: each
@@ -140,7 +146,7 @@ def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
 def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
     """Set a generator to a state of :func:`capture_generator`. Raises ValueError: it is of another kind, or damaged."""
     found = state.get("kind") if isinstance(state, dict) else type(state).__name__
-    expected = _kind_of(generator)
+    expected = next(name for kind, name in _KINDS.items() if isinstance(generator, kind))
     if found != expected:
         raise ValueError(f"expected the state of a {expected} generator, found {found!r}")
     data = state["data"]
@@ -177,14 +183,6 @@ def make_generator(state: dict[str, Any]) -> AnyGenerator:
             raise ValueError(f"expected the state of a generator, found one of {kind!r}")
     restore_generator(generator, state)
     return generator
-
-
-def _kind_of(generator: AnyGenerator) -> str:
-    if isinstance(generator, torch.Generator):
-        return "torch"
-    if isinstance(generator, random.Random):
-        return "python"
-    return "numpy.Generator" if isinstance(generator, np.random.Generator) else "numpy.RandomState"
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:

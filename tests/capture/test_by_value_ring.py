@@ -27,8 +27,8 @@ from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.messages import Message
 from memckpt.protocol.recovery import FromNode, WantedState
+from memckpt.protocol.storing import Append, LogRecord, OpenLog
 from memckpt.protocol.trainer import Commit, GenerationCommit
-from memckpt.protocol.writer import Append, LogRecord, OpenLog
 from memckpt.recovery.restore import Restorer
 from memckpt.replication.coding.blob import BlobReader, Extent, Room
 from memckpt.replication.coding.code import Code

@@ -15,7 +15,7 @@ from memckpt.cli import tidying as commands
 from memckpt.errors import AgentGoneError, DamagedStateError, ForeignStateError, NothingHeldError, UsageError
 from memckpt.memory.region import Region
 from memckpt.protocol.status import Status
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save
 from memckpt.state.records import Timeline
 from memckpt.storage import catalog as catalog_module
 from memckpt.storage.catalog import read_catalog

@@ -15,7 +15,7 @@ from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
-from memckpt.protocol.writer import (
+from memckpt.protocol.storing import (
     Append,
     Appended,
     OpenLog,

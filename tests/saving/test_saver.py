@@ -14,9 +14,11 @@ import pytest
 from memckpt.agent.saving import jobs, record_log, run_storage, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken
-from memckpt.protocol.writer import (
+from memckpt.protocol.storing import (
     Appended,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
 )
 from memckpt.state.records import Timeline
 from tests.support.cluster.storage_node import Clock, Filled, spec_of

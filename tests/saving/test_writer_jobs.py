@@ -12,8 +12,7 @@ from memckpt.agent.saving.snapshots import Export, Run, carry_on
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.storing import Saved, SaveFailed
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save, Saved, SaveFailed
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
 from tests.support.cluster.storage_node import Process, spec_of

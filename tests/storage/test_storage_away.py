@@ -12,8 +12,7 @@ from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.config import StorageConfig
 from memckpt.errors import ForeignStateError, NothingHeldError, StorageAwayError
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import SaveFailed
-from memckpt.protocol.writer import Announce, LookForRoom, Save
+from memckpt.protocol.storing import Announce, LookForRoom, Save, SaveFailed
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
 from memckpt.session.resume.storage_tier import StorageTier, plan_patiently
 from memckpt.state.layout import Layout

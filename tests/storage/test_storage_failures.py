@@ -17,7 +17,7 @@ import pytest
 from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
-from memckpt.protocol.writer import (
+from memckpt.protocol.storing import (
     Save,
 )
 from memckpt.storage.catalog import read_catalog

@@ -14,7 +14,7 @@ import pytest
 from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.errors import ForeignStateError
 from memckpt.memory.region import Region
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save
 from memckpt.storage import local_store
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.local_store import LocalStore

@@ -15,7 +15,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import ConfigurationError, DamagedStateError, ForeignStateError, UsageError
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog

@@ -17,8 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import Saved
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save, Saved
 from memckpt.storage import local_store
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import Part

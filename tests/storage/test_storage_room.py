@@ -14,8 +14,7 @@ import torch
 from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.errors import MemoryBudgetError, StorageError, StorageFullError
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import Saved, SaveFailed
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save, Saved, SaveFailed
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec

@@ -18,7 +18,7 @@ from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.memory.region import Region
-from memckpt.protocol.writer import Save
+from memckpt.protocol.storing import Save
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.resume import storage_tier
 from memckpt.session.resume.storage_tier import StorageTier, plan_patiently

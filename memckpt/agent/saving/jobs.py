@@ -18,8 +18,7 @@ from memckpt.memory.budget import check_budget
 from memckpt.memory.generation import Generation
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.storing import Saved, SaveFailed
-from memckpt.protocol.writer import Announce, LookForAnnounced, LookForRoom, Save
+from memckpt.protocol.storing import Announce, LookForAnnounced, LookForRoom, Save, Saved, SaveFailed
 from memckpt.state.records import Timeline
 from memckpt.storage.format import FORMAT_VERSION, Part
 

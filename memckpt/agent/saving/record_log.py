@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
+from memckpt.protocol.storing import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 

@@ -18,8 +18,7 @@ from memckpt.processes.attempt import Attempt
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.status import StorageStatus
-from memckpt.protocol.storing import Logged, Saved, SaveFailed
-from memckpt.protocol.writer import Appended, Room, Save
+from memckpt.protocol.storing import Appended, Logged, Room, Save, Saved, SaveFailed
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import not_loggable

@@ -28,9 +28,17 @@ from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
 from memckpt.protocol.status import StorageStatus
-from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.protocol.storing import (
+    Announce,
+    Announced,
+    Appended,
+    LookForAnnounced,
+    LookForRoom,
+    Room,
+    Saved,
+    SaveFailed,
+)
 from memckpt.protocol.trainer import Observed
-from memckpt.protocol.writer import Announce, Announced, Appended, LookForAnnounced, LookForRoom, Room
 from memckpt.state.records import Timeline
 
 _log = logging.getLogger("memckpt.agent")

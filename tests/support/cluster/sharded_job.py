@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.memory.region import Region
-from memckpt.protocol.writer import (
+from memckpt.protocol.storing import (
     Save,
 )
 from memckpt.recovery.from_storage import StoredState

@@ -9,9 +9,12 @@ from memckpt.agent.saving.saver import Saver
 from memckpt.config import StorageConfig
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.messages import Message
-from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken, TakeSnapshot
-from memckpt.protocol.writer import (
+from memckpt.protocol.storing import (
     Save,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
+    TakeSnapshot,
 )
 from memckpt.state.records import Timeline
 from tests.support.cluster.storage_node import Clock, Filled, Process, RecordsProcess, Steps

@@ -33,8 +33,7 @@ from memckpt.memory.slots import SlotRing
 from memckpt.processes.helper_process import step_back
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
-from memckpt.protocol.storing import Saved, SaveFailed
-from memckpt.protocol.writer import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save
+from memckpt.protocol.storing import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save, Saved, SaveFailed
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout

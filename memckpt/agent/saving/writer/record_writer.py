@@ -19,7 +19,7 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.channel import WriterChannel
-from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
+from memckpt.protocol.storing import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import FileTensor, RecordCopy, write_batch
