@@ -155,8 +155,8 @@ class Auditing:
             _log.warning("not all steps are audited while training runs: %s", problem)
 
     def _is_audited(self, generation: Generation) -> bool:
-        spec = generation.spec
-        return bool(self._share) and spec.mode == "lazy" and spec.full and generation.whole and not generation.drift
+        spec, whole = generation.spec, generation.regions.whole
+        return bool(self._share) and spec.mode == "lazy" and spec.full and whole and not generation.drift
 
     def _is_there(self) -> bool:
         """Whether the process can take audits; it is started if it is time."""

@@ -264,7 +264,7 @@ class Group:
             self._answer_slots(SlotsMade(number, dropped=True))
             return
         known: bool | None = True
-        if not generation.whole:
+        if not generation.regions.whole:
             # One that has asked has written its part, and has let go of the old one's memory.
             if not now and self._wanted.awaits_more(self.ranks, generation, attempt):
                 return
@@ -285,14 +285,14 @@ class Group:
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
         """`or_gap`: without room for both the old one goes. Not so while ranks die: it may be what counts."""
         try:
-            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
+            generation.regions.make_whole(self._beside() + self.nbytes - generation.nbytes)
         except MemckptError as error:
             if not or_gap or not self.generations.before:
                 raise
             _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
             self.generations.drop_older()
             self._tell_trainers(Gap(str(error)))
-            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
+            generation.regions.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
     def _answer_slots(self, answer: SlotsMade) -> None:
         self._wanted.clear()
@@ -413,7 +413,7 @@ class ResumedState:
             earlier=self._earlier,
             not_repeated=self._not_repeated,
             following=self._following,
-            whole=held.whole,
+            whole=held.regions.whole,
         )
 
     def advance(self, rank: int, record: int) -> Advanced | None:

@@ -379,7 +379,8 @@ class Agent:
                 if message.discard:
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
-                prepared = Prepared(generation.number, generation.spec, whole=generation.whole, begins=message.record)
+                whole = generation.regions.whole
+                prepared = Prepared(generation.number, generation.spec, whole=whole, begins=message.record)
                 self._send_regions(connection, prepared, generation)
             case Observed():
                 group.saver.observe(message)

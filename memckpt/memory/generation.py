@@ -36,7 +36,7 @@ class Generation(ABC):
     MemoryBudgetError: there is no room.
 
     No other generation has its `number`. `begins`: the record after which it begins. Then only what its start takes is
-    reserved, until :meth:`make_whole`. None: all of it is.
+    reserved, until its regions are made whole. None: all of it is.
     """
 
     #: Redoes steps as they are committed; only an :class:`EagerGeneration` has one.
@@ -77,15 +77,6 @@ class Generation(ABC):
     def nbytes(self) -> int:
         """Bytes of memory that are reserved for it."""
         return self.regions.nbytes
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of its slots are there, and not only what its start takes."""
-        return self.regions.whole
-
-    def make_whole(self, held_bytes: int) -> None:
-        """Reserve the rest of its slots: :meth:`GenerationRegions.make_whole`."""
-        self.regions.make_whole(held_bytes)
 
     def close(self) -> None:
         self.regions.close()

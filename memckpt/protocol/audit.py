@@ -53,7 +53,5 @@ class Audited(msgspec.Struct, frozen=True, tag="audited"):
     problem: str = ""  #: why the pieces cannot be redone in the auditor, or what the redo of `tensor` has raised
 
 
-# This file's part of what is said on each connection
-
 AgentToAuditor = Audit | ForgetAudits
 AuditorToAgent = AuditorReady | Audited

@@ -112,8 +112,6 @@ class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
     position: int = 0
 
 
-# This file's part of what is said on each connection
-
 TrainerToAgent = Listen | Join | AskPhases
 AgentToTrainer = Listening | PhasesAre
 AgentToReplicator = Listen | Join | PhasesAre

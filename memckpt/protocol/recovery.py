@@ -112,8 +112,6 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     before: tuple[int, dict[int, bytes]] | None = None  #: step and rank states of the record before it, if asked for
 
 
-# This file's part of what is said on each connection
-
 TrainerToAgent = Recover
 AgentToTrainer = Recovered | RecoveryProgress
 AgentToReplicator = Describe | Fill

@@ -189,8 +189,6 @@ class ReplicatorLost(msgspec.Struct, frozen=True, tag="replicator lost"):
     reason: str
 
 
-# This file's part of what is said on each connection
-
 AgentToTrainer = WatermarkAdvanced | ReplicatorLost
 AgentToReplicator = (
     KeepRoom | ListFragments | SendGeneration | SendRecord | Deserted | StateCopied | StateNotCopied | GiveUp | Holds |

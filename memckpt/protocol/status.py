@@ -137,8 +137,6 @@ class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
     status: PeersStatus
 
 
-# This file's part of what is said on each connection
-
 TrainerToAgent = StatusRequest | StopRequest
 AgentToTrainer = Status
 ReplicatorToAgent = PeersReport

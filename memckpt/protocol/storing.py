@@ -206,8 +206,6 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     late: bool = False  #: whether that is because its slot had been filled anew
 
 
-# This file's part of what is said on each connection
-
 TrainerToAgent = SaveRecord | SnapshotTaken | SaveTo
 AgentToTrainer = RecordSaved | TakeSnapshot | Saved | SaveFailed | Logged
 AgentToWriter = Save | Announce | LookForAnnounced | LookForRoom | OpenLog | Append

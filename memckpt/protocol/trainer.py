@@ -315,8 +315,6 @@ class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):
     linger_seconds: float
 
 
-# This file's part of what is said on each connection
-
 TrainerToAgent = (
     Hello | Prepare | NeedSlots | Resume | Advance | Checked | Note | Observed | Configure | GenerationCommit |
     Commit | Void | NeedGeneration | Preempted | Goodbye

@@ -97,6 +97,10 @@ class Node(QuietHost):
         self.waiting.add(rank)
         self.asks(rank, generation.number)
 
+    def all_begin(self, record: int) -> None:
+        for rank in self.units:
+            self.begins(rank, record)
+
     def asks(self, rank: int, generation: int, now: bool = False) -> None:
         unit = self.units[rank]
         self.groups[unit].want_slots(rank, NeedSlots(generation, now))
@@ -108,7 +112,7 @@ class Node(QuietHost):
         building = group._pending.generation
         held = building if building is not None and building.started_by(rank) else group.held
         assert held is not None
-        assert held.whole, "a record is staged in slots that are not there"
+        assert held.regions.whole, "a record is staged in slots that are not there"
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
         held.ring.seal(record, rank)
         message = Commit(held.number, record, record, b"state", meta if rank == unit[0] else b"")
@@ -162,8 +166,7 @@ def test_ranks_that_share_slots_wait_for_each_other(node: Callable[..., Node]) -
 
 def test_the_old_one_goes_when_the_other_ranks_of_the_node_are_through_the_record(node: Callable[..., Node]) -> None:
     one = node([(0,), (1,)])
-    for rank in (0, 1):
-        one.begins(rank, 1)
+    one.all_begin(1)
     one.begins(0, 2)
     assert one.waiting == {0}
     assert one.held(0) == [1, 2]
@@ -178,8 +181,7 @@ def test_the_old_one_goes_when_the_other_ranks_of_the_node_are_through_the_recor
 
 def test_where_another_rank_could_not_stage_the_record_both_are_held(node: Callable[..., Node]) -> None:
     one = node([(0,), (1,)])
-    for rank in (0, 1):
-        one.begins(rank, 1)
+    one.all_begin(1)
     one.begins(0, 2)
     one.goes_through(1, 2)
     assert not one.waiting
@@ -187,38 +189,29 @@ def test_where_another_rank_could_not_stage_the_record_both_are_held(node: Calla
     assert one.generations(0) == 2
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["stands-still", "gone"])
-def test_a_rank_that_does_not_come_holds_nobody_up_for_ever(node: Callable[..., Node], gone: bool) -> None:
+@pytest.mark.parametrize("fate", ["stands still", "has gone", "is through"])
+def test_a_rank_that_does_not_come_holds_nobody_up_for_ever(node: Callable[..., Node], fate: str) -> None:
+    """Nor does one that had lost its agent for a moment, and has not heard of the generation."""
     one = node([(0, 1)])
-    for rank in (0, 1):
-        one.begins(rank, 1)
+    one.all_begin(1)
     one.begins(0, 2)
     assert one.waiting == {0}
-    if gone:
-        one.leaves(1)
-    else:
-        one.asks(0, 2, now=True)
+    match fate:
+        case "stands still":
+            one.asks(0, 2, now=True)
+        case "has gone":
+            one.leaves(1)
+        case _:
+            one.goes_through(1, 2)
     assert not one.waiting
     assert one.held(0) == [1]
     assert one.groups[(0, 1)].nbytes == 2 * Layout(one.spec(0)).total_bytes
 
 
-def test_a_rank_that_is_through_the_record_without_a_start_is_not_waited_for(node: Callable[..., Node]) -> None:
-    """It had lost its agent for a moment, and has not heard of the generation."""
-    one = node([(0, 1)])
-    for rank in (0, 1):
-        one.begins(rank, 1)
-    one.begins(0, 2)
-    one.goes_through(1, 2)
-    assert not one.waiting
-    assert one.held(0) == [1]
-
-
 def test_a_job_that_dies_keeps_the_old_one_though_both_do_not_fit(node: Callable[..., Node]) -> None:
     size = Layout(Node([(0,)]).spec(0)).total_bytes
     one = node([(0,), (1,)], budget=size * 5 // 2)
-    for rank in (0, 1):
-        one.begins(rank, 1)
+    one.all_begin(1)
     one.begins(0, 2)
     assert one.waiting == {0}
     one.leaves(1)
@@ -271,13 +264,11 @@ def test_no_memory_for_slots_is_said_to_all_and_the_start_stays(
         original(self, name)
 
     monkeypatch.setattr(Region, "reserve", reserve)
-    for rank in (0, 1):
-        one.begins(rank, 1)
+    one.all_begin(1)
     assert one.heard[0, 1][-1] == SlotsMade(1, problem="none left")
     assert one.held(0) == [1]
     failing.clear()
-    for rank in (0, 1):
-        one.begins(rank, 3)
+    one.all_begin(3)
     assert one.heard[0, 1][-1] == SlotsMade(2)
     assert one.held(0) == [3]
 

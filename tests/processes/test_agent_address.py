@@ -331,33 +331,25 @@ def test_an_agent_is_nobody_s_child_and_outlives_the_tree_of_its_trainer(lab: La
     assert stop_agent(address) == status.pid
 
 
-def test_a_score_is_lowered_as_far_as_permitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("found", "least", "lowered"), [(700, 0, 0), (700, -1000, -500), (700, 300, 700), (-900, -900, -900), (0, 0, 0)]
+)
+def test_a_score_is_lowered_as_far_as_permitted(found: int, least: int, lowered: int) -> None:
     class Score:
         """/proc/self/oom_score_adj, for a process that may not set less than `least`."""
 
-        def __init__(self, found: int, least: int) -> None:
-            self.value, self.least = found, least
+        value = found
 
         def read_text(self) -> str:
             return f"{self.value}\n"
 
         def write_text(self, text: str) -> None:
-            if int(text) < self.least:
+            if int(text) < least:
                 raise PermissionError("Permission denied")
             self.value = int(text)
 
-    def lowered(found: int, least: int) -> int:
-        score: Any = Score(found, least)
-        assert lower_oom_score(score) == score.value
-        return int(score.value)
-
-    assert [lowered(700, 0), lowered(700, -1000), lowered(700, 300), lowered(-900, -900), lowered(0, 0)] == [
-        0,
-        -500,
-        700,
-        -900,
-        0,
-    ]
+    score: Any = Score()
+    assert lower_oom_score(score) == score.value == lowered
 
 
 def test_an_agent_that_cannot_start_says_why(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

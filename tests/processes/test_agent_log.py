@@ -1,4 +1,4 @@
-"""The log of an agent never blocks its loop, whatever the log is written to."""
+"""The log of an agent never blocks its loop, whatever it is written to; what recurs is told, then told seldom."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memckpt.config import AgentConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.processes.launch import spawn_agent
-from memckpt.processes.log import QueuedLines
+from memckpt.processes.log import QueuedLines, Seldom
 from tests.support.cluster.full_log import fill
 from tests.support.cluster.waiting import until
 
@@ -65,3 +65,15 @@ def test_a_log_that_takes_nothing_holds_no_agent_up(tmp_path: Path) -> None:
     assert status.pid == pid
     assert stop_agent(address) == pid
     os.close(reader)
+
+
+def test_the_first_times_are_told_then_one_in_a_while_with_the_number_of_those_left_out() -> None:
+    now = [0.0]
+    seldom = Seldom(first=3, seconds=60.0, clock=lambda: now[0])
+    told = []
+    for second in range(200):
+        now[0] = float(second)
+        if (more := seldom.count()) is not None:
+            told.append((second, more))
+    assert told[:3] == [(0, ""), (1, ""), (2, "")]
+    assert told[3:] == [(second, " (59 more since the last line)") for second in (62, 122, 182)]
