@@ -114,9 +114,10 @@ def _words(kind: Any) -> str:
 def _limits(meta: Meta) -> str:
     if meta.min_length:
         return "not empty"
-    if meta.ge is not None and meta.le is not None:
-        return f"{meta.ge} to {meta.le}"
-    words = [f"more than {meta.gt}"] if meta.gt is not None else [f"{meta.ge} or more"] if meta.ge is not None else []
-    words += [f"at most {meta.le}"] if meta.le is not None else []
-    words += [f"less than {meta.lt}"] if meta.lt is not None else []
+    ge, gt, le, lt = (f"{one:g}" if isinstance(one, float) else one for one in (meta.ge, meta.gt, meta.le, meta.lt))
+    if ge is not None and le is not None:
+        return f"{ge} to {le}"
+    words = [f"more than {gt}"] if gt is not None else [f"{ge} or more"] if ge is not None else []
+    words += [f"at most {le}"] if le is not None else []
+    words += [f"less than {lt}"] if lt is not None else []
     return ", ".join(words)

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,7 @@ _CHUNK = 1 << 20
 
 
 def parse_address(option: str, text: str) -> tuple[str, int]:
-    """HOST:PORT; an IPv6 address stands in brackets.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """HOST:PORT; an IPv6 address stands in brackets. Raises ConfigurationError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigurationError(f"{option}: expected HOST:PORT with a port of 0 to 65535, found {text!r}")
@@ -35,11 +31,10 @@ def parse_address(option: str, text: str) -> tuple[str, int]:
 
 
 def serve(host: str, port: int, ready: Callable[[str], object]) -> tuple[int, float]:
-    """Accept one connection, and count what it sends until it ends.
+    """Accept one connection, and count what it sends until it ends; port 0: any.
 
     Args:
-        host, port: where to listen; port 0: any.
-        ready: told the address, once it listens.
+        ready: called with the address, once it listens.
 
     Returns:
         bytes, and seconds from the first to the last.
@@ -63,11 +58,7 @@ def serve(host: str, port: int, ready: Callable[[str], object]) -> tuple[int, fl
 
 
 def link_rate(host: str, port: int, seconds: float = _LINK_SECONDS) -> float:
-    """Bytes per second that a host takes that serves (:func:`serve`).
-
-    Raises:
-        PeerError: it does not answer, or has not received what was sent.
-    """
+    """Bytes per second that a serving host takes (:func:`serve`). Raises PeerError if not all arrives."""
     chunk, sent = bytes(_CHUNK), 0
     try:
         with socket.create_connection((host, port), timeout=_SILENT_SECONDS) as connection:
@@ -91,14 +82,9 @@ _REDO_ELEMENTS = 8 << 20
 _SECONDS = 1.5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """What was measured.
-
-    Attributes:
-        facts: fields of a :class:`~memckpt_tools.planning.job.Job`.
-        notes: the same in words.
-    """
+    """What was measured: fields of a :class:`~memckpt_tools.planning.job.Job`, and the same in words."""
 
     facts: dict[str, Any]
     notes: list[str]
@@ -113,7 +99,7 @@ def measure_machine(directory: Path, link: str | None, tell: Callable[[str], obj
     Args:
         directory: where a file is written; it is deleted.
         link: HOST:PORT of a `memckpt plan --listen`; None: no link is measured.
-        tell: told what is being measured.
+        tell: called with what is being measured.
 
     Raises:
         ConfigurationError: `directory` is none, or `link` no address. StorageError, PeerError: it cannot be measured.
@@ -196,11 +182,7 @@ def redo_rate(elements: int = _REDO_ELEMENTS) -> tuple[float, bool]:
 
 
 def disk_rate(directory: Path, nbytes: int = _DISK_BYTES) -> float:
-    """Bytes per second of a file that is written and synced.
-
-    Raises:
-        StorageError: it cannot be written, or there is too little room for a rate.
-    """
+    """Bytes per second of a file that is written and synced. Raises StorageError, also where room is too little."""
     from memckpt.storage.local_store import LocalStore
     from memckpt_tools.doctor.probes import try_disk
 
@@ -218,25 +200,8 @@ _HELD_BYTES = {"lazy": 60.5, "eager": 25.125, "snapshot": 24.0}
 _RECORD_BYTES = {"lazy": 5.5, "eager": 4.375}
 
 
-@dataclass
-class Seen:
-    """What was seen.
-
-    Attributes:
-        facts: fields of a :class:`~memckpt_tools.planning.job.Job`.
-        notes: the same in words.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def observe_run(run: Path, node: str | None, state_bytes: float) -> Seen:
-    """Ask a run's agent twice, some steps apart.
-
-    Args:
-        run: the run directory. node: the agent's node; None: this one.
-        state_bytes: bytes of a parameter and its optimizer state.
+def observe_run(run: Path, node: str | None, state_bytes: float) -> Measured:
+    """Ask a run's agent twice, some steps apart; `state_bytes`: of a parameter and its optimizer state.
 
     Raises:
         AgentNotFoundError: no agent answers.
@@ -268,14 +233,9 @@ def _steps(first: View, last: View) -> int:
     return last.agent.step - first.agent.step
 
 
-def describe(first: View, last: View, seconds: float, state_bytes: float) -> Seen:
-    """What two looks at a run say of its job.
-
-    Args:
-        first, last: the looks. seconds: time between them.
-        state_bytes: bytes of a parameter and its optimizer state.
-    """
-    seen, agent, stored = Seen(), last.agent, last.stored
+def describe(first: View, last: View, seconds: float, state_bytes: float) -> Measured:
+    """What two looks at a run, `seconds` apart, say of its job; `state_bytes` as in :func:`observe_run`."""
+    seen, agent, stored = Measured({}, []), last.agent, last.stored
     assert agent is not None
     nodes = job_nodes(agent)
     seen.facts["nodes"] = nodes

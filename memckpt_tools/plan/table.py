@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.markup import escape
 
 from memckpt.cli.common import count, out, plain_table, print_json, seconds_text
 from memckpt.errors import ConfigurationError
 from memckpt.user_messages import nbytes_text, short_number
+from memckpt_tools.planning.pictures import save_figure
 from memckpt_tools.planning.planned import Planned
 from memckpt_tools.planning.rendering import as_python, as_yaml, settings_that_differ
 from memckpt_tools.planning.scheme import Expectation, Failure
@@ -97,7 +98,7 @@ def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
     recommended = plan.recommended
     print_json(
         {
-            "job": dataclasses.asdict(plan.job),
+            "job": plan.job,
             "notes": list(notes),
             "schemes": [_in_json(row) for row in plan.rows],
             "recommended": None if recommended is None else recommended.scheme.name,
@@ -110,14 +111,10 @@ def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
 
 
 def write_schemes(plan: Plan, path: Path) -> None:
-    """Write the schemes as JSON, as `memckpt simulate` reads them.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
-    found = {"schemes": [dataclasses.asdict(row.scheme) for row in plan.rows]}
+    """Write the schemes as JSON, as `memckpt simulate` reads them. Raises ConfigurationError if that fails."""
+    found = msgspec.json.encode({"schemes": [row.scheme for row in plan.rows]})
     try:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_bytes(msgspec.json.format(found, indent=1) + b"\n")
     except OSError as error:
         raise ConfigurationError(f"--schemes {path}: {error}") from error
 
@@ -125,7 +122,7 @@ def write_schemes(plan: Plan, path: Path) -> None:
 def _in_json(row: Planned) -> dict[str, Any]:
     memory = dataclasses.asdict(row.memory) | {"total": row.memory.total, "peak": row.memory.peak}
     return {
-        "scheme": dataclasses.asdict(row.scheme),
+        "scheme": row.scheme,
         "choice": row.choice,
         "memory_bytes_by_owner": memory,
         "ettr": row.expectation.ettr,
@@ -143,42 +140,12 @@ def _in_json(row: Planned) -> dict[str, Any]:
 _GREY, _BLUE, _RED = "#8a8f98", "#2b6cb0", "#c05621"
 
 
-def check(path: Path) -> None:
-    """Refuse before any work what could not be drawn.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or does not draw such files, or there is no such directory.
-    """
-    figure = _figure()
-    suffix = path.suffix.removeprefix(".").lower()
-    known = sorted(figure.canvas.get_supported_filetypes())
-    if suffix not in known:
-        raise ConfigurationError(f"--plot {path}: expected a suffix of {', '.join(known)}, found {path.suffix!r}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"--plot {path}: expected a directory, found none at {path.absolute().parent}")
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError(
-            "--plot: expected matplotlib, found none; pip install 'lightning-memckpt[plot]'"
-        ) from None
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def draw(plan: Plan, path: Path) -> None:
-    """Draw time that does not advance training, steps lost with nodes, and memory, of each scheme.
+    """Draw time that does not advance training, steps lost with nodes, and memory, of each scheme."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
     rows = [row for row in plan.rows if row.scheme.tiers]
-    figure = _figure()
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     names = [row.scheme.name for row in rows]
     colors = [_BLUE if row is plan.recommended else _GREY if row.fits else _RED for row in rows]
     wasted, lost, memory = figure.subplots(1, 3, sharey=True)
@@ -192,14 +159,7 @@ def draw(plan: Plan, path: Path) -> None:
         f"{_legend(rows, plan)}",
         fontsize=11,
     )
-    from matplotlib import rc_context
-
-    try:
-        # The same plan makes the same file: no date, no random names.
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memckpt"}):
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-    except OSError as error:
-        raise ConfigurationError(f"--plot {path}: {error}") from error
+    save_figure(figure, path)
 
 
 def _legend(rows: list[Planned], plan: Plan) -> str:

@@ -2,5 +2,5 @@
 
 In reading order: ``scheme`` (tiers, and what they make of failures), ``job``, ``footprint`` (bytes and times),
 ``planned`` (a scheme for a job), ``schemes`` (all ways to protect it), ``rendering`` (settings as text). ``papers``:
-formulas that no command shows yet. ``checks`` and ``mapping_file`` read what people write.
+formulas that no command shows yet. ``values`` reads what people write, ``pictures`` checks and writes what is drawn.
 """

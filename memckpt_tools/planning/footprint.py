@@ -19,7 +19,6 @@ from memckpt.config import (
 )
 from memckpt.state.layout import SNAPSHOTS
 from memckpt.state.spec import ITEM_BYTES, GradientEncoding, encoded_bytes
-from memckpt_tools.planning.checks import require_count, require_number
 
 #: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
 #: (docs/costs.md, "With DDP 13 KB a node and step travel").
@@ -42,13 +41,6 @@ class Held:
     state_bytes: float
     period: int
     slots: int
-
-    def __post_init__(self) -> None:
-        require_number("parameters", self.parameters, 0, 1e16, above=True)
-        require_number("gradient_bytes", self.gradient_bytes, 0, 64, "bytes per parameter", above=True)
-        require_number("state_bytes", self.state_bytes, 0, 256, "bytes per parameter", above=True)
-        require_count("anchor_period_steps", self.period, 1, 4096, "steps")
-        require_count("slots", self.slots, 2, 64)
 
     @property
     def whole_bytes(self) -> float:
@@ -74,7 +66,7 @@ def ring_records(mode: RedoMode, period: int, slots: int) -> int:
 def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
     """Memory of the agent for base and log, in bytes.
 
-    Source: docs/configuration.md, "Memory": lazy (T + D)(g + s/T), eager s + D (g + s/T), capture 2 s per parameter.
+    Source: docs/configuration.md, "Memory": lazy (T + D)(g + s/T), eager s + D (g + s/T), snapshot 2 s per parameter.
     """
     if mode == "snapshot":
         return SNAPSHOTS * held.whole_bytes
@@ -85,8 +77,8 @@ def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
 def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig, held: Held) -> float:
     """Memory of a node for other nodes' records, in bytes, once a generation is complete; twice while one begins.
 
-    Source: docs/operations.md, "What it takes": (k + m - 1)/k (T + D)(g + s/T) per parameter. Captured states
-    are kept three at a time (``sizes_of``).
+    Source: docs/operations.md, "What it takes": (k + m - 1)/k (T + D)(g + s/T) per parameter. Snapshots are kept three
+    at a time (``sizes_of``).
     """
     if mode == "snapshot":
         return _sent(peers) * (1 + SNAPSHOTS) * held.whole_bytes
@@ -94,10 +86,7 @@ def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig, held: Held) -> f
 
 
 def wire_bytes(peers: ErasureConfig, held: Held) -> float:
-    """Bytes that a node sends for each step.
-
-    Source: docs/operations.md, "What it takes": (k + m - 1)/k (g + s/T) per parameter.
-    """
+    """Bytes that a node sends for each step: (k + m - 1)/k (g + s/T) per parameter, as above."""
     return _sent(peers) * held.record_bytes
 
 
@@ -156,13 +145,9 @@ def node_memory(
     docs/operations.md, "What it takes" (windows twice while a new generation is written).
 
     Args:
-        mode: of redo.
-        held: what the node holds.
-        peers: settings of the peers.
         private: whether enough nodes hold the same state, so that only the ranks' own bytes are sent.
         stores: whether checkpoints go to storage.
         residual_bytes: what compression leaves out of gradients, on all ranks of the node together.
-        nodes: nodes of the job.
     """
     agent = base_and_log_bytes(mode, held)
     kept = 0.0 if peers is None or private else kept_for_others_bytes(mode, peers, held)
@@ -184,8 +169,7 @@ def encoding_of(
     Source: the compressors themselves (``Reducer.encoding`` in ``memckpt.compression``), without torch.
 
     Args:
-        config: the compressor.
-        shape: shape of the parameter. dtype: dtype of its gradient, by name.
+        dtype: of the parameter's gradient.
         ranks: number of ranks whose averages are taken; top-k chooses on each of them.
     """
     numel = prod(shape)
@@ -211,9 +195,6 @@ def compressed_gradient_bytes(
 
     Source: :func:`memckpt.state.spec.encoded_bytes` of each parameter. Docs/compression.md has the rule: top-k
     takes 6 bytes for each of up to ranks x ratio of the elements, quantized 1 byte and 4 for each block.
-
-    Args:
-        shapes: shape of each parameter; other arguments as in :func:`encoding_of`.
     """
     total = found = 0
     for shape in shapes:
@@ -225,41 +206,18 @@ def compressed_gradient_bytes(
 
 
 def redo_seconds(records: float, parameters: float, parameters_per_second: float) -> float:
-    """Time to apply records to parameters.
-
-    Source: docs/compression.md, "Anchors"; measured on one machine.
-
-    Args:
-        records: number of records, of each parameter.
-        parameters: number of parameters.
-        parameters_per_second: parameters that are advanced by one record in a second.
-    """
-    require_number("records", records, 0, 1e9)
-    require_number("parameters", parameters, 0, 1e16)
-    require_number("parameters_per_second", parameters_per_second, 0, 1e15, "parameters per second", above=True)
+    """Time to apply records to parameters. Source: docs/compression.md, "Anchors"; measured on one machine."""
     return records * parameters / parameters_per_second
-
-
-def window_redo_seconds(held: Held, parameters_per_second: float) -> float:
-    """Time to redo a window.
-
-    Anchors in a record are the state before its step, and each of the last T records anchors its share of a node: so
-    (T + 1)/2 records are redone for a parameter on average. Source: docs/design.md, "The idea".
-    """
-    return redo_seconds((held.period + 1) / 2, held.parameters, parameters_per_second)
 
 
 def from_window_seconds(held: Held, copy_bytes_per_second: float, parameters_per_second: float) -> float:
     """Time to restore from a window in this node's memory (lazy): copy its anchors, then redo.
 
-    Source: docs/design.md, "A resume".
+    Anchors in a record are the state before its step, and each of the last T records anchors its share of a node: so
+    (T + 1)/2 records are redone for a parameter on average. Source: docs/design.md, "The idea" and "A resume".
     """
-    return held.whole_bytes / _rate(copy_bytes_per_second) + window_redo_seconds(held, parameters_per_second)
-
-
-def from_replica_seconds(held: Held, copy_bytes_per_second: float) -> float:
-    """Time to restore from a replica in this node's memory (eager): a copy of the state."""
-    return held.whole_bytes / _rate(copy_bytes_per_second)
+    redone = redo_seconds((held.period + 1) / 2, held.parameters, parameters_per_second)
+    return held.whole_bytes / copy_bytes_per_second + redone
 
 
 def from_peers_seconds(
@@ -269,27 +227,5 @@ def from_peers_seconds(
 
     Source: docs/design.md, "Peers": from there on a restore is the same as from local memory.
     """
-    fetched = held.window_bytes / _rate(peer_bytes_per_second)
+    fetched = held.window_bytes / peer_bytes_per_second
     return fetched + from_window_seconds(held, copy_bytes_per_second, parameters_per_second)
-
-
-def from_other_replica_seconds(held: Held, peer_bytes_per_second: float, copy_bytes_per_second: float) -> float:
-    """Time to restore a lost node from another replica: it fetches the state."""
-    return held.whole_bytes / _rate(peer_bytes_per_second) + from_replica_seconds(held, copy_bytes_per_second)
-
-
-def from_storage_seconds(state_bytes: float, disk_bytes_per_second: float, readers: int = 1) -> float:
-    """Time to read a checkpoint.
-
-    Args:
-        state_bytes: its bytes.
-        disk_bytes_per_second: of all readers together.
-        readers: how often each byte is read (once by each node that holds a replica).
-    """
-    require_number("state_bytes", state_bytes, 0, 1e18, "bytes")
-    return readers * state_bytes / _rate(disk_bytes_per_second)
-
-
-def _rate(bytes_per_second: float) -> float:
-    require_number("bytes_per_second", bytes_per_second, 0, 1e16, "bytes per second", above=True)
-    return bytes_per_second

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from msgspec import Meta
+
+from memckpt.config.checks import Checked, Count, Positive, Share, require
 from memckpt.errors import ConfigurationError
-from memckpt_tools.planning.checks import require_count, require_number, require_seconds, require_share
 
 #: Names of the same quantity in different families.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -94,9 +95,10 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...], default: int | None
     """A size under one of its names."""
     for name in names:
         if config.get(name) is not None:
-            value: int = config[name]
-            require_count(f"model: {name}", value, 1 if default is None else 0, 10**9)
-            return value
+            value, least = config[name], 1 if default is None else 0
+            fits = type(value) is int and least <= value <= 10**9
+            require(fits, f"model: {name}", f"a whole number from {least} to {10**9}", value)
+            return int(value)
     if default is None:
         raise ConfigurationError(f"model: expected {' or '.join(names)}, found none of them; {_HINT}")
     return default
@@ -105,38 +107,29 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...], default: int | None
 #: A step of more seconds is more likely a time in milliseconds.
 LONGEST_STEP_SECONDS = 300.0
 
-_RATES = (
-    "network_bytes_per_second",
-    "disk_bytes_per_second",
-    "copy_bytes_per_second",
-    "encode_bytes_per_second",
-)
-#: Ranges of fields that have other units where a person gives them, in the field's own unit.
-RANGES = {
-    **dict.fromkeys(_RATES, (1e3, 1e15)),
-    "mtbf_seconds": (1.0, 3.2e9),
-    "memory_budget_bytes": (1.0, 1e16),
-}
+_Rate = Annotated[float, Meta(ge=1e3, le=1e15)]
+_BytesEach = Annotated[float, Meta(gt=0, le=256)]
+_ZeroToOne = Annotated[float, Meta(ge=0, le=1)]
+#: Up to a hundred years.
+_Seconds = Annotated[float, Meta(ge=0, le=3.2e9)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Checked):
     """Description of a training.
 
     Attributes:
         parameters: number of parameters of the model.
-        nodes: number of nodes.
         gpus_per_node: accelerators of a node; 0: it trains on CPUs.
         replicas: number of nodes that hold the same parameters: 1 where all nodes hold different shards (FSDP), `nodes`
             where each holds all of them (DDP).
         gradient_bytes: bytes of a gradient, for each parameter.
         state_bytes: bytes of a parameter and its optimizer state.
-        step_seconds: time of a step without protection, in seconds.
-        mtbf_seconds: mean time between two failures of the job, of any kind, in seconds.
+        step_seconds: time of a step without protection.
+        mtbf_seconds: mean time between two failures of the job, of any kind.
         software_share: share of the failures that end processes only, so that the memory of nodes stays.
-        cluster_share: share of the failures that take all nodes with their memory.
+        cluster_share, domain_share: share of the failures that take all nodes, or a whole failure domain.
         domains: number of failure domains (racks) over which the nodes are spread; 0: each node is one.
-        domain_share: share of the failures that take a whole failure domain.
         network_bytes_per_second: rate at which a node sends to its peers: what the replicator and the network carry,
             whichever is less.
         network_idle_share: share of a step in which peers may send without making training wait.
@@ -146,76 +139,53 @@ class Job:
         encode_bytes_per_second: rate at which a node encodes records.
         redo_parameters_per_second: parameters that a node advances by one record in a second at a restore.
         agent_redo_parameters_per_second: the same of the agent's CPU threads (eager redo).
-        restart_seconds: from a failure until processes have started and are ready to restore, in seconds.
+        restart_seconds: from a failure until processes have started and are ready to restore.
         replacement_seconds: more, until a lost node has been replaced.
         run_seconds: length of the job, without failures.
         overhead_budget: share of training time that protection may cost.
-        memory_budget_bytes: host memory of a node that protection may take, in bytes; None: no limit.
+        memory_budget_bytes: host memory of a node that protection may take; None: no limit.
         loss_budget: probability a month with which more may be lost than memory holds.
+
+    Raises:
+        ConfigurationError: a value is out of range, or does not go with another one.
     """
 
-    parameters: float
-    nodes: int
-    step_seconds: float
-    mtbf_seconds: float
-    gpus_per_node: int = 8
-    replicas: int = 1
-    gradient_bytes: float = 4.0
-    state_bytes: float = 12.0
-    software_share: float = 0.5
-    cluster_share: float = 0.0
-    domains: int = 0
-    domain_share: float = 0.0
-    network_bytes_per_second: float = 1e9
-    network_idle_share: float = 0.5
-    disk_bytes_per_second: float = 2e9
-    copy_bytes_per_second: float = 20e9
-    copy_overlap: float = 0.9
-    encode_bytes_per_second: float = 2e9
-    redo_parameters_per_second: float = 2e10
-    agent_redo_parameters_per_second: float = 1e8
-    restart_seconds: float = 120.0
-    replacement_seconds: float = 300.0
-    run_seconds: float = 30 * 86400.0
-    overhead_budget: float = 0.03
-    memory_budget_bytes: float | None = None
-    loss_budget: float = 0.001
+    parameters: Annotated[float, Meta(ge=1, le=1e15)]
+    nodes: Annotated[int, Meta(ge=1, le=1_000_000)]
+    step_seconds: Positive
+    mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)]
+    gpus_per_node: Annotated[int, Meta(ge=0, le=1024)] = 8
+    replicas: Count = 1
+    gradient_bytes: _BytesEach = 4.0
+    state_bytes: _BytesEach = 12.0
+    software_share: _ZeroToOne = 0.5
+    cluster_share: _ZeroToOne = 0.0
+    domains: Annotated[int, Meta(ge=0)] = 0
+    domain_share: _ZeroToOne = 0.0
+    network_bytes_per_second: _Rate = 1e9
+    network_idle_share: Share = 0.5
+    disk_bytes_per_second: _Rate = 2e9
+    copy_bytes_per_second: _Rate = 20e9
+    copy_overlap: _ZeroToOne = 0.9
+    encode_bytes_per_second: _Rate = 2e9
+    redo_parameters_per_second: _Rate = 2e10
+    agent_redo_parameters_per_second: _Rate = 1e8
+    restart_seconds: _Seconds = 120.0
+    replacement_seconds: _Seconds = 300.0
+    run_seconds: _Seconds = 30 * 86400.0
+    overhead_budget: Share = 0.03
+    memory_budget_bytes: Annotated[float, Meta(ge=1, le=1e16)] | None = None
+    loss_budget: Share = 0.001
 
     def __post_init__(self) -> None:
-        require_number("parameters", self.parameters, 1, 1e15)
-        require_count("nodes", self.nodes, 1, 1_000_000)
-        require_count("gpus_per_node", self.gpus_per_node, 0, 1024)
-        require_count("replicas", self.replicas, 1, self.nodes, "nodes (nodes)")
-        if self.nodes % self.replicas:
-            raise ConfigurationError(f"replicas: expected a divisor of nodes={self.nodes}, found {self.replicas}")
-        require_number("gradient_bytes", self.gradient_bytes, 0, 64, "bytes per parameter", above=True)
-        require_number("state_bytes", self.state_bytes, 0, 256, "bytes per parameter", above=True)
-        require_number(
-            "step_seconds", self.step_seconds, 0, LONGEST_STEP_SECONDS, "s (a time in ms divided by 1000)", above=True
-        )
-        require_number("mtbf_seconds", self.mtbf_seconds, *RANGES["mtbf_seconds"], "s")
-        require_share("software_share", self.software_share)
-        require_share("cluster_share", self.cluster_share)
-        require_share("domain_share", self.domain_share)
+        super().__post_init__()
+        longest = f"at most {LONGEST_STEP_SECONDS:g} s (a time in ms divided by 1000)"
+        require(self.step_seconds <= LONGEST_STEP_SECONDS, "step_seconds", longest, self.step_seconds)
+        require(self.nodes % self.replicas == 0, "replicas", f"a divisor of nodes={self.nodes}", self.replicas)
         shares = self.software_share + self.cluster_share + self.domain_share
-        if shares > 1 + 1e-9:
-            raise ConfigurationError(
-                f"software_share + cluster_share + domain_share: expected 0 to 1 in sum, found {shares:g}"
-            )
-        require_count("domains", self.domains, 0, self.nodes, "(nodes)")
-        for name in _RATES:
-            require_number(name, getattr(self, name), *RANGES[name], "bytes per second")
-        require_number("network_idle_share", self.network_idle_share, 0, 1, above=True)
-        require_share("copy_overlap", self.copy_overlap)
-        for name in ("redo_parameters_per_second", "agent_redo_parameters_per_second"):
-            require_number(name, getattr(self, name), 1e3, 1e15, "parameters per second")
-        require_seconds("restart_seconds", self.restart_seconds)
-        require_seconds("replacement_seconds", self.replacement_seconds)
-        require_number("run_seconds", self.run_seconds, self.step_seconds, 3.2e9, "s (step_seconds or more)")
-        require_number("overhead_budget", self.overhead_budget, 0, 1, above=True)
-        if self.memory_budget_bytes is not None:
-            require_number("memory_budget_bytes", self.memory_budget_bytes, *RANGES["memory_budget_bytes"], "bytes")
-        require_number("loss_budget", self.loss_budget, 0, 1, above=True)
+        require(shares <= 1 + 1e-9, "software_share + cluster_share + domain_share", "0 to 1 in sum", shares)
+        require(self.domains <= self.nodes, "domains", f"0 to {self.nodes} (nodes)", self.domains)
+        require(self.run_seconds >= self.step_seconds, "run_seconds", "a step or more", self.run_seconds)
 
     @property
     def node_parameters(self) -> float:
@@ -243,31 +213,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Failures of a whole job by kind, in failures per second.
-
-    Attributes:
-        process: of processes only. node: of single nodes. domain: of whole failure domains. cluster: of all nodes.
-    """
+    """Failures of a whole job per second: of processes only, of single nodes, of whole domains, of all nodes."""
 
     process: float = 0.0
     node: float = 0.0
     domain: float = 0.0
     cluster: float = 0.0
 
-    def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            require_number(f"failures.{each.name}", getattr(self, each.name), 0, 1e6, "per second")
-
     @property
     def total(self) -> float:
         return self.process + self.node + self.domain + self.cluster
-
-
-def mtbf_of_nodes(node_mtbf_seconds: float, nodes: int) -> float:
-    """Mean time between failures of a job, from that of one of its nodes, in seconds.
-
-    Source: REFT, appendix A, equation 6 (the failure of any node ends the job).
-    """
-    require_seconds("node_mtbf_seconds", node_mtbf_seconds, zero=False)
-    require_count("nodes", nodes, 1, 1_000_000)
-    return node_mtbf_seconds / nodes

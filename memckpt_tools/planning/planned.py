@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from memckpt.config import MemckptConfig
 from memckpt.user_messages import nbytes_text
-from memckpt_tools.planning.checks import require_count, require_number, require_seconds
 from memckpt_tools.planning.footprint import NodeMemory
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.scheme import Expectation, Scheme, Tier, expect
 
-_MOST_NODES = 10_000_000
 _MONTH_SECONDS = 30 * 86400.0
 
 
@@ -21,16 +19,11 @@ class Planned:
     """A scheme, evaluated for a job.
 
     Attributes:
-        scheme: its costs and tiers.
         choice: its settings in words: an interval, (k, m), a compressor.
-        expectation: steps lost, time to recover, ETTR.
-        memory: host memory of a node, by who needs it.
         monthly_loss: probability of losing more than memory holds, in 30 days; None: it holds nothing in memory.
-        keeps_memory: whether that is within the job's budget.
+        keeps_memory: whether that is within the job's budget of losses.
         config: settings of this product; None for a scheme of others.
-        exact: whether a resume is equal bit for bit.
         problems: why it does not do for this job; empty: it does.
-        notes: what else is to be known.
     """
 
     scheme: Scheme
@@ -62,14 +55,7 @@ def evaluate(
     problems: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Planned:
-    """Evaluate a scheme for a job.
-
-    Args:
-        job: the job.
-        scheme: the scheme.
-        choice, memory, config, exact, problems, notes: as in :class:`Planned`.
-        in_memory: whether it holds anything in memory.
-    """
+    """Evaluate a scheme for a job. `in_memory`: whether it holds anything in memory; others as in :class:`Planned`."""
     beyond = beyond_rate(job, scheme)
     expectation = expect(
         scheme,
@@ -133,17 +119,12 @@ def peer_rate(job: Job) -> float:
     return min(job.network_bytes_per_second, job.encode_bytes_per_second)
 
 
-def steps(job: Job, seconds: float) -> float:
-    """A time in steps."""
-    return seconds / job.step_seconds
-
-
 def storage_tier(name: str, job: Job, interval_seconds: float, persist_seconds: float, restore_seconds: float) -> Tier:
     """Storage that all nodes reach, with a state for each interval."""
     return Tier(
         name=name,
-        every_steps=max(1.0, steps(job, interval_seconds)),
-        lag_steps=steps(job, persist_seconds),
+        every_steps=max(1.0, interval_seconds / job.step_seconds),
+        lag_steps=persist_seconds / job.step_seconds,
         restore_seconds=restore_seconds,
         survives_cluster=True,
     )
@@ -160,13 +141,9 @@ def beyond_memory_rate(
 
     Args:
         node_failures_per_second: of one node.
-        nodes: nodes of the job. group_nodes: n, nodes of a group. tolerates: m.
+        nodes: of the job. group_nodes: n. tolerates: m.
         window_seconds: from the loss of a node until its group is whole again.
     """
-    require_number("node_failures_per_second", node_failures_per_second, 0, 1e6, "per second")
-    require_count("nodes", nodes, 1, _MOST_NODES)
-    require_count("group_nodes", group_nodes, 1, nodes, "nodes (nodes)")
-    require_seconds("window_seconds", window_seconds)
     if tolerates >= group_nodes:
         return 0.0
     down = node_failures_per_second * window_seconds
@@ -177,5 +154,4 @@ def beyond_memory_rate(
 
 def monthly_probability(events_per_second: float) -> float:
     """Probability of at least one event in 30 days, of events that come at a constant rate."""
-    require_number("events_per_second", events_per_second, 0, 1e9, "per second")
     return -math.expm1(-events_per_second * _MONTH_SECONDS)

@@ -4,47 +4,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from memckpt_tools.planning.checks import require_number, require_seconds
+import msgspec
+from msgspec import Meta
+
 from memckpt_tools.planning.job import Failures
+
+#: Longest time that is taken for meant, in seconds: 3,000 years as a mean time between failures is another unit's.
+LONGEST_SECONDS = 1e11
+Seconds = Annotated[float, Meta(ge=0, le=LONGEST_SECONDS)]
+_Bytes = Annotated[float, Meta(ge=0, le=1e18)]
 
 #: What is lost at once: a process (the node's memory stays), one or more nodes with their memory, or every node.
 Failure = Literal["process", "nodes", "cluster"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tier:
+class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A place that a state is brought back from.
 
     Attributes:
-        name: name of the tier, as in reports.
         every_steps: interval of the states that it holds, in steps.
         lag_steps: number of the newest steps that are on their way to it, and lost with what they come from.
-        restore_seconds: time from the start of processes to the first new step, in seconds.
+        restore_seconds: time from the start of processes to the first new step.
         group_nodes: nodes of a group that protects its members; 0 where nodes do not matter.
         tolerates: nodes of a group that may be lost at once; 0: none, the tier is the node's own memory.
         survives_cluster: whether it survives the loss of all nodes.
-        rebuild_seconds: time from the first new step until a node that was replaced holds its part of it again, in
-            seconds; until then it counts as lost.
+        rebuild_seconds: time from the first new step until a node that was replaced holds its part of it again; until
+            then it counts as lost.
     """
 
     name: str
-    every_steps: float
-    lag_steps: float
-    restore_seconds: float
-    group_nodes: int = 0
-    tolerates: int = 0
+    every_steps: Annotated[float, Meta(gt=0, le=1e12)]
+    lag_steps: Annotated[float, Meta(ge=0, le=1e12)]
+    restore_seconds: Seconds
+    group_nodes: Annotated[int, Meta(ge=0)] = 0
+    tolerates: Annotated[int, Meta(ge=0)] = 0
     survives_cluster: bool = False
-    rebuild_seconds: float = 0.0
+    rebuild_seconds: Seconds = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """A way to protect a training.
+class Scheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A way to protect a training. Ranges hold for what is read from files; a plan's values are taken as they are.
 
     Attributes:
-        name: its name, as in reports.
         overhead: time that it adds to training, as a share of undisturbed training time.
         tiers: its tiers, nearest first; a recovery takes the tier with the newest state that survived, and of equal
             ones the nearest.
@@ -54,11 +57,11 @@ class Scheme:
     """
 
     name: str
-    overhead: float
+    overhead: Annotated[float, Meta(ge=0, le=100)]
     tiers: tuple[Tier, ...]
-    memory_bytes: float = 0.0
-    wire_bytes: float = 0.0
-    disk_bytes: float = 0.0
+    memory_bytes: _Bytes = 0.0
+    wire_bytes: _Bytes = 0.0
+    disk_bytes: _Bytes = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,8 @@ def serving_tier(scheme: Scheme, failure: Failure) -> Tier | None:
     A failure of nodes is one that a group tolerates.
     """
     survivors = [tier for tier in scheme.tiers if survives(tier, failure)]
-    return min(survivors, key=mean_age_steps, default=None)
+    # Mean age of its newest state at a failure, by the ETTR post: half an interval, and what was not persistent yet.
+    return min(survivors, key=lambda tier: tier.lag_steps + tier.every_steps / 2, default=None)
 
 
 def survives(tier: Tier, failure: Failure) -> bool:
@@ -92,14 +96,6 @@ def survives(tier: Tier, failure: Failure) -> bool:
     if failure == "process" or tier.survives_cluster:
         return True
     return failure == "nodes" and tier.tolerates > 0
-
-
-def mean_age_steps(tier: Tier) -> float:
-    """Steps between a tier's newest state and a failure, on average.
-
-    Source: the ETTR post: half an interval, and what was not persistent yet.
-    """
-    return tier.lag_steps + tier.every_steps / 2
 
 
 def expect(
@@ -112,22 +108,12 @@ def expect(
     restart_seconds: float = 0.0,
     replacement_seconds: float = 0.0,
 ) -> Expectation:
-    """Expected behaviour of a scheme.
+    """Expect the behaviour of a scheme; times are those of a job.
 
     Args:
-        scheme: the scheme.
-        failures: rates of failures, of the job.
-        step_seconds: time of a step without protection.
         run_seconds: length of the job; where no tier survives a failure, training starts over.
         beyond_per_second: rate of failures, of those of nodes and domains, that take more nodes than a group tolerates.
-        restart_seconds: time from a failure until processes have started and are ready to restore.
-        replacement_seconds: more of it, where nodes are lost.
     """
-    require_seconds("step_seconds", step_seconds, zero=False)
-    require_seconds("run_seconds", run_seconds, zero=False)
-    require_number("beyond_per_second", beyond_per_second, 0, 1e6, "per second")
-    require_seconds("restart_seconds", restart_seconds)
-    require_seconds("replacement_seconds", replacement_seconds)
     nodes = failures.node + failures.domain
     beyond = min(nodes, beyond_per_second)
     rates: dict[Failure, float] = {

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from memckpt.config import (
     AgentConfig,
     ErasureConfig,
@@ -16,16 +18,12 @@ from memckpt.config import (
     TopK,
 )
 from memckpt.user_messages import seconds_text
-from memckpt_tools.planning.checks import require_seconds
 from memckpt_tools.planning.footprint import (
     PRIVATE_WIRE_BYTES,
     Held,
     NodeMemory,
     compressed_gradient_bytes,
-    from_other_replica_seconds,
     from_peers_seconds,
-    from_replica_seconds,
-    from_storage_seconds,
     from_window_seconds,
     node_memory,
     redo_seconds,
@@ -44,7 +42,7 @@ def node_state_bytes(job: Job) -> float:
 
 def read_seconds(job: Job) -> float:
     """Time in which all nodes read the newest checkpoint: each replica reads all of it."""
-    return from_storage_seconds(job.state_total_bytes, job.disk_bytes_per_second, job.replicas)
+    return job.replicas * job.state_total_bytes / job.disk_bytes_per_second
 
 
 def unprotected(job: Job) -> Planned:
@@ -93,8 +91,6 @@ def young_interval(write_seconds: float, mttf_seconds: float) -> float:
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974:
     sqrt(2 x write x MTTF). It makes the synchronous ETTR above largest, too.
     """
-    require_seconds("write_seconds", write_seconds)
-    require_seconds("mttf_seconds", mttf_seconds, zero=False)
     return math.sqrt(2 * write_seconds * mttf_seconds)
 
 
@@ -230,7 +226,6 @@ class _Sending:
     Attributes:
         overhead: share of training time for which training waits.
         every_steps, lag_steps: as of a :class:`Tier`.
-        wire_bytes: bytes that a node sends for each step.
         note: what is sent in place of records; empty: records are.
     """
 
@@ -241,14 +236,14 @@ class _Sending:
     note: str = ""
 
 
-def _sending(job: Job, peers: ErasureConfig, held: Held, private: bool, captured_every: int) -> _Sending:
+def _sending(job: Job, peers: ErasureConfig, held: Held, private: bool, snapshot_every: int) -> _Sending:
     """Records where training need not wait for them, else the state after every N-th step."""
     if private:
-        return _Sending(every_steps=captured_every or 1, lag_steps=1.0, wire_bytes=PRIVATE_WIRE_BYTES)
-    if captured_every:
+        return _Sending(every_steps=snapshot_every or 1, lag_steps=1.0, wire_bytes=PRIVATE_WIRE_BYTES)
+    if snapshot_every:
         state = state_wire_bytes(peers, held)
-        lag = min(float(captured_every), state / peer_rate(job) / (job.step_seconds * job.network_idle_share))
-        return _Sending(0.0, captured_every, lag, state / captured_every)
+        lag = min(float(snapshot_every), state / peer_rate(job) / (job.step_seconds * job.network_idle_share))
+        return _Sending(0.0, snapshot_every, lag, state / snapshot_every)
     wire, free = wire_bytes(peers, held), job.step_seconds * job.network_idle_share
     sends = wire / peer_rate(job)
     waits = max(0.0, sends - free) / job.step_seconds
@@ -274,7 +269,7 @@ def _setting(
     residual: float = 0.0,
 ) -> Planned:
     """One setting of this product, evaluated for the job; `residual`: bytes of left-out parts of gradients."""
-    every = capture_every(job) if mode == "snapshot" else 0
+    every = snapshot_every(job) if mode == "snapshot" else 0
     config = _config(job, mode, period, peers, log, every)
     held = Held(
         parameters=job.node_parameters,
@@ -323,8 +318,8 @@ def _setting(
     )
 
 
-def capture_every(job: Job) -> int:
-    """N of captures: Young's interval, and no less than what takes half of the overhead's budget."""
+def snapshot_every(job: Job) -> int:
+    """N of snapshots: Young's interval, and no less than what takes half of the overhead's budget."""
     stall = job.node_parameters * job.state_bytes / job.copy_bytes_per_second * (1 - job.copy_overlap)
     seconds = max(young_interval(stall, job.mtbf_seconds), stall / (job.overhead_budget / 2))
     return min(1_000_000, max(1, math.ceil(seconds / job.step_seconds)))
@@ -342,8 +337,8 @@ def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
 
 def _peer_tier(job: Job, peers: ErasureConfig, held: Held, sending: _Sending, private: bool) -> Tier:
     rate, copying = peer_rate(job), job.copy_bytes_per_second
-    if private:
-        seconds = from_other_replica_seconds(held, rate, copying)
+    if private:  # it fetches the state of another replica, and copies it
+        seconds = held.whole_bytes / rate + held.whole_bytes / copying
     else:
         seconds = from_peers_seconds(held, rate, copying, job.redo_parameters_per_second)
     return Tier(
@@ -360,7 +355,7 @@ def _peer_tier(job: Job, peers: ErasureConfig, held: Held, sending: _Sending, pr
 def _local_seconds(job: Job, mode: RedoMode, held: Held) -> float:
     if mode == "lazy":
         return from_window_seconds(held, job.copy_bytes_per_second, job.redo_parameters_per_second)
-    return from_replica_seconds(held, job.copy_bytes_per_second)
+    return held.whole_bytes / job.copy_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -395,7 +390,7 @@ def _storing(job: Job, held: Held, log: bool) -> _Storing:
     redone = min(interval, job.run_seconds) / job.step_seconds / 2
     restore = read + redone * record * job.replicas / available
     restore += redo_seconds(redone, held.parameters, job.redo_parameters_per_second)
-    tier = replace(storage_tier("log", job, 0.0, written, restore), every_steps=batch)
+    tier = msgspec.structs.replace(storage_tier("log", job, 0.0, written, restore), every_steps=batch)
     problem = "" if needed < available else f"storage: {needed / 1e9:.3g} GB/s of {available / 1e9:.3g} GB/s"
     return _Storing(tier, snapshot / interval, record + bases, f"batches of {batch}", problem)
 
@@ -418,14 +413,7 @@ def _config(
 
 @dataclass(frozen=True)
 class Plan:
-    """The schemes for a job.
-
-    Attributes:
-        job: the job.
-        rows: the schemes, evaluated: those of users first.
-        recommended: the best one of this product; None: none does.
-        reason: why it is that one, or why there is none, in words.
-    """
+    """The schemes for a job, evaluated, those of users first; the best one of this product, and why, in words."""
 
     job: Job
     rows: tuple[Planned, ...]
@@ -481,5 +469,5 @@ def make_plan(job: Job) -> Plan:
 
 
 def _every_step(row: Planned) -> bool:
-    """Whether each step is recorded, and not each N-th state captured."""
+    """Whether each step is recorded, and not each N-th state."""
     return row.config is not None and row.config.redo != "snapshot"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,138 +16,81 @@ from memckpt.cli.common import AsJson, count, out, plain_table, print_json, seco
 from memckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from memckpt_tools.planning.scheme import Scheme
+    from memckpt_tools.planning.scheme import Scheme, Tier
     from memckpt_tools.simulation.failures import FailureModel, Failures
     from memckpt_tools.simulation.run import Estimate, Setup, Summary, Sweep
 
-_CLUSTER, _FAILURES, _REPAIR, _PROTECTION, _RUN = "Cluster", "Failures", "Repair", "Protection", "Simulation"
-
-Nodes = Annotated[int, typer.Option(help="Nodes of the job.", rich_help_panel=_CLUSTER)]
-NodesPerRack = Annotated[int | None, typer.Option(help="Nodes in a rack.", rich_help_panel=_CLUSTER)]
-RacksPerZone = Annotated[int | None, typer.Option(help="Racks in a zone.", rich_help_panel=_CLUSTER)]
-NodeMtbf = Annotated[
-    float | None,
-    typer.Option(help="Mean time between failures of one node, by hardware and software.", rich_help_panel=_FAILURES),
-]
-JobMtbf = Annotated[
-    float | None,
-    typer.Option(help="The same of all nodes together, in place of --node-mtbf-hours.", rich_help_panel=_FAILURES),
-]
-SoftwareShare = Annotated[
-    float,
-    typer.Option(
-        help="Share of software among failures of nodes, 0 to 1: processes die, memory stays.",
-        rich_help_panel=_FAILURES,
-    ),
-]
-WeibullShape = Annotated[
-    float,
-    typer.Option(help="Shape of the times between failures of hardware; 1: exponential.", rich_help_panel=_FAILURES),
-]
-NewNodes = Annotated[
-    bool,
-    typer.Option(
-        "--new-nodes", help="Nodes are new when training starts, not long in service.", rich_help_panel=_FAILURES
-    ),
-]
-RackMtbf = Annotated[
-    float | None,
-    typer.Option(help="Mean time between failures of a rack, with all its nodes.", rich_help_panel=_FAILURES),
-]
-ZoneMtbf = Annotated[
-    float | None,
-    typer.Option(help="Mean time between failures of a zone, with all its nodes.", rich_help_panel=_FAILURES),
-]
-ClusterMtbf = Annotated[
-    float | None, typer.Option(help="Mean time between failures of all nodes at once.", rich_help_panel=_FAILURES)
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        help="Failures from a file in place of distributions: CSV with columns time_seconds, kind, node.",
-        rich_help_panel=_FAILURES,
-    ),
-]
-Detection = Annotated[
-    float, typer.Option(help="From a failure until the job's processes have ended.", rich_help_panel=_REPAIR)
-]
-Replacement = Annotated[
-    float, typer.Option(help="From then until a spare node has a lost one's place.", rich_help_panel=_REPAIR)
-]
-RepairTime = Annotated[
-    float,
-    typer.Option(help="From a failure until a lost node can serve as a spare; with --spares.", rich_help_panel=_REPAIR),
-]
-Spares = Annotated[int | None, typer.Option(help="Spare nodes. Default: enough.", rich_help_panel=_REPAIR)]
-Start = Annotated[
-    float,
-    typer.Option(help="From the start of processes to the first step, where nothing is held.", rich_help_panel=_REPAIR),
-]
-Schemes = Annotated[
-    Path | None, typer.Option(help="Schemes of protection, as YAML or JSON.", rich_help_panel=_PROTECTION)
-]
-Tiers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tier",
-        help="A tier of a scheme, nearest first: name=disk,every_steps=100,... Fields: name, every_steps, lag_steps, "
-        "restore_seconds, group_nodes, tolerates, survives_cluster (true or false), rebuild_seconds.",
-        metavar="FIELD=VALUE,...",
-        rich_help_panel=_PROTECTION,
-    ),
-]
-Overhead = Annotated[
-    float,
-    typer.Option(help="Of the scheme of --tier: time that it adds to a step, as a share.", rich_help_panel=_PROTECTION),
-]
-SchemeName = Annotated[str, typer.Option("--name", help="Name of the scheme of --tier.", rich_help_panel=_PROTECTION)]
-StepSeconds = Annotated[float, typer.Option(help="Time of a step without protection.", rich_help_panel=_RUN)]
-Days = Annotated[float, typer.Option(help="Days from start to end, failures included.", rich_help_panel=_RUN)]
-Repetitions = Annotated[int, typer.Option(help="Independent repetitions.", rich_help_panel=_RUN)]
-Seed = Annotated[int, typer.Option(help="Seed of all draws.", rich_help_panel=_RUN)]
-Workers = Annotated[
-    int, typer.Option(help="Processes that share the repetitions; results are the same.", rich_help_panel=_RUN)
-]
-Confidence = Annotated[float, typer.Option(help="Confidence of the intervals.", rich_help_panel=_RUN)]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draw ETTR against time between failures and number of nodes, both from a quarter to four times: "
-        "a .png, .svg or .pdf. Takes about 16 times as long.",
-        rich_help_panel=_RUN,
-    ),
-]
+_cluster, _fails, _repair, _protection, _run = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Cluster", "Failures", "Repair", "Protection", "Simulation")
+)
 
 
 def simulate(
-    nodes: Nodes,
-    step_seconds: StepSeconds,
-    nodes_per_rack: NodesPerRack = None,
-    racks_per_zone: RacksPerZone = None,
-    node_mtbf_hours: NodeMtbf = None,
-    job_mtbf_hours: JobMtbf = None,
-    software_share: SoftwareShare = 0.0,
-    weibull_shape: WeibullShape = 1.0,
-    new_nodes: NewNodes = False,
-    rack_mtbf_hours: RackMtbf = None,
-    zone_mtbf_hours: ZoneMtbf = None,
-    cluster_mtbf_hours: ClusterMtbf = None,
-    trace: Trace = None,
-    detection_seconds: Detection = 0.0,
-    replacement_seconds: Replacement = 0.0,
-    repair_seconds: RepairTime = 0.0,
-    spares: Spares = None,
-    start_seconds: Start = 0.0,
-    schemes: Schemes = None,
-    tier: Tiers = None,
-    overhead: Overhead = 0.0,
-    name: SchemeName = "options",
-    days: Days = 90.0,
-    repetitions: Repetitions = 20,
-    seed: Seed = 0,
-    workers: Workers = 1,
-    confidence: Confidence = 0.95,
-    plot: Plot = None,
+    nodes: Annotated[int, _cluster(help="Nodes of the job.")],
+    step_seconds: Annotated[float, _run(help="Time of a step without protection.")],
+    nodes_per_rack: Annotated[int | None, _cluster(help="Nodes in a rack.")] = None,
+    racks_per_zone: Annotated[int | None, _cluster(help="Racks in a zone.")] = None,
+    node_mtbf_hours: Annotated[
+        float | None, _fails(help="Mean time between failures of one node, by hardware and software.")
+    ] = None,
+    job_mtbf_hours: Annotated[
+        float | None, _fails(help="The same of all nodes together, in place of --node-mtbf-hours.")
+    ] = None,
+    software_share: Annotated[
+        float, _fails(help="Share of software among failures of nodes, 0 to 1: processes die, memory stays.")
+    ] = 0.0,
+    weibull_shape: Annotated[
+        float, _fails(help="Shape of the times between failures of hardware; 1: exponential.")
+    ] = 1.0,
+    new_nodes: Annotated[
+        bool, _fails("--new-nodes", help="Nodes are new when training starts, not long in service.")
+    ] = False,
+    rack_mtbf_hours: Annotated[
+        float | None, _fails(help="Mean time between failures of a rack, with all its nodes.")
+    ] = None,
+    zone_mtbf_hours: Annotated[
+        float | None, _fails(help="Mean time between failures of a zone, with all its nodes.")
+    ] = None,
+    cluster_mtbf_hours: Annotated[float | None, _fails(help="Mean time between failures of all nodes at once.")] = None,
+    trace: Annotated[
+        Path | None,
+        _fails(help="Failures from a file in place of distributions: CSV with columns time_seconds, kind, node."),
+    ] = None,
+    detection_seconds: Annotated[float, _repair(help="From a failure until the job's processes have ended.")] = 0.0,
+    replacement_seconds: Annotated[float, _repair(help="From then until a spare node has a lost one's place.")] = 0.0,
+    repair_seconds: Annotated[
+        float, _repair(help="From a failure until a lost node can serve as a spare; with --spares.")
+    ] = 0.0,
+    spares: Annotated[int | None, _repair(help="Spare nodes. Default: enough.")] = None,
+    start_seconds: Annotated[
+        float, _repair(help="From the start of processes to the first step, where nothing is held.")
+    ] = 0.0,
+    schemes: Annotated[Path | None, _protection(help="Schemes of protection, as YAML or JSON.")] = None,
+    tier: Annotated[
+        list[str] | None,
+        _protection(
+            help="A tier of a scheme, nearest first: name=disk,every_steps=100,... Fields: name, every_steps, "
+            "lag_steps, restore_seconds, group_nodes, tolerates, survives_cluster (true or false), rebuild_seconds.",
+            metavar="FIELD=VALUE,...",
+        ),
+    ] = None,
+    overhead: Annotated[
+        float, _protection(help="Of the scheme of --tier: time that it adds to a step, as a share.")
+    ] = 0.0,
+    name: Annotated[str, _protection(help="Name of the scheme of --tier.")] = "options",
+    days: Annotated[float, _run(help="Days from start to end, failures included.")] = 90.0,
+    repetitions: Annotated[int, _run(help="Independent repetitions.")] = 20,
+    seed: Annotated[int, _run(help="Seed of all draws.")] = 0,
+    workers: Annotated[int, _run(help="Processes that share the repetitions; results are the same.")] = 1,
+    confidence: Annotated[float, _run(help="Confidence of the intervals.")] = 0.95,
+    plot: Annotated[
+        Path | None,
+        _run(
+            help="Draw ETTR against time between failures and number of nodes, both from a quarter to four times: "
+            "a .png, .svg or .pdf. Takes about 16 times as long."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate the failures of a cluster, and what is left of a training's time under schemes of protection.
@@ -155,6 +99,7 @@ def simulate(
     time (ETTR), lost steps, time without training, and the tiers that recoveries came from, as means of the repetitions
     with confidence intervals.
     """
+    from memckpt_tools.planning.pictures import check_plot
     from memckpt_tools.simulation.failures import Cluster, read_trace
     from memckpt_tools.simulation.replay import Repair, Training
     from memckpt_tools.simulation.run import Setup
@@ -231,17 +176,15 @@ def _fields_as_options() -> Iterator[None]:
 
 def _seconds(option: str, value: float, unit_seconds: float) -> float:
     """A time of an option in seconds; what is wrong is said in the option's unit."""
-    from memckpt_tools.planning.checks import require_number
-    from memckpt_tools.simulation.failures import LONGEST_SECONDS
+    from memckpt_tools.planning.values import require_range
+    from memckpt_tools.simulation.failures import LongTime
 
-    unit = "days" if unit_seconds == 86400 else "hours"
-    require_number(option, value, 0, LONGEST_SECONDS / unit_seconds, unit, above=True)
+    require_range(option, value, LongTime, unit_seconds, "days" if unit_seconds == 86400 else "hours")
     return value * unit_seconds
 
 
 def _schemes_of(path: Path | None, tiers: list[str] | None, overhead: float, name: str) -> list[Scheme]:
     from memckpt_tools.planning.scheme import Scheme
-    from memckpt_tools.simulation.scheme_file import parse_tier, read_schemes
 
     schemes = [] if path is None else read_schemes(path)
     if tiers:
@@ -251,6 +194,37 @@ def _schemes_of(path: Path | None, tiers: list[str] | None, overhead: float, nam
     if not schemes:
         raise ConfigurationError("schemes: expected --schemes FILE or --tier, found neither")
     return schemes
+
+
+def read_schemes(path: Path) -> list[Scheme]:
+    """Read schemes from a file of JSON (``.json``) or YAML: a list, or a mapping with the list as ``schemes``.
+
+    Raises:
+        ConfigurationError: it cannot be read; a field is unknown, missing, of another type or out of range.
+    """
+    from memckpt_tools.planning.scheme import Scheme
+    from memckpt_tools.planning.values import converted, read_tree
+
+    found = read_tree(path, f"--schemes {path}")
+    if isinstance(found, Mapping) and set(found) == {"schemes"}:
+        found = found["schemes"]
+    if not isinstance(found, list) or not found:
+        raise ConfigurationError(f"{path}: expected a list of schemes, found {found!r}")
+    return converted(found, list[Scheme], f"{path}: schemes")
+
+
+def parse_tier(text: str) -> Tier:
+    """A tier from ``name=disk,every_steps=100,...``. Raises as :func:`read_schemes`."""
+    from memckpt_tools.planning.scheme import Tier
+    from memckpt_tools.planning.values import converted
+
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or name in values:
+            raise ConfigurationError(f"--tier {text}: expected FIELD=VALUE, each field once, found {part.strip()!r}")
+        values[name] = value
+    return converted(values, Tier, f"--tier {text}: ", strict=False)
 
 
 def _model_of(
@@ -366,36 +340,15 @@ def _as_json(setup: Setup, summaries: list[Summary], seed: int, swept: Sweep | N
     return result
 
 
-_FORMATS = ("pdf", "png", "svg")
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a plot that cannot be drawn, before anything is simulated.
-
-    Raises:
-        ConfigurationError: matplotlib is missing, the file's name ends in no known format, or there is no such
-            directory.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            f"--plot {path}: expected matplotlib, found none: pip install 'lightning-memckpt[plot]'"
-        ) from error
-    if path.suffix.removeprefix(".").lower() not in _FORMATS:
-        raise ConfigurationError(f"--plot {path}: expected a name that ends in .{' or .'.join(_FORMATS)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"--plot {path}: expected a directory that exists, found no {path.parent}")
-
-
 def draw(sweep: Sweep, path: Path, title: str) -> None:
     """Draw a sweep: a line for each scheme, with its confidence interval as a band.
 
     Raises:
         ConfigurationError: the file cannot be written.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
+
+    from memckpt_tools.planning.pictures import save_figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -415,12 +368,7 @@ def draw(sweep: Sweep, path: Path, title: str) -> None:
     left.set_ylabel("effective training time ratio")
     left.legend()
     figure.suptitle(title)
-    try:
-        # The same simulation makes the same file: no date, no random names.
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memckpt"}):
-            figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-    except OSError as error:
-        raise ConfigurationError(f"--plot {path}: expected a file that can be written, found {error}") from error
+    save_figure(figure, path)
 
 
 def _draw_line(axes: object, points: Sequence[tuple[float, Summary]]) -> None:

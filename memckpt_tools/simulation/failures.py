@@ -5,74 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from memckpt.config.checks import Checked, Count, require
 from memckpt.errors import ConfigurationError
-from memckpt_tools.planning.checks import require_count, require_number
-from memckpt_tools.planning.scheme import Scheme, Tier
+from memckpt_tools.planning.scheme import LONGEST_SECONDS
 
-#: Longest time that is taken for meant, in seconds: 3,000 years as a mean time between failures is another unit's.
-LONGEST_SECONDS = 1e11
-#: Time of a step, in seconds: beyond these it was meant in milliseconds or microseconds.
-STEP_SECONDS = (1e-4, 300.0)
-
-
-def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
-    """Refuse schemes that a cluster of so many nodes cannot have.
-
-    Raises:
-        ConfigurationError: there is none, two have one name, or a value of one is out of range.
-    """
-    if not schemes:
-        raise ConfigurationError("schemes: expected one or more, found none")
-    names = [scheme.name for scheme in schemes]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigurationError(f"schemes: expected a name of its own for each, found {min(twice)!r} twice")
-    for scheme in schemes:
-        where = f"scheme {scheme.name!r}"
-        require_number(f"{where}: overhead", scheme.overhead, 0, 100, "of training time")
-        for field in ("memory_bytes", "wire_bytes", "disk_bytes"):
-            require_number(f"{where}: {field}", getattr(scheme, field), 0, 1e18, "bytes")
-        tiers = [tier.name for tier in scheme.tiers]
-        if twice := {name for name in tiers if tiers.count(name) > 1}:
-            raise ConfigurationError(f"{where}: tiers: expected a name of its own for each, found {min(twice)!r} twice")
-        for tier in scheme.tiers:
-            _check_tier(f"{where}, tier {tier.name!r}", tier, nodes)
-
-
-def _check_tier(where: str, tier: Tier, nodes: int) -> None:
-    require_number(f"{where}: every_steps", tier.every_steps, 0, 1e12, "steps", above=True)
-    require_number(f"{where}: lag_steps", tier.lag_steps, 0, 1e12, "steps")
-    require_number(f"{where}: restore_seconds", tier.restore_seconds, 0, LONGEST_SECONDS, "seconds")
-    require_number(f"{where}: rebuild_seconds", tier.rebuild_seconds, 0, LONGEST_SECONDS, "seconds")
-    require_count(
-        f"{where}: group_nodes", tier.group_nodes, 0, nodes, "nodes of the cluster, 0 where they do not matter"
-    )
-    most = max(0, tier.group_nodes - 1)
-    require_count(f"{where}: tolerates", tier.tolerates, 0, most, f"nodes of a group of {tier.group_nodes}")
-
-
+LongTime = Annotated[float, Meta(gt=0, le=LONGEST_SECONDS)]
+Shape = Annotated[float, Meta(ge=0.2, le=20)]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Exponential:
-    """A rate of failures that does not depend on age.
+class Exponential(Checked):
+    """A rate of failures that does not depend on age; `mean_seconds`: mean time between failures of one unit."""
 
-    Attributes:
-        mean_seconds: mean time between failures of one unit, in seconds.
-    """
-
-    mean_seconds: float
-
-    def __post_init__(self) -> None:
-        require_number("mean_seconds", self.mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+    mean_seconds: LongTime
 
     def survival(self, seconds: float) -> float:
         """Probability that a new unit has no failure in so many seconds."""
@@ -88,7 +42,7 @@ class Exponential:
 
 
 @dataclass(frozen=True)
-class Weibull:
+class Weibull(Checked):
     """A rate of failures that falls with age (shape below 1: early failures) or rises (above 1: wear).
 
     REFT (equation 1) has the probability of survival exp(-(t / scale) ** shape), with its failure rate in the place of
@@ -96,22 +50,16 @@ class Weibull:
 
     Attributes:
         shape: exponent of the survival; 1 is the exponential distribution.
-        scale_seconds: time after which exp(-1) of all units survive, in seconds.
+        scale_seconds: time after which exp(-1) of all units survive.
     """
 
-    shape: float
-    scale_seconds: float
-
-    def __post_init__(self) -> None:
-        require_number("shape", self.shape, 0.2, 20, "(no unit)")
-        require_number("scale_seconds", self.scale_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+    shape: Shape
+    scale_seconds: LongTime
 
     @classmethod
     def of_mean(cls, shape: float, mean_seconds: float) -> Weibull:
         """The distribution with a shape and a mean time between failures."""
-        require_number("shape", shape, 0.2, 20, "(no unit)")
-        require_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
-        return cls(shape, mean_seconds / math.gamma(1 + 1 / shape))
+        return cls(shape, mean_seconds / math.gamma(1 + 1 / shape) if shape > 0 else mean_seconds)
 
     @property
     def mean_seconds(self) -> float:
@@ -152,29 +100,26 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Checked):
     """The nodes of a job. Racks are runs of neighbouring nodes, zones are runs of racks.
 
     Attributes:
-        nodes: number of nodes.
         nodes_per_rack: number of nodes in a rack, the last one may have fewer; None: racks are not known.
         racks_per_zone: number of racks in a zone, the last one may have fewer; None: zones are not known.
     """
 
-    nodes: int
-    nodes_per_rack: int | None = None
-    racks_per_zone: int | None = None
+    nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)]
+    nodes_per_rack: Count | None = None
+    racks_per_zone: Count | None = None
 
     def __post_init__(self) -> None:
-        require_count("nodes", self.nodes, 1, MOST_NODES, "nodes")
-        if self.nodes_per_rack is not None:
-            require_count("nodes_per_rack", self.nodes_per_rack, 1, self.nodes, "nodes of the cluster")
-        if self.racks_per_zone is not None:
-            if self.nodes_per_rack is None:
-                raise ConfigurationError(
-                    f"racks_per_zone: expected nodes_per_rack beside it, found {self.racks_per_zone} alone"
-                )
-            require_count("racks_per_zone", self.racks_per_zone, 1, self.count(RACK), "racks of the cluster")
+        super().__post_init__()
+        rack, zone = self.nodes_per_rack, self.racks_per_zone
+        require(rack is None or rack <= self.nodes, "nodes_per_rack", f"1 to {self.nodes} nodes of the cluster", rack)
+        if zone is not None:
+            require(rack is not None, "racks_per_zone", "nodes_per_rack beside it", zone)
+            racks = self.count(RACK)
+            require(zone <= racks, "racks_per_zone", f"1 to {racks} racks of the cluster", zone)
 
     def size(self, kind: int) -> int | None:
         """Number of nodes in one unit of a kind; None: such units are not known."""
@@ -202,9 +147,9 @@ class Failures:
     """Failures of one run, in the order of time.
 
     Attributes:
-        seconds: when they happen, from the start of training, float64.
-        kinds: index into `KINDS`, int64.
-        units: number of the node, rack or zone; 0 of the cluster, int64.
+        seconds: when they happen, from the start of training.
+        kinds: index into `KINDS`.
+        units: number of the node, rack or zone; 0 of the cluster.
     """
 
     seconds: Floats
@@ -264,15 +209,13 @@ class FailureModel:
         """Failures of nodes by hardware and software.
 
         Args:
-            mean_seconds: mean time between failures of one node, whatever they are, in seconds.
+            mean_seconds: mean time between failures of one node, whatever they are.
             software_share: share of software among them, from 0 to 1: of 1 to 3 it is 0.25. Times between failures of
                 software are exponential.
             shape: shape of the Weibull distribution of times between failures of hardware; 1: they are exponential.
             new: whether nodes are new when training starts.
         """
-        require_number("mean_seconds", mean_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
-        require_number("software_share", software_share, 0, 1, "(a share)")
-        require_number("weibull_shape", shape, 0.2, 20, "(no unit)")
+        require(0 <= software_share <= 1, "software_share", "0 to 1", software_share)
         hardware: Lifetime | None = None
         if software_share < 1:
             mean = mean_seconds / (1 - software_share)
@@ -366,8 +309,6 @@ def parse_trace(text: str, cluster: Cluster, name: str = "trace") -> Failures:
         text: the file. `time_seconds` counts from the start of training and never falls. `kind` is process, node,
             rack, zone or cluster. `node` is a node's number from 0; any node of the rack or zone that fails, and
             nothing is needed for the cluster.
-        cluster: the cluster that they happen to.
-        name: name of the file, for messages.
 
     Raises:
         ConfigurationError: it is malformed; the line, the column, what was expected and found are named.
@@ -403,11 +344,7 @@ def parse_trace(text: str, cluster: Cluster, name: str = "trace") -> Failures:
 
 
 def read_trace(path: Path, cluster: Cluster) -> Failures:
-    """Failures in a file; see :func:`parse_trace`.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is malformed.
-    """
+    """Failures in a file; see :func:`parse_trace`, also for errors."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

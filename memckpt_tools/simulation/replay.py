@@ -10,10 +10,13 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from memckpt_tools.planning.checks import require_count, require_number
-from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation.failures import KINDS, LONGEST_SECONDS, MOST_NODES, STEP_SECONDS, Cluster, Failures
+from msgspec import Meta
+
+from memckpt.config.checks import Checked
+from memckpt_tools.planning.scheme import Scheme, Seconds, Tier
+from memckpt_tools.simulation.failures import KINDS, MOST_NODES, Cluster, Failures, LongTime
 
 #: Recovery where no tier holds anything: training begins anew.
 NOTHING = "nothing"
@@ -24,7 +27,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repair:
+class Repair(Checked):
     """How long it takes until lost nodes are there again.
 
     Attributes:
@@ -36,34 +39,19 @@ class Repair:
         start_seconds: time from the start of processes to the first step, where nothing is held.
     """
 
-    detection_seconds: float = 0.0
-    replacement_seconds: float = 0.0
-    repair_seconds: float = 0.0
-    spares: int | None = None
-    start_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in ("detection_seconds", "replacement_seconds", "repair_seconds", "start_seconds"):
-            require_number(field, getattr(self, field), 0, LONGEST_SECONDS, "seconds")
-        if self.spares is not None:
-            require_count("spares", self.spares, 0, MOST_NODES, "nodes")
+    detection_seconds: Seconds = 0.0
+    replacement_seconds: Seconds = 0.0
+    repair_seconds: Seconds = 0.0
+    spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] | None = None
+    start_seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """What is trained, and for how long.
+class Training(Checked):
+    """A training: the time of its steps without protection, and its time from start to end, failures included."""
 
-    Attributes:
-        step_seconds: time of a step without protection, in seconds.
-        duration_seconds: time from the start to the end, failures included, in seconds.
-    """
-
-    step_seconds: float
-    duration_seconds: float
-
-    def __post_init__(self) -> None:
-        require_number("step_seconds", self.step_seconds, *STEP_SECONDS, "seconds")
-        require_number("duration_seconds", self.duration_seconds, 0, LONGEST_SECONDS, "seconds", above=True)
+    step_seconds: Annotated[float, Meta(ge=1e-4, le=300.0)]  # beyond these it was meant in milli- or microseconds
+    duration_seconds: LongTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +63,6 @@ class Outcome:
         overhead_seconds: time that protection added to them.
         lost_seconds: time of steps that were lost with a failure.
         down_seconds: time in which there was no training.
-        steps: steps at the end.
         lost_steps: steps that were lost with failures, parts of steps included.
         failures: number of failures by kind, in the order of `KINDS`.
         recoveries: number of recoveries from each tier, and last from nothing. A recovery that another failure
@@ -104,11 +91,10 @@ class Outcome:
 def replay(
     scheme: Scheme, failures: Failures, cluster: Cluster, training: Training, repair: Repair | None = None
 ) -> Outcome:
-    """What becomes of a training with these failures.
+    """What becomes of a training with these failures; those after its end are left out.
 
     Args:
         scheme: how it is protected; its values are taken as they are.
-        failures: those after the end of training are left out.
         repair: None: lost nodes are replaced at once.
     """
     repair = repair or Repair()
@@ -189,18 +175,13 @@ class _Nodes:
         return max(self._complete, noticed)
 
 
-def group_count(nodes: int, group_nodes: int) -> int:
-    """Number of groups; where nodes do not divide, some groups are larger."""
-    return nodes // group_nodes
-
-
 def group_of(node: int, nodes: int, group_nodes: int) -> int:
     """The group of a node: those of `memckpt.replication.coding.placement`, for domains that are runs of nodes.
 
-    Neighbours are in different groups, so that a group has as few nodes of a rack as can be.
+    Neighbours are in different groups, so that a group has as few nodes of a rack as can be. Where nodes do not divide,
+    some groups are larger.
     """
-    count = group_count(nodes, group_nodes)
-    return (node - nodes) % count
+    return (node - nodes) % (nodes // group_nodes)
 
 
 class _Place:

@@ -10,21 +10,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
 import numpy as np
 
+from memckpt.config.checks import require
 from memckpt.errors import ConfigurationError
-from memckpt_tools.planning.checks import require_count, require_number
 from memckpt_tools.planning.scheme import Scheme
-from memckpt_tools.simulation.failures import (
-    KINDS,
-    Cluster,
-    Exponential,
-    FailureModel,
-    Failures,
-    Lifetime,
-    Weibull,
-    check_schemes,
-)
+from memckpt_tools.planning.values import converted
+from memckpt_tools.simulation.failures import KINDS, Cluster, Exponential, FailureModel, Failures, Lifetime, Weibull
 from memckpt_tools.simulation.replay import NOTHING, Outcome, Repair, Training, replay
 
 
@@ -33,11 +26,9 @@ class Estimate:
     """The mean of repetitions.
 
     Attributes:
-        mean: their mean.
         half_width: half the width of its confidence interval, by Student's t distribution; None with one repetition,
             which has no spread.
         confidence: probability with which such an interval has the true mean in it.
-        repetitions: how many.
     """
 
     mean: float
@@ -60,12 +51,7 @@ class Estimate:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The value below which Student's t distribution has a probability of 0.5 or more.
-
-    Args:
-        probability: from 0.5 to less than 1.
-        degrees: degrees of freedom, 1 or more.
-    """
+    """The value below which Student's t distribution has a probability, from 0.5 to less than 1."""
     low, high = 0.0, 1.0
     while _t_within(high, degrees) < 2 * probability - 1:
         low, high = high, 2 * high
@@ -104,14 +90,7 @@ DEFAULT_CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is simulated, apart from protection.
-
-    Attributes:
-        cluster: the nodes.
-        failures: distributions to draw from, or the failures themselves.
-        training: what is trained.
-        repair: how lost nodes are replaced.
-    """
+    """What is simulated, apart from protection; `failures`: distributions to draw from, or the failures themselves."""
 
     cluster: Cluster
     failures: FailureModel | Failures
@@ -121,13 +100,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Summary:
-    """The repetitions of one scheme.
-
-    Attributes:
-        scheme: the scheme.
-        outcomes: what became of each repetition; the same failures at the same place for all schemes.
-        confidence: that of the intervals.
-    """
+    """The outcomes of one scheme's repetitions: at the same place those of the same failures for all schemes."""
 
     scheme: Scheme
     outcomes: tuple[Outcome, ...]
@@ -170,6 +143,31 @@ class Summary:
         }
 
 
+def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
+    """Refuse schemes that a cluster of so many nodes cannot have.
+
+    Raises:
+        ConfigurationError: there is none, two have one name, or a value of one is out of range.
+    """
+    if not schemes:
+        raise ConfigurationError("schemes: expected one or more, found none")
+    _refuse_twins("schemes", [scheme.name for scheme in schemes])
+    for scheme in schemes:
+        where = f"scheme {scheme.name!r}"
+        converted(msgspec.to_builtins(scheme), Scheme, where)
+        _refuse_twins(f"{where}: tiers", [tier.name for tier in scheme.tiers])
+        for tier in scheme.tiers:
+            place, most = f"{where}, tier {tier.name!r}: ", max(0, tier.group_nodes - 1)
+            require(tier.group_nodes <= nodes, f"{place}group_nodes", f"0 to {nodes} nodes", tier.group_nodes)
+            expected = f"0 to {most} nodes of a group of {tier.group_nodes}"
+            require(tier.tolerates <= most, f"{place}tolerates", expected, tier.tolerates)
+
+
+def _refuse_twins(where: str, names: Sequence[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, where, "a name of its own for each, once", twice)
+
+
 def simulate(
     setup: Setup,
     schemes: Sequence[Scheme],
@@ -185,7 +183,6 @@ def simulate(
     replayed once.
 
     Args:
-        seed: seed of all draws, 0 or more.
         workers: processes that repetitions are shared among. With more than one, the caller's main module must be
             importable without side effects, as `multiprocessing` asks for.
         confidence: that of the intervals.
@@ -196,10 +193,10 @@ def simulate(
     Raises:
         ConfigurationError: a value is out of range, or does not fit the cluster.
     """
-    require_count("repetitions", repetitions, 1, 1_000_000, "repetitions")
-    require_count("seed", seed, 0, 2**63 - 1, "")
-    require_count("workers", workers, 1, 1024, "processes")
-    require_number("confidence", confidence, 0.5, 0.9999, "(a probability)")
+    require(1 <= repetitions <= 1_000_000, "repetitions", "1 to 1000000", repetitions)
+    require(0 <= seed < 2**63, "seed", "0 to 2^63 - 1", seed)
+    require(1 <= workers <= 1024, "workers", "1 to 1024 processes", workers)
+    require(0.5 <= confidence <= 0.9999, "confidence", "a probability of 0.5 to 0.9999", confidence)
     check_schemes(schemes, setup.cluster.nodes)
     if isinstance(setup.failures, Failures):
         setup.failures.check(setup.cluster)
