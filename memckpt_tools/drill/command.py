@@ -26,50 +26,47 @@ if TYPE_CHECKING:
     from memckpt_tools.drill.comparison import Verdict
     from memckpt_tools.drill.job import Start
 
-Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
-Steps = Annotated[int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the instants of the kills. Default: random; it is shown.")]
-Kinds = Annotated[
-    str | None,
-    typer.Option(
-        help="Who is killed, in turn: trainer, agent, both at once, node (all of a simulated node). Default: "
-        "trainer,agent,both; with --nodes: trainer,agent,node.",
-        metavar="KIND,...",
-        show_default=False,
-    ),
-]
-Nodes = Annotated[
-    int,
-    typer.Option(min=1, help="Nodes to simulate: the command is started once for each, with an agent of its own."),
-]
-Overhead = Annotated[
-    bool,
-    typer.Option(
-        "--overhead/--no-overhead", help="Train once without protection, too, and compare the time of a step."
-    ),
-]
-Patience = Annotated[float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")]
-Directory = Annotated[
-    Path | None,
-    typer.Option("--dir", help="New directory for run directories and outputs; it is kept. Default: a temporary one."),
-]
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write what was found to a file, too, as JSON.", metavar="FILE")
-]
-Command = Annotated[list[str], typer.Argument(help="The training as you start it.", metavar="-- COMMAND...")]
-
 
 def drill(
-    command: Command,
-    kills: Kills = 5,
-    steps: Steps = 200,
-    seed: Seed = None,
-    kinds: Kinds = None,
-    nodes: Nodes = 1,
-    overhead: Overhead = True,
-    patience: Patience = 300.0,
-    directory: Directory = None,
-    json: Json = None,
+    command: Annotated[list[str], typer.Argument(help="The training as you start it.", metavar="-- COMMAND...")],
+    kills: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 5,
+    steps: Annotated[
+        int, typer.Option(min=6, help="Steps of each run; a script that ends earlier is drilled that far.")
+    ] = 200,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the instants of the kills. Default: random; it is shown.")
+    ] = None,
+    kinds: Annotated[
+        str | None,
+        typer.Option(
+            help="Who is killed, in turn: trainer, agent, both at once, node (all of a simulated node). Default: "
+            "trainer,agent,both; with --nodes: trainer,agent,node.",
+            metavar="KIND,...",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option(min=1, help="Nodes to simulate: the command is started once for each, with an agent of its own."),
+    ] = 1,
+    overhead: Annotated[
+        bool,
+        typer.Option(
+            "--overhead/--no-overhead", help="Train once without protection, too, and compare the time of a step."
+        ),
+    ] = True,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Seconds without a new step after which a run is given up.")
+    ] = 300.0,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", help="New directory for run directories and outputs; it is kept. Default: a temporary one."
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write what was found to a file, too, as JSON.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Train twice undisturbed, then with kills, and say whether these have left a trace.
 
@@ -78,9 +75,8 @@ def drill(
     run is equal to an undisturbed one bit for bit, or, where two undisturbed ones differ, no further from them than
     they are from each other; 1 if it is not; 15 if the drill could not be carried out.
     """
-    from memckpt_tools.drill.carry_out import FIRST, KILLED, SECOND, WITHOUT, Plan
-    from memckpt_tools.drill.carry_out import drill as carry_out
-    from memckpt_tools.drill.supervisor import ON_ONE, ON_SEVERAL, draw, parse_kinds
+    from memckpt_tools.drill import supervisor
+    from memckpt_tools.drill.supervisor import FIRST, KILLED, ON_ONE, ON_SEVERAL, SECOND, WITHOUT, draw, parse_kinds
     from memckpt_tools.drill.text import as_json, print_result, print_undisturbed
 
     chosen = parse_kinds(kinds or (ON_ONE if nodes == 1 else ON_SEVERAL), nodes)
@@ -104,9 +100,9 @@ def drill(
                     tasks[name] = progress.add_task(names[name], total=steps, note="")
                 progress.update(tasks[name], completed=min(record, steps), note=f"{made} killed" if made else "")
 
-            plan = Plan(kills, steps, seed, patience, chosen, nodes, overhead)
+            plan = supervisor.Plan(kills, steps, seed, patience, chosen, nodes, overhead)
             with _ending_by_signal():
-                result = carry_out(place, _start(command), plan, show, undisturbed.append)
+                result = supervisor.drill(place, _start(command), plan, show, undisturbed.append)
         if json is not None:
             _write(json, as_json(result, command, seed))
         print_undisturbed(undisturbed.pop())
@@ -139,11 +135,7 @@ def _ending_by_signal() -> Iterator[None]:
 
 
 def _make(directory: Path | None) -> Path:
-    """The directory of the drill.
-
-    Raises:
-        DrillError: it exists, or cannot be made.
-    """
+    """The directory of the drill. Raises DrillError if it exists, or cannot be made."""
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="memckpt-drill-"))
     try:

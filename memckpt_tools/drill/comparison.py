@@ -9,31 +9,31 @@ from typing import Literal
 
 import numpy as np
 
-from memckpt_tools.drill.lines import DIGEST_BYTES, SKETCHES, Key, Point, RankHistory, Restored, RunHistory, Taken
+from memckpt_tools.drill.lines import (
+    ATTRIBUTE,
+    DIGEST_BYTES,
+    SKETCHES,
+    TEXT,
+    VARIABLE,
+    Key,
+    Point,
+    RankHistory,
+    Restored,
+    RunHistory,
+    Taken,
+)
 
 #: Kinds of values that are what training computes. Others are what it goes by.
 RESULTS = ("loss", "parameter", "state", "buffer", "frozen")
 #: Kinds of values that are in no state.
-PLAIN = ("attribute", "variable")
+PLAIN = (ATTRIBUTE, VARIABLE)
 #: Kind of the difference that steps are missing.
 STEPS = "steps"
 #: Causes before effects, within one step.
 _ORDER = (
-    STEPS,
-    "data position",
-    "input",
-    "loss",
-    "buffer",
-    "frozen",
-    "parameter",
-    "state",
-    "hyperparameters",
-    "absences",
-    "generators",
-    "registered",
-    "logged values",
-    *PLAIN,
-)
+    STEPS, "data position", "input", "loss", "buffer", "frozen", "parameter", "state", "hyperparameters", "absences",
+    "generators", "registered", "logged values", *PLAIN,
+)  # fmt: skip
 #: Bytes of a tensor's sketch.
 _SKETCH_BYTES = 8 * SKETCHES
 
@@ -43,7 +43,6 @@ class Difference:
     """A value that differs between two runs.
 
     Attributes:
-        rank: of the value.
         step, record: where it differs first.
         kind, name: what it is, such as ``"parameter"``, ``"head.weight"``.
         relative: distance as a fraction of the expected value, or of a tensor's norm; None where it is not known.
@@ -78,13 +77,11 @@ def compare(
     ignored: Collection[tuple[int, Key]] = (),
     whole: bool = False,
 ) -> list[Difference]:
-    """The differences of a run from another one, one for each value that differs: the first ones first.
+    """The differences of a run from another one of a single attempt, one for each value: the first ones first.
 
     Steps that a run leaves out, or adds, are a difference, too: a resume may have made its loop shorter, or longer.
 
     Args:
-        found: a run, with any number of attempts.
-        expected: a run of one attempt.
         last_record: records behind it are not compared.
         ignored: ranks and keys of values that are not compared.
         whole: whether the expected run ended with that record.
@@ -109,7 +106,8 @@ def compare(
     for rank, history in found.ranks.items() if whole else ():
         if (rank, (STEPS, "")) in ignored:
             continue
-        beyond = min((one for one in history.points() if one.record > last_record), key=_record, default=None)
+        late = [one for one in history.points() if one.record > last_record]
+        beyond = min(late, key=lambda point: point.record, default=None)
         if beyond is not None:
             text = f"it trains on, where the undisturbed run had ended after {last_record}"
             new = Difference(rank, beyond.step, beyond.record, STEPS, "", None, text)
@@ -127,10 +125,6 @@ def _missing(found: RankHistory | None, expected: RankHistory, last_record: int)
     """Steps of the expected run whose state the other one has never had."""
     there = set() if found is None else {point.record for point in found.points()}
     return [point for record, point in by_record(expected).items() if record <= last_record and record not in there]
-
-
-def _record(point: Point[Taken] | Point[Restored]) -> int:
-    return point.record
 
 
 def _order(kind: str) -> int:
@@ -175,7 +169,7 @@ def _values_differing(
             if ours_text == theirs_text or (kind in PLAIN and None in (ours_text, theirs_text)):
                 continue  # a variable that is not there yet is none that is wrong
             text = ""
-            if kind in PLAIN and ours_text and theirs_text and ours_text[0] == theirs_text[0] == "=":
+            if kind in PLAIN and ours_text and theirs_text and ours_text[0] == theirs_text[0] == TEXT:
                 text = f"{ours_text[1:]} in place of {theirs_text[1:]}"
             yield kind, name, None, text
 
@@ -287,12 +281,9 @@ class Verdict:
 
 
 def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record: int, whole: bool = False) -> Verdict:
-    """Compare two undisturbed runs, and a killed one with them.
+    """Compare two undisturbed runs, and a killed one with them, up to a record.
 
     Args:
-        first, second: the undisturbed runs.
-        killed: the killed run.
-        last_record: the last record that is compared.
         whole: whether the first run ended there by itself, so that the killed one is to end there, too.
     """
     unrepeatable = compare(second, first, last_record)

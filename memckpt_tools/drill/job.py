@@ -25,7 +25,7 @@ class DrillOrders:
     """What a session does while it is drilled: it uses another run directory, and writes a line for each step.
 
     Attributes:
-        directory: directory of this run of the drill.
+        directory: of this run of the drill.
         nodes: number of nodes that the drill simulates.
     """
 
@@ -97,13 +97,7 @@ Start = Callable[[Variables, Path], Command]
 
 
 class Job:
-    """The commands of one run. Owns them.
-
-    Args:
-        start: starts a command.
-        nodes: number of nodes, and of commands.
-        directory: an existing directory for their outputs.
-    """
+    """The commands of one run, one for each node. Owns them; `directory` gets their outputs."""
 
     def __init__(self, start: Start, nodes: int, directory: Path) -> None:
         self._start = start
@@ -146,11 +140,7 @@ class Job:
                 os.killpg(command.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until all have ended.
-
-        Raises:
-            DrillError: one does not end.
-        """
+        """Wait until all have ended. Raises DrillError if one does not end."""
         deadline = time.monotonic() + END_SECONDS
         for command in self._commands:
             while command.poll() is None:
@@ -199,11 +189,7 @@ def pause() -> None:
 
 
 def kill_processes(pids: Collection[int]) -> None:
-    """Kill processes, and those that they have started, and wait until all have ended.
-
-    Raises:
-        DrillError: one does not end.
-    """
+    """Kill processes, and those that they have started, and wait until all have ended. Raises as :meth:`Job.wait`."""
     with ExitStack() as stack:
         handles = []
         for pid in _with_descendants(pids):

@@ -12,6 +12,12 @@ import msgspec
 
 #: Bytes of a digest, and numbers of a sketch, of one tensor.
 DIGEST_BYTES, SKETCHES = 16, 4
+#: Kinds of values that are in no state.
+ATTRIBUTE, VARIABLE = "attribute", "variable"
+#: In the name of an attribute of an optimizer, between its own and that of the class.
+OF_OPTIMIZER = " of optimizer "
+#: With this character begins a value's own text; without it is a digest.
+TEXT = "="
 #: Kind and name of a value: ``("parameter", "head.weight")``.
 Key = tuple[str, str]
 
@@ -25,10 +31,7 @@ class Begun(Line, frozen=True, tag="begun"):
 
     Attributes:
         pid, ticks: process id of the trainer, and its start in clock ticks since boot.
-        rank, world_size: its place in the job.
-        time: when.
         agent: process id of its node's agent; None while there is none.
-        node: name of its node.
     """
 
     pid: int
@@ -56,8 +59,6 @@ class Restored(Line, frozen=True, tag="restored"):
     """A state is restored.
 
     Attributes:
-        step, record: restored step, and its record.
-        tier: source of the state.
         seconds: duration of the restore.
         repeated: step that is repeated as a proof; None if no step is.
         digests, sketches: of the tensors then, as in :class:`Taken`.
@@ -160,12 +161,7 @@ LineT = TypeVar("LineT", Taken, Restored, covariant=True)
 
 @dataclass(frozen=True)
 class Point(Generic[LineT]):
-    """The state behind a committed step, or behind a restore.
-
-    Attributes:
-        line: its line.
-        keys: names of the tensors whose digests are in the line.
-    """
+    """The state behind a committed step, or behind a restore; `keys`: of the tensors whose digests are in its line."""
 
     line: LineT
     keys: tuple[Key, ...]
@@ -181,13 +177,7 @@ class Point(Generic[LineT]):
 
 @dataclass
 class Attempt:
-    """One process of a rank.
-
-    Attributes:
-        begun: its begin.
-        restored: the restored state; None where training began anew.
-        points: its committed steps, in order.
-    """
+    """One process of a rank: the restored state (None: training began anew), and the committed steps, in order."""
 
     begun: Begun
     restored: Point[Restored] | None = None
@@ -222,12 +212,7 @@ class Attempt:
 
 @dataclass
 class RankHistory:
-    """The attempts of one rank.
-
-    Attributes:
-        attempts: in order.
-        loaders: datasets of its DataLoaders, and their workers.
-    """
+    """The attempts of one rank, in order, and the datasets and workers of its DataLoaders."""
 
     attempts: list[Attempt] = field(default_factory=list)
     loaders: tuple[str, ...] = ()
@@ -265,14 +250,7 @@ class RankHistory:
 
 
 class RunHistory:
-    """The lines of all ranks of a run, followed as they come. :meth:`close` it.
-
-    Args:
-        directory: directory of the run of the drill.
-
-    Attributes:
-        ranks: histories by rank.
-    """
+    """The lines of all ranks of a run, followed as they come. :meth:`close` it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""One run of a drill: kills are drawn, the script is started, watched, killed, started again, and ended."""
+"""The runs of a drill: kills are drawn, the script is started, watched, killed, started again, ended, and compared."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.protocol.status import Status
+from memckpt_tools.drill.comparison import Overhead, Verdict, first_change, judge
 from memckpt_tools.drill.job import END_SECONDS, DrillOrders, Job, Start, kill_processes, pause
 from memckpt_tools.drill.lines import RunHistory, Taken
 
@@ -45,7 +46,6 @@ class Instant:
     """When a kill is due, and of whom.
 
     Attributes:
-        kind: who is killed.
         record: the record that is committed by then, at least.
         fraction: how much of a step's time passes behind its commit, from 0 to 1.
     """
@@ -56,11 +56,7 @@ class Instant:
 
 
 def parse_kinds(text: str, nodes: int = 1) -> tuple[Kind, ...]:
-    """The kinds in ``"trainer,both"``.
-
-    Args:
-        text: names, with commas.
-        nodes: number of simulated nodes.
+    """The kinds in ``"trainer,both"``, for a number of simulated nodes.
 
     Raises:
         ConfigurationError: a name is none of them, or there is but one node.
@@ -74,13 +70,7 @@ def parse_kinds(text: str, nodes: int = 1) -> tuple[Kind, ...]:
 
 
 def draw(seed: int, kills: int, records: int, kinds: Sequence[Kind] = ("trainer",)) -> list[Instant]:
-    """`kills` instants in ascending order, one in each of as many equal parts of the run.
-
-    Args:
-        seed: of the draw.
-        kills: number of kills.
-        records: length of the run.
-        kinds: whom to kill; each in turn, in an order that is drawn.
+    """`kills` instants in ascending order, one in each of as many equal parts of the run; kinds in turn.
 
     Raises:
         ConfigurationError: the run is too short for so many.
@@ -103,7 +93,6 @@ class Blow:
     """One kill, and the resume behind it.
 
     Attributes:
-        kind: who was killed.
         rank: whose trainer was killed, or whose node's agent, or whose node.
         step, record: last committed step by then, and its record.
         resumed: step behind which the next process went on; 0: it started over.
@@ -134,7 +123,6 @@ class Limits:
     Attributes:
         records: number of records after which it is ended.
         silence_seconds: seconds without a new step after which it is given up.
-        nodes: number of nodes, with a command for each.
         protected: whether memckpt is on.
     """
 
@@ -145,12 +133,9 @@ class Limits:
 
 
 class Run:
-    """One run. Ends all processes that it started when :meth:`train` returns.
+    """One run, in a new directory. Ends all processes that it started when :meth:`train` returns.
 
     Args:
-        directory: a new directory for it.
-        start: starts the command.
-        limits: its length, and the number of its nodes.
         on_progress: called with the newest record, and the number of kills.
 
     Attributes:
@@ -186,7 +171,6 @@ class Run:
         """Train to the last record, or the script's own end, with a kill at each instant.
 
         Args:
-            instants: when trainers are killed.
             step_seconds: usual duration of a step.
             to_its_end: whether the script is to end by itself behind the last record. It is ended at the next one.
 
@@ -284,11 +268,7 @@ class Run:
         return True
 
     def _check_nodes(self) -> None:
-        """Refuse a job that has not the nodes it was started with.
-
-        Raises:
-            DrillError: it has others.
-        """
+        """Refuse a job that has not the nodes it was started with. Raises DrillError."""
         found = {history.attempts[-1].begun.node for history in self.history.ranks.values()}
         if len(found) < self._limits.nodes:
             raise DrillError(
@@ -464,3 +444,113 @@ class Run:
                 stack.callback(self.history.poll)
                 for address in self._agents():
                     stack.callback(stop_agent, address)
+
+
+#: Names of the runs, which are those of their directories.
+FIRST, WITHOUT, SECOND, KILLED = "undisturbed-1", "unprotected", "undisturbed-2", "killed"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is drilled.
+
+    Attributes:
+        steps: steps of each run, at most.
+        seed: of the kills' instants.
+        nodes: number of nodes to simulate, with a command for each.
+        overhead: whether a run without protection is compared, too.
+    """
+
+    kills: int
+    steps: int
+    seed: int
+    silence_seconds: float = 300.0
+    kinds: tuple[Kind, ...] = ("trainer",)
+    nodes: int = 1
+    overhead: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a drill has found.
+
+    Attributes:
+        instants, blows: kills that were drawn, and those that were made.
+        step_seconds: median duration of a step, by run.
+        stall_seconds: median time of a step in which protection kept the process from training, by run.
+        overhead: what protection costs; None: it was not asked for.
+        lent_peers: the peers that the drill has configured, as the script configures none; None where it does.
+    """
+
+    verdict: Verdict
+    instants: list[Instant]
+    blows: list[Blow]
+    step_seconds: dict[str, float]
+    stall_seconds: dict[str, float]
+    overhead: Overhead | None
+    lent_peers: ErasureConfig | None
+
+    @property
+    def untried(self) -> list[Kind]:
+        """Kinds of losses of which no kill was made."""
+        return [kind for kind in KINDS if all(blow.kind != kind for blow in self.blows)]
+
+
+def drill(
+    directory: Path,
+    start: Start,
+    plan: Plan,
+    on_progress: Callable[[str, int, int], None],
+    on_undisturbed: Callable[[Verdict], None] = lambda verdict: None,
+) -> Result:
+    """Train twice undisturbed and once with kills, and once without protection if that is asked for, and compare.
+
+    Args:
+        directory: existing directory, in which each run gets one of its own.
+        on_progress: called with a run's name, its newest record, and its kills.
+        on_undisturbed: called with what the two undisturbed runs say alone.
+
+    Raises:
+        DrillError: a run could not be carried out, or none of the kills could be made.
+        ConfigurationError: the training is too short for the kills.
+    """
+
+    def run(name: str, records: int) -> Run:
+        limits = Limits(records, plan.silence_seconds, plan.nodes, name != WITHOUT)
+        return Run(directory / name, start, limits, lambda record, kills: on_progress(name, record, kills))
+
+    first = run(FIRST, plan.steps)
+    first.train()
+    records = min(plan.steps, first.history.furthest)
+    instants = draw(plan.seed, plan.kills, records, plan.kinds)
+    without, problem = run(WITHOUT, records) if plan.overhead else None, ""
+    if without is not None:  # between the other two: a machine that slows down makes no difference then
+        try:
+            without.train()
+        except DrillError as error:  # its time is not known; all else can be found out
+            problem = str(error)
+    second = run(SECOND, records)
+    second.train()
+    on_undisturbed(judge(first.history, second.history, second.history, records))
+    killed = run(KILLED, records)
+    blows = killed.train(instants, first.step_seconds, to_its_end=first.ended_by_itself)
+    if not blows and instants[0].kind == "node":
+        raise DrillError(
+            f"expected peers that protect the training's nodes by its step {records}, found none that did; drill more "
+            "steps, or longer ones; `memckpt status` has the row peers, which says what is missing"
+        )
+    if not blows:
+        raise DrillError(
+            f"expected a training that can be killed, found one that ended before its first kill (step "
+            f"{instants[0].record} of {records}); drill more steps, or longer ones"
+        )
+    runs = {FIRST: first, SECOND: second, KILLED: killed}
+    verdict = judge(first.history, second.history, killed.history, records, whole=first.ended_by_itself)
+    steps = {name: each.step_seconds for name, each in runs.items()}
+    stalls = {name: each.stall_seconds for name, each in runs.items()}
+    overhead = None
+    if without is not None:
+        changed = first_change(without.history, first.history, second.history, records) if not problem else None
+        protected = first.step_seconds, second.step_seconds
+        overhead = Overhead(protected, without.step_seconds, changed, problem)
+    return Result(verdict, instants, blows, steps, stalls, overhead, killed.lent_peers)

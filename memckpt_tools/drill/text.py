@@ -12,10 +12,9 @@ from rich.text import Text
 
 from memckpt.cli.common import count, out, seconds_text
 from memckpt.config import ErasureConfig
-from memckpt_tools.drill.attributes import OF_OPTIMIZER
-from memckpt_tools.drill.carry_out import FIRST, SECOND, Result
 from memckpt_tools.drill.comparison import BAND_FACTOR, PLAIN, RESULTS, STEPS, Band, Difference, Overhead, Verdict
-from memckpt_tools.drill.supervisor import Blow
+from memckpt_tools.drill.lines import OF_OPTIMIZER
+from memckpt_tools.drill.supervisor import FIRST, SECOND, Blow, Kind, Result
 
 #: Differences that are named, at most.
 _NAMED = 6
@@ -52,6 +51,8 @@ def print_result(result: Result) -> None:
         out.print(overhead_text(result.overhead, verdict.repeats), soft_wrap=True)
     if verdict.holes:
         out.print(holes_text(verdict), soft_wrap=True)
+    if result.untried:
+        out.print(untried_text(result.untried), soft_wrap=True)
     out.print(verdict_text(result), soft_wrap=True)
 
 
@@ -65,6 +66,14 @@ def storage_line(blows: Sequence[Blow]) -> Text | None:
         f"agent and trainer were killed together in step {', '.join(map(str, anew))}, where no checkpoint was in "
         "storage yet, and training started over. Drill more --steps; a script with storage=None has none.",
     )
+
+
+def untried_text(untried: Sequence[Kind]) -> Text:
+    """The losses that the drill says nothing about, and the options that try them."""
+    lost = {"trainer": "a trainer", "agent": "an agent", "both": "agent and trainer at once", "node": "a whole node"}
+    options = f"--kinds {','.join(untried)}{' --nodes 2' if 'node' in untried else ''}"
+    what = ", ".join(lost[kind] for kind in untried)
+    return Text.assemble(("Not tried: ", "bold yellow"), f"the loss of {what}; {options} tries it")
 
 
 def print_undisturbed(verdict: Verdict) -> None:
@@ -181,6 +190,7 @@ def as_json(result: Result, command: Sequence[str], seed: int) -> dict[str, Any]
         "steps": verdict.last_step,
         "compared": verdict.compared,
         "kills": [asdict(blow) for blow in result.blows],
+        "not_tried": result.untried,
         "steps_lost": sum(blow.lost for blow in result.blows),
         "seconds_lost": sum(blow.seconds for blow in result.blows if blow.kind != "agent"),
         "step_seconds": result.step_seconds,

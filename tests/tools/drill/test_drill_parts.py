@@ -22,8 +22,6 @@ from memckpt.config.arguments import with_environment
 from memckpt.config.observers import OBSERVERS
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
-from memckpt_tools.drill.attributes import Attributes, text_of
-from memckpt_tools.drill.carry_out import Result
 from memckpt_tools.drill.comparison import Difference, Overhead, first_change, judge, sketch_distance
 from memckpt_tools.drill.job import DrillOrders, Job, kill_processes
 from memckpt_tools.drill.lines import (
@@ -39,9 +37,16 @@ from memckpt_tools.drill.lines import (
     Tensors,
     Writer,
 )
-from memckpt_tools.drill.probe import Fingerprints
-from memckpt_tools.drill.supervisor import KINDS, Blow, draw, parse_kinds
-from memckpt_tools.drill.text import holes_text, overhead_text, storage_line, undisturbed_line, verdict_text
+from memckpt_tools.drill.probe import Attributes, Fingerprints, text_of
+from memckpt_tools.drill.supervisor import KINDS, Blow, Result, draw, parse_kinds
+from memckpt_tools.drill.text import (
+    holes_text,
+    overhead_text,
+    storage_line,
+    undisturbed_line,
+    untried_text,
+    verdict_text,
+)
 from tests.support.cluster.waiting import until
 
 KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))
@@ -351,3 +356,11 @@ def test_a_drill_replaces_what_names_a_run_and_nothing_else(tmp_path: Path, monk
     monkeypatch.setenv(OBSERVERS, DrillOrders(tmp_path / "gone").variables()[OBSERVERS])
     with pytest.raises(ConfigurationError, match="MEMCKPT_OBSERVERS: expected the directory of a running"):
         with_environment("runs/mine", None, None)
+
+
+def test_losses_that_were_not_tried_are_said_with_the_options_that_try_them() -> None:
+    both = [Blow("both", 0, 4, 4), Blow("trainer", 0, 8, 8), Blow("agent", 0, 9, 9)]
+    result = Result(None, [], both, {}, {}, None, None)  # type: ignore[arg-type]
+    assert result.untried == ["node"]
+    assert untried_text(result.untried).plain == "Not tried: the loss of a whole node; --kinds node --nodes 2 tries it"
+    assert "an agent, agent and trainer at once; --kinds agent,both tries it" in untried_text(["agent", "both"]).plain

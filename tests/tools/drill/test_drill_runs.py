@@ -11,9 +11,8 @@ import pytest
 
 from memckpt.config.arguments import DISABLE, RUN_DIR
 from memckpt.errors import DrillError
-from memckpt_tools.drill.carry_out import Plan, Result, drill
 from memckpt_tools.drill.job import Start
-from memckpt_tools.drill.supervisor import Kind
+from memckpt_tools.drill.supervisor import Kind, Plan, Result, drill
 from memckpt_tools.drill.text import data_line, holes_text, overhead_text
 from tests.support.trainings.engine_harness import Child, Lab
 from tests.tools.drill import trainings
