@@ -96,13 +96,7 @@ def check_settings(problem: str) -> Check:
 
 
 def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig | None) -> Check:
-    """Whether the erasure code is available.
-
-    Args:
-        backends: backends of pyeclib.
-        problem: pyeclib's import error; empty: none.
-        peers: the environment's peer settings: a code that they do not need is no problem.
-    """
+    """Whether the erasure code is available; that is no problem of peers that need none. `problem`: pyeclib's error."""
     backend = ErasureConfig().backend if peers is None else peers.backend
     coded = peers is not None and peers.data > 1 and peers.tolerate > 1
     outcome: Outcome = "problem" if coded else "warning"
@@ -242,7 +236,6 @@ def check_descriptors(soft: int | None, hard: int | None, nodes: int, peers: Era
     Args:
         soft, hard: limits on open files; None: unlimited. Agents and replicators raise theirs to the hard one.
         nodes: number of nodes of the job; 1: one, or unknown.
-        peers: the environment's peer settings.
     """
     if hard is None:
         return Check("open files", "ok", "unlimited")
@@ -285,7 +278,6 @@ class StoreFacts:
     """Findings in a run's storage.
 
     Attributes:
-        url: location.
         problem: why it could not be read; empty if it could.
         foreign: a message that it belongs to another run; else empty.
         checkpoints: number of complete checkpoints.
@@ -335,13 +327,7 @@ def check_other_runs(facts: StoreFacts) -> Check:
 
 
 def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> list[Check]:
-    """Whether disk and memory suffice for this run's model.
-
-    Args:
-        nbytes: bytes of a checkpoint of the run.
-        disk: the disk of the checkpoints; None: an object store.
-        available: available memory in bytes; None: an agent holds the model already.
-    """
+    """Whether disk (None: an object store) and memory (None: an agent holds the model) suffice for a run's model."""
     checks = []
     if disk is not None:
         copies = StorageConfig().keep_last + 1
@@ -369,12 +355,9 @@ def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> li
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """Result of writing and syncing a file where checkpoints would be.
+    """Result of writing and syncing a file in the nearest existing directory of where checkpoints would be.
 
     Attributes:
-        directory: the nearest existing directory.
-        filesystem: type of its file system.
-        free: free bytes.
         bytes_per_second: rate; None: the write failed, or too few bytes are free to measure it.
         problem: error of the write; empty: none.
     """

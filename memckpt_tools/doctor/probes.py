@@ -161,12 +161,7 @@ def job_nodes(agent: Status | None) -> int:
 
 
 def look_into_store(store: Store, run: Path | None) -> StoreFacts:
-    """The contents of a store, and other runs in it or beside it.
-
-    Args:
-        store: the store.
-        run: directory of the run that the store should belong to; None: any run's store is accepted, and its run named.
-    """
+    """The contents of a store, and other runs in it or beside it; `run`: that it should belong to, None: any."""
     beside = _runs_beside(run) if run is not None else []
     url = store.url
     try:
@@ -217,12 +212,7 @@ def filesystem_of(path: Path, mounts: str) -> str:
 
 
 def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
-    """Write and sync a temporary file at a store's location.
-
-    Args:
-        store: the store; its nearest existing directory is used.
-        nbytes: bytes of the file, reduced to a quarter of the free bytes, or to 4 KiB if that is too little for a rate.
-    """
+    """Write and sync a temporary file at a store's location, of at most a quarter of the free bytes, or of 4 KiB."""
     directory = nearest_directory(store.root)
     kind = filesystem_of(directory, Path("/proc/self/mounts").read_text())
     free = shutil.disk_usage(directory).free

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from memckpt.errors import ConfigurationError
@@ -41,13 +42,7 @@ DARK = Theme("dark", "#e6edf3", "#3d444d", "#0d1117", "#56b4e9", "#e69f00", "#2f
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page.
-
-    Attributes:
-        name: identifies it.
-        title, text: heading, and what is seen; the text also stands for the picture where it cannot be seen.
-        sources: pictures as data URLs, by theme and by width (``"wide"``, ``"narrow"``).
-    """
+    """A figure of the page; `text` stands for it where it cannot be seen. `sources`: data URLs by theme and width."""
 
     name: str
     title: str
@@ -55,7 +50,7 @@ class Picture:
     sources: dict[str, dict[str, str]]
 
 
-Draw = Callable[[Any, Theme], None]
+Draw = Callable[[Any, Theme, Story, Goodput], None]
 
 
 def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
@@ -64,83 +59,42 @@ def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    samples = story.samples
-    yield _picture(
-        "timeline",
-        "Attempts, failures and what was degraded",
-        "Training over time: each attempt from its first step to its end, the restarts between them, the failures, and "
-        "the times in which memory, peers or storage did not do what they were configured for.",
-        lambda axes, theme: _timeline(axes, theme, story),
-        1.2 + 0.35 * len(_rows(story)),
-    )
-    yield _picture(
-        "time",
-        "Where the time went",
-        "Shares of the run's time: training, waiting for protection, steps taken again, restarts after failures, the "
-        "first start.",
-        lambda axes, theme: _time(axes, theme, goodput),
-        1.3,
-    )
-    yield _picture(
-        "steps",
-        "Newest step of each tier",
-        "The newest step in memory, in other nodes' memory and in storage, over time. Where the line of memory falls, "
-        "a restore went back.",
-        lambda axes, theme: _steps(axes, theme, story),
-        3.0,
-    )
-    if any(sample.stored_step is not None for _, _, sample in samples):
-        yield _picture(
-            "behind",
-            "Steps that storage did not have",
-            "Steps by which storage was behind memory: what a loss of all nodes would have cost.",
-            lambda axes, theme: _behind(axes, theme, story),
-            2.0,
-        )
-    if any(sample.stall_ms is not None for _, _, sample in samples):
-        yield _picture(
-            "stall",
-            "What a step waits for protection",
-            "Milliseconds that a step of a rank waited for protection: the mean and the longest between two samples.",
-            lambda axes, theme: _stalls(axes, theme, story),
-            2.4,
-        )
-    if any(sample.lag_records is not None for _, _, sample in samples):
-        yield _picture(
-            "replica",
-            "The replica: lag and drift",
-            "Records that the replica was behind training, and the largest difference that its audit has found, in "
-            "units in the last place.",
-            lambda axes, theme: _replica(axes, theme, story),
-            2.4,
-        )
-    if samples:
-        yield _picture(
-            "memory",
-            "Memory",
-            "Memory of the leading node: base and log, records of other nodes, and the agent's own.",
-            lambda axes, theme: _memory(axes, theme, story),
-            2.4,
-        )
-    if story.stored or any(sample.sent_bytes for _, _, sample in samples):
-        yield _picture(
-            "bytes",
-            "Bytes moved",
-            "Bytes that were written to storage as checkpoints, and sent to other nodes, summed up since the begin.",
-            lambda axes, theme: _bytes(axes, theme, story),
-            2.4,
-        )
+    samples = [sample for _, _, sample in story.samples]
+    stalls = any(sample.stall_ms is not None for sample in samples)
+    drawings: list[tuple[bool, str, Draw, float, str, str]] = [
+        (True, "timeline", _timeline, 1.2 + 0.35 * len(_rows(story)), "Attempts, failures and what was degraded",
+         ("Training over time: each attempt from its first step to its end, the restarts between them, failures, "
+         "and the times in which memory, peers or storage did not do what they were configured for.")),
+        (True, "time", _time, 1.3, "Where the time went",
+         ("Shares of the run's time: training, waiting for protection, steps taken again, restarts after failures, the "
+         "first start.")),
+        (True, "steps", _steps, 3.0, "Newest step of each tier",
+         ("The newest step in memory, in other nodes' memory and in storage, over time. Where the line of memory "
+         "falls, a restore went back.")),
+        (any(sample.stored_step is not None for sample in samples), "behind", _behind, 2.0,
+         "Steps that storage did not have",
+         "Steps by which storage was behind memory: what a loss of all nodes would have cost."),
+        (stalls, "stall", _stalls, 2.4, "What a step waits for protection",
+         "Milliseconds that a step of a rank waited for protection: the mean and the longest between two samples."),
+        (any(sample.lag_records is not None for sample in samples), "replica", _replica, 2.4,
+         "The replica: lag and drift",
+         ("Records that the replica was behind training, and the largest difference that its audit has found, in units "
+         "in the last place.")),
+        (bool(samples), "memory", _memory, 2.4, "Memory",
+         "Memory of the leading node: base and log, records of other nodes, and the agent's own."),
+        (bool(story.stored) or any(sample.sent_bytes for sample in samples), "bytes", _bytes, 2.4, "Bytes moved",
+         "Bytes that were written to storage as checkpoints, and sent to other nodes, summed up since the begin."),
+    ]  # fmt: skip
+    for known, name, draw, height, title, text in drawings:
+        if known:
+            sources = {}
+            for theme in (LIGHT, DARK):
+                svg = partial(_svg, draw, theme, story, goodput)
+                sources[theme.name] = {"wide": svg(10.4, height), "narrow": svg(3.4, max(2.0, height))}
+            yield Picture(name, title, text, sources)
 
 
-def _picture(name: str, title: str, text: str, draw: Draw, height: float) -> Picture:
-    sources = {
-        theme.name: {"wide": _svg(draw, theme, 10.4, height), "narrow": _svg(draw, theme, 3.4, max(2.0, height))}
-        for theme in (LIGHT, DARK)
-    }
-    return Picture(name, title, text, sources)
-
-
-def _svg(draw: Draw, theme: Theme, width: float, height: float) -> str:
+def _svg(draw: Draw, theme: Theme, story: Story, goodput: Goodput, width: float, height: float) -> str:
     """A data URL. The same story makes the same bytes: no date, no random names."""
     try:
         from matplotlib import rc_context
@@ -175,7 +129,7 @@ def _svg(draw: Draw, theme: Theme, width: float, height: float) -> str:
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        draw(axes, theme)
+        draw(axes, theme, story, goodput)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode()
 
@@ -187,28 +141,26 @@ def _moments(times: Iterable[float]) -> list[datetime]:
     return [datetime.fromtimestamp(at) for at in times]
 
 
-def _days(seconds: float) -> float:
-    return seconds / 86400.0
+def _is_narrow(axes: Any) -> bool:
+    return bool(axes.figure.get_figwidth() < 5)
 
 
-def _over_time(axes: Any, story: Story) -> None:
-    """A time axis that all figures share."""
+def _over_time(axes: Any, story: Story, unit: str | None = None) -> None:
+    """Give a figure the time axis that all share, and a legend; `unit` of an axis from 0 up, None: another one."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
-    narrow = axes.figure.get_figwidth() < 5
-    locator = AutoDateLocator(minticks=1, maxticks=4 if narrow else 9)
+    locator = AutoDateLocator(minticks=1, maxticks=4 if _is_narrow(axes) else 9)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
     start, end = story.began, max(story.until, story.began + 1)
     margin = 0.01 * (end - start)
     axes.set_xlim(*_moments((start - margin, end + margin)))
-
-
-def _legend(axes: Any) -> None:
+    if unit is not None:
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(unit)
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        narrow = axes.figure.get_figwidth() < 5
-        columns = min(len(labels), 3 if narrow else 6)
+        columns = min(len(labels), 3 if _is_narrow(axes) else 6)
         axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
 
 
@@ -218,7 +170,7 @@ def _rows(story: Story) -> list[str]:
     return ["training", *tiers, *(["agent"] if story.agents else [])]
 
 
-def _timeline(axes: Any, theme: Theme, story: Story) -> None:
+def _timeline(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     from matplotlib.dates import date2num
 
     rows = _rows(story)
@@ -227,7 +179,7 @@ def _timeline(axes: Any, theme: Theme, story: Story) -> None:
     def bar(row: str, start: float, end: float, color: str, label: str) -> None:
         known = axes.get_legend_handles_labels()[1]
         axes.broken_barh(
-            [(date2num(datetime.fromtimestamp(start)), _days(max(end - start, 0.0)))],
+            [(date2num(datetime.fromtimestamp(start)), max(end - start, 0.0) / 86400)],
             (place[row] - 0.3, 0.6),
             facecolor=color,
             edgecolor=theme.paper,
@@ -254,10 +206,9 @@ def _timeline(axes: Any, theme: Theme, story: Story) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.75)
     axes.grid(False, axis="y")
     _over_time(axes, story)
-    _legend(axes)
 
 
-def _time(axes: Any, theme: Theme, goodput: Goodput) -> None:
+def _time(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     parts = {
         "training": (goodput.training, theme.blue),
         "waiting for protection": (goodput.stalled, theme.violet),
@@ -274,11 +225,10 @@ def _time(axes: Any, theme: Theme, goodput: Goodput) -> None:
     axes.set_yticks([])
     axes.set_xlabel("% of the time")
     axes.grid(False)
-    narrow = axes.figure.get_figwidth() < 5
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2 if narrow else 5, borderaxespad=0.2)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2 if _is_narrow(axes) else 5, borderaxespad=0.2)
 
 
-def _steps(axes: Any, theme: Theme, story: Story) -> None:
+def _steps(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     label: str | None = "memory"
     for number, attempt in enumerate(story.attempts):
         points = [(at, sample.step) for at, position, sample in story.samples if position == number]
@@ -309,50 +259,39 @@ def _steps(axes: Any, theme: Theme, story: Story) -> None:
         )
     axes.set_ylabel("step")
     _over_time(axes, story)
-    _legend(axes)
 
 
-def _behind(axes: Any, theme: Theme, story: Story) -> None:
+def _behind(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     known = [(at, sample.step, sample.stored_step) for at, _, sample in story.samples]
     behind = [(at, float(max(0, step - there))) for at, step, there in known if step is not None and there is not None]
     _line(axes, behind, color=theme.green)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("steps")
-    _over_time(axes, story)
+    _over_time(axes, story, "steps")
 
 
-def _stalls(axes: Any, theme: Theme, story: Story) -> None:
+def _stalls(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     known = [(at, sample) for at, _, sample in story.samples if sample.stall_ms is not None]
     _line(axes, [(at, sample.longest_stall_ms) for at, sample in known], color=theme.orange, label="longest")
     _line(axes, [(at, sample.stall_ms or 0.0) for at, sample in known], color=theme.blue, label="mean")
     axes.set_yscale("symlog", linthresh=1.0)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("ms")
-    _over_time(axes, story)
-    _legend(axes)
+    _over_time(axes, story, "ms")
 
 
-def _replica(axes: Any, theme: Theme, story: Story) -> None:
+def _replica(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     _line(axes, _values(story, lambda sample: sample.lag_records), color=theme.blue, label="records behind")
     _line(axes, _values(story, lambda sample: sample.drift_ulp), color=theme.red, label="drift, ulp")
-    axes.set_ylim(bottom=0)
-    _over_time(axes, story)
-    _legend(axes)
+    _over_time(axes, story, "")
 
 
-def _memory(axes: Any, theme: Theme, story: Story) -> None:
+def _memory(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     gib = 2.0**30
     _line(axes, _values(story, lambda one: one.held_bytes / gib), color=theme.blue, label="base and log")
     if any(sample.peers_bytes for _, _, sample in story.samples):
         _line(axes, _values(story, lambda one: one.peers_bytes / gib), color=theme.violet, label="of other nodes")
     _line(axes, _values(story, lambda one: one.agent_bytes / gib), color=theme.orange, label="agent")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("GiB")
-    _over_time(axes, story)
-    _legend(axes)
+    _over_time(axes, story, "GiB")
 
 
-def _bytes(axes: Any, theme: Theme, story: Story) -> None:
+def _bytes(axes: Any, theme: Theme, story: Story, goodput: Goodput) -> None:
     gib, total, stored = 2.0**30, 0.0, [(story.began, 0.0)]
     for at, event in story.stored:
         total += event.nbytes / gib
@@ -367,10 +306,7 @@ def _bytes(axes: Any, theme: Theme, story: Story) -> None:
         points.append((at, sent / gib))
     if sent:
         _line(axes, points, color=theme.violet, label="peers")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("GiB")
-    _over_time(axes, story)
-    _legend(axes)
+    _over_time(axes, story, "GiB")
 
 
 def _values(story: Story, value: Callable[[Sample], float | None]) -> list[tuple[float, float]]:

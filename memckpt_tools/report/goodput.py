@@ -17,16 +17,14 @@ class Goodput:
 
     Attributes:
         wall: from the first attempt's begin to the run's end, without pauses after training had finished.
-        training: time that advanced it.
-        stalled: time that ranks have waited for protection.
+        training, stalled: time that advanced it, and that ranks have waited for protection.
         repeated: time of steps that were taken again: lost ones, and those repeated as a proof.
         starting: from the first attempt's begin to its first step.
         down: from failures to the next first steps.
         steps: number of steps that were taken.
-        steps_lost: number of committed steps that were taken again; at least that, if `lost_more`.
-        lost_more: whether an attempt has ended of which nobody was left who knows how far it came.
-        step: time of a step, with what it waits; None where too few were seen.
-        stall: what a step waits for protection; None where it is not known.
+        steps_lost: number of committed steps that were taken again; at least that, if `lost_more`: an attempt has ended
+            without a witness of how far it came.
+        step, stall: time of a step, and what of it waits for protection; None where it is not known.
         ettr: measured: `training` of `wall`.
         expected: what the plan's closed form gives for failures as frequent, restarts and restores as long, and the
             overhead, as they were; None where too little is known.

@@ -69,14 +69,7 @@ class Table:
 
 
 def render(run: str, story: Story, goodput: Goodput, kept: Sequence[Kept], problem: str) -> str:
-    """The page.
-
-    Args:
-        run: name of the run.
-        story: what its journals tell.
-        goodput: where its time went.
-        kept: checkpoints in storage, newest first.
-        problem: why storage could not be read; empty if it could.
+    """The page: the run's name, its story, its goodput, the checkpoints in storage, or why that could not be read.
 
     Raises:
         ConfigurationError: jinja2 or matplotlib is not installed.
