@@ -21,12 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(number: int, parent: int) -> None:
-    """Have the kernel send a signal to this process when its parent ends, however that ends.
-
-    Args:
-        number: the signal.
-        parent: process id that the parent should have; if it has ended already, this process ends, too.
-    """
+    """Have the kernel send a signal to this process when its parent ends, however that ends, or has ended already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -64,12 +59,7 @@ _UNSUITED = {
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """A command whose program is a Python interpreter.
-
-    Attributes:
-        words: the whole command.
-        interpreter: program and options, without what it runs.
-    """
+    """A command whose program is a Python interpreter; `interpreter`: program and options, without what it runs."""
 
     words: tuple[str, ...]
     interpreter: tuple[str, ...]
@@ -112,11 +102,9 @@ Mask = set[Union[int, signal.Signals]]  # noqa: UP007
 
 @dataclass(frozen=True)
 class Given:
-    """What an attempt is given.
+    """What an attempt is given: environment, signal mask, and more.
 
     Attributes:
-        environment: its variables.
-        mask: its signal mask.
         farewell: signal that the kernel sends it when its parent has ended.
         streams: its standard streams, and it gets a session of its own; None: it shares both with its parent.
     """
@@ -154,12 +142,7 @@ class Starter(Protocol):
 
 
 class Cold:
-    """An attempt that is a new program, started as a shell starts it.
-
-    Args:
-        command: program and arguments.
-        given: what it is given; no streams.
-    """
+    """An attempt that is a new program, started as a shell starts it; it is given no streams."""
 
     def __init__(self, command: Sequence[str], given: Given) -> None:
         parent = os.getpid()
@@ -184,11 +167,7 @@ class Cold:
 
 
 class ColdStarter:
-    """Starts a command each time.
-
-    Raises:
-        ConfigurationError: there is no such program, or it must not be executed.
-    """
+    """Starts a command each time. Raises ConfigurationError if there is no such program, or it must not be executed."""
 
     def __init__(self, command: Sequence[str]) -> None:
         program = command[0]

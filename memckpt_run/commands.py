@@ -40,7 +40,7 @@ def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold 
         if isinstance(python, str):
             logging.getLogger("memckpt.run").info("restarts will be cold: %s", python)
         else:
-            starter = WarmStarter(python, starter, notes, [name for name in warm.split(",") if name])
+            starter = WarmStarter(python, starter.start, notes, [name for name in warm.split(",") if name])
     with contextlib.closing(Supervisor(starter, restarts, notes)) as supervisor:
         code = supervisor.run()
     raise typer.Exit(end_like(code))

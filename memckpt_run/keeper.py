@@ -30,13 +30,7 @@ _SOON_SECONDS = 10.0
 
 
 def keeper_address(launcher: ProcessHandle, ticks: int, local_rank: str) -> str:
-    """The abstract name of the socket of a local rank's keeper.
-
-    Args:
-        launcher: the process that starts the rank's workers.
-        ticks: its start, in clock ticks since boot.
-        local_rank: its number, as the launcher gives it.
-    """
+    """The abstract name of the socket of a local rank's keeper; `ticks`: start of the launcher since boot."""
     # Name spaces of processes and of sockets need not be the same.
     namespace = os.stat("/proc/self/ns/pid").st_ino
     text = "\0".join(map(str, (os.getuid(), namespace, launcher.pid, ticks, local_rank)))
@@ -52,27 +46,6 @@ class Handed:
     def poll(self) -> int | None:
         """Never known here."""
         return None
-
-
-class HandBack:
-    """Has the asking worker become the attempt."""
-
-    def __init__(self) -> None:
-        #: Process id of the worker that asks.
-        self.asking = 0
-
-    @property
-    def how(self) -> str:
-        return "cold"
-
-    def start(self, given: Given) -> Attempt:
-        return Handed(self.asking)
-
-    def prepare_next(self, attempt: Attempt) -> float | None:
-        return None
-
-    def close(self) -> None:
-        """Nothing is owned."""
 
 
 class Worker:
@@ -103,11 +76,7 @@ class Worker:
 class Keeper:
     """Serves the workers of one local rank until their launcher ends. Owns what it is given; :meth:`close` it.
 
-    Args:
-        listening: socket at which workers ask.
-        launcher: the process that starts them.
-        command: the training's command.
-        also: modules of the user's own that are imported ahead, too.
+    `also`: modules of the user's own that are imported ahead, too.
     """
 
     def __init__(
@@ -117,8 +86,8 @@ class Keeper:
         self._words = [os.fsencode(word) for word in command.words]
         self._directory = os.getcwdb()
         self._notes = Notes()
-        self._hand_back = HandBack()
-        self._starter = WarmStarter(command, self._hand_back, self._notes, also)
+        self._asking = 0  # process id of the worker that asks, which becomes a cold attempt
+        self._starter = WarmStarter(command, lambda given: Handed(self._asking), self._notes, also)
         self._worker: Worker | None = None
         self._attempt: Attempt | None = None
         self._look_at: float | None = None
@@ -171,7 +140,7 @@ class Keeper:
             return
         self._drop()
         environment = {**unpacked(request.environment), **self._notes.environment()}
-        self._hand_back.asking = worker.process.pid
+        self._asking = worker.process.pid
         self._worker = worker
         self._attempt = attempt = self._starter.start(Given(environment, set(request.mask), signal.SIGKILL, streams))
         if isinstance(attempt, Handed):
@@ -193,7 +162,7 @@ class Keeper:
             send(worker.link, message)
 
     def _hear(self) -> None:
-        """A worker says something, or has ended, and its attempt with it."""
+        """Pass on what a worker asks for, or end its attempt if it has ended."""
         worker = self._worker
         assert worker is not None
         try:
@@ -265,11 +234,7 @@ class Keeper:
 
 
 def listen(address: str) -> socket.socket:
-    """The socket at which workers of a local rank ask.
-
-    Raises:
-        OSError: another process has it.
-    """
+    """The socket at which workers of a local rank ask. Raises OSError if another process has it."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listening.bind(address)

@@ -16,11 +16,7 @@ _MOST_DESCRIPTORS = 3
 
 
 def send(link: socket.socket, message: ToWarm | FromWarm | ToKeeper | FromKeeper, fds: Sequence[int] = ()) -> None:
-    """Send a message; descriptors are duplicated into the receiver.
-
-    Raises:
-        OSError: the other end is gone, or the message is too large.
-    """
+    """Send a message; descriptors are duplicated into the receiver. Raises OSError where that is gone."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
     link.sendmsg([msgspec.json.encode(message)], rights, socket.MSG_NOSIGNAL)
 
@@ -55,7 +51,7 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
         variables: changes of the environment since the warm process's start; None: remove.
         mask: numbers of blocked signals.
         parent: process id of the supervisor.
-        farewell: signal that it gets when the supervisor has ended.
+        farewell: signal that the attempt gets when the supervisor has ended.
     """
 
     variables: dict[str, str | None]
@@ -69,13 +65,7 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The imports are made.
-
-    Attributes:
-        modules: number of modules of the cold start that are imported.
-        seconds: time that it took.
-        missing: for each of the user's own modules that could not be imported, its name and the reason.
-    """
+    """The imports are made: of so many modules; and why those of the user's that are missing could not be made."""
 
     modules: int
     seconds: float
@@ -119,8 +109,6 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Start an attempt. The worker's three standard streams come along as descriptors.
 
     Attributes:
-        command: words of the training's command.
-        directory: path of the working directory.
         environment: variables, as in /proc/PID/environ.
         mask: numbers of blocked signals.
     """

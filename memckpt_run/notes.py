@@ -85,11 +85,7 @@ class Notes:
 
 
 class Recorder(Observer):
-    """The trainer's end: tells the supervisor which agent protects the training, and what has been imported.
-
-    Args:
-        path: of the memory file.
-    """
+    """The trainer's end: tells the supervisor which agent protects the training, and what has been imported."""
 
     def __init__(self, path: str) -> None:
         self._path = path

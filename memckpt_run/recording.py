@@ -24,7 +24,6 @@ class Recorded(msgspec.Struct, frozen=True):
 
     Attributes:
         modules: those that came from files, in the order in which their imports began.
-        path: `sys.path`.
         changed: environment variables that the process has changed since its start; None: removed.
     """
 

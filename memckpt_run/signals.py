@@ -19,8 +19,7 @@ _BY_KERNEL = 0x80
 class Inbox:
     """Signals to this process, taken one at a time in place of handlers. They are blocked until :meth:`close`.
 
-    Attributes:
-        before: the signal mask before, which is the children's.
+    `before` is the signal mask before, which is the children's.
     """
 
     def __init__(self) -> None:
@@ -47,11 +46,7 @@ def has_it_already(received: signal.struct_siginfo) -> bool:
 
 
 def end_like(code: int) -> int:
-    """End this process as another one has: by the same signal. Returns the exit status where there is none.
-
-    Args:
-        code: exit status, or the negative number of a signal.
-    """
+    """End this process as another one has, by the same signal; returns the exit status where `code` is one."""
     if code >= 0:
         return code
     resource.setrlimit(

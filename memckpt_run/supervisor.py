@@ -1,19 +1,137 @@
-"""The supervisor's loop: start, wait, pass signals on, judge, start again."""
+"""The supervisor: start, wait, pass signals on, judge, start again. :class:`Policy` decides what follows an end."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Union
 
 from memckpt.config.arguments import RESTART_COUNT
 from memckpt.errors import AgentError
+from memckpt.processes.backoff import Backoff
 from memckpt.processes.control import ask_status
 from memckpt_run.attempts import Attempt, Given, Starter
 from memckpt_run.notes import Notes
-from memckpt_run.policy import End, Finished, GiveUp, Policy
 from memckpt_run.signals import ENDING, Inbox, has_it_already
+
+#: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay. An attempt that has
+#: lived longer may have got further, and its agent have died with it, so that nobody knows.
+_MOST_ALIKE = 20
+#: Seconds after which a restart that could not be made is tried again for the first time.
+_LEAST_PAUSE = 1.0
+#: Signals by which a program ends itself, as it does with an error.
+_OWN_FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP})
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start it again after a pause, in seconds."""
+
+    pause: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The training has done what it was started for."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Another attempt would not help, or is not wanted; `reason` is None where a person has asked for the end."""
+
+    reason: str | None
+
+
+Verdict = Union[Restart, Finished, GiveUp]  # noqa: UP007
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt has ended.
+
+    Attributes:
+        code: its exit status; the negative number of the signal that has killed it.
+        step: newest step that is held; None where nothing is, or it is not known.
+    """
+
+    code: int
+    step: int | None
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether it ended with an error of its own, and not from outside (SIGKILL)."""
+        return self.code > 0 or -self.code in _OWN_FAULTS
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f" at step {self.step}"
+        if self.code >= 0:
+            return f"exit status {self.code}{where}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"{name}{where}"
+
+
+class Policy:
+    """Decides after each end of an attempt, with at most so many restarts in all."""
+
+    def __init__(self, restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = restarts
+        self._backoff = Backoff(clock)
+        #: Pauses between tries of one restart, however long they have gone on.
+        self._tries = Backoff(clock, at_once=0, first=_LEAST_PAUSE, steady=math.inf)
+        self._last: End | None = None
+        self._alike = 0
+        #: Restarts so far.
+        self.restarts = 0
+
+    def started(self) -> None:
+        """An attempt has been started."""
+        self._backoff.started()
+        self._tries.reset()
+
+    def not_started(self) -> float:
+        """A restart could not be made; returns the seconds until it is tried again."""
+        return self._tries.died()
+
+    def ended(self, end: End, stopped: bool) -> Verdict:
+        """What follows this end; `stopped`: a signal has asked for it."""
+        last, self._last = self._last, end
+        self._alike = self._alike + 1 if end == last and not self._backoff.steady else 1
+        if end.code == 0:
+            return Finished()
+        if stopped:
+            return GiveUp(None)
+        if last == end and end.by_itself:
+            return GiveUp(
+                f"it has ended with {_how(end)} {_where(end)} twice in a row, so another restart would end there, too"
+            )
+        if self._alike >= _MOST_ALIKE:
+            return GiveUp(
+                f"it has ended with {_how(end)} {_where(end)} {self._alike} times in a row; where that is SIGKILL, "
+                "look for an end by the kernel (out of memory) or by the job's scheduler"
+            )
+        if self.restarts >= self._most:
+            return GiveUp(f"it was restarted {self.restarts} times, as often as --restarts allows")
+        if last is not None and (end.step or 0) > (last.step or 0):
+            self._backoff.reset()  # it got somewhere: not a start that fails
+        self.restarts += 1
+        return Restart(self._backoff.died())
+
+
+def _how(end: End) -> str:
+    return str(End(end.code, None))
+
+
+def _where(end: End) -> str:
+    return "before its first step" if end.step is None else f"at step {end.step}"
+
 
 _log = logging.getLogger("memckpt.run")
 #: Longest wait, in seconds, for the agent's word on the newest step. It only decides about pauses, and about giving up.
@@ -25,13 +143,7 @@ _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Supervisor:
-    """Runs a training, and runs it again when it fails. Owns starter and notes; :meth:`close` it.
-
-    Args:
-        starter: starts attempts.
-        restarts: most restarts.
-        notes: what attempts tell.
-    """
+    """Runs a training, and runs it again when it fails. Owns starter and notes; :meth:`close` it."""
 
     def __init__(self, starter: Starter, restarts: int, notes: Notes) -> None:
         self._starter = starter
@@ -64,7 +176,7 @@ class Supervisor:
                 return code
 
     def _start(self) -> Attempt | None:
-        """The next attempt; None if somebody asks for the end before it can be started.
+        """The next attempt; None if a signal asks for the end before it can be started.
 
         Raises:
             OSError: it cannot be started: the first one at all, others for long.
@@ -94,7 +206,7 @@ class Supervisor:
         return code
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before a restart; False if somebody asks for the end meanwhile."""
+        """Wait before a restart; False if a signal asks for the end meanwhile."""
         until = time.monotonic() + seconds
         while True:
             received = self._inbox.next_signal(until - time.monotonic())

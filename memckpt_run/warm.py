@@ -10,18 +10,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from memckpt_run.attempts import Attempt, Given, PythonCommand, Starter, adopting_orphans
-from memckpt_run.messages import (
-    Fork,
-    Forked,
-    FromWarm,
-    Here,
-    Import,
-    Ready,
-    Refused,
-    receive_answer,
-    send,
-)
+from memckpt_run.attempts import Attempt, Given, PythonCommand, adopting_orphans
+from memckpt_run.messages import Fork, Forked, FromWarm, Here, Import, Ready, Refused, receive_answer, send
 from memckpt_run.notes import Notes
 
 _log = logging.getLogger("memckpt.run")
@@ -46,9 +36,7 @@ class Warm:
 class WarmProcess:
     """A Python that waits for orders before it comes to its script. Owned by its starter; :meth:`close` it.
 
-    Args:
-        command: a Python program; with ``-c pass`` as its script this only tries whether it gets there.
-        environment: variables of an attempt.
+    With ``-c pass`` as its script it only tries whether it gets there. `environment`: variables of an attempt.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -80,11 +68,7 @@ class WarmProcess:
         return True
 
     def answer(self, seconds: float) -> FromWarm | None:
-        """What it says.
-
-        Raises:
-            BlockingIOError, TimeoutError: nothing within so many seconds.
-        """
+        """What it says. Raises BlockingIOError or TimeoutError if that is nothing within so many seconds."""
         self._link.settimeout(seconds)
         return receive_answer(self._link)
 
@@ -98,14 +82,12 @@ class WarmProcess:
 class WarmStarter:
     """Starts attempts cold until one has told what it imports, and forks them from then on.
 
-    Args:
-        command: a Python program.
-        cold: the same, started anew.
-        notes: notes of attempts.
-        also: modules of the user's own that are imported ahead, too.
+    `cold` starts the same command anew; `also`: modules of the user's own that are imported ahead, too.
     """
 
-    def __init__(self, command: PythonCommand, cold: Starter, notes: Notes, also: Sequence[str]) -> None:
+    def __init__(
+        self, command: PythonCommand, cold: Callable[[Given], Attempt], notes: Notes, also: Sequence[str]
+    ) -> None:
         self._command = command
         self._cold = cold
         self._notes = notes
@@ -136,7 +118,7 @@ class WarmStarter:
             if pid is not None:
                 return Warm(pid)
         self._environment = given.environment
-        return self._cold.start(given)
+        return self._cold(given)
 
     def prepare_next(self, attempt: Attempt) -> float | None:
         """Bring the warm process nearer to its end; seconds until the next look, None if none is needed."""
@@ -183,11 +165,7 @@ class WarmStarter:
         answer = self._answered()
         if isinstance(answer, Ready):
             self._ready, self._step = True, None
-            _log.info(
-                "%d modules are imported ahead of the next start, in %.1f s",
-                answer.modules,
-                answer.seconds,
-            )
+            _log.info("%d modules are imported ahead of the next start, in %.1f s", answer.modules, answer.seconds)
             for name, reason in answer.missing.items():
                 _log.warning("--warm %s: nothing is imported ahead of that name: %s", name, reason)
         elif isinstance(answer, Refused):

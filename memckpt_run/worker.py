@@ -39,14 +39,7 @@ def command_of_worker(words: Sequence[str]) -> list[str]:
 
 
 def work(words: Sequence[str], also: Sequence[str]) -> int:
-    """Run an attempt. Does not return where it is cold: this process becomes it.
-
-    Args:
-        words: the training's command.
-        also: modules of the user's own that are imported ahead, too.
-
-    Returns:
-        Its exit status; the negative number of a signal.
+    """Run an attempt, and return its exit status or, negative, its signal; where it is cold this process becomes it.
 
     Raises:
         ConfigurationError: no launcher has started this process.

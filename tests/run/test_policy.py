@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from memckpt_run.policy import End, Finished, GiveUp, Policy, Restart, Verdict
+from memckpt_run.supervisor import End, Finished, GiveUp, Policy, Restart, Verdict
 
 
 class Clock:

@@ -40,7 +40,7 @@ class Warmed:
         python = python_command(command)
         assert isinstance(python, PythonCommand)
         self.notes = Notes()
-        self.starter = WarmStarter(python, ColdStarter(command), self.notes, also)
+        self.starter = WarmStarter(python, ColdStarter(command).start, self.notes, also)
         self._log = log
         log.set_level("INFO", "memckpt.run")
 
