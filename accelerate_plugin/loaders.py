@@ -33,11 +33,6 @@ _RELIED_ON = ("base_dataloader", "iteration", "end_of_dataloader", "begin", "end
 class Follower:
     """One prepared loader, followed from `prepare` to `close`.
 
-    Args:
-        loader: a loader that Accelerate has prepared.
-        name: its name in messages.
-        training: the loaders of the training, of which it is one.
-
     Raises:
         UnsupportedError: Accelerate prepared it in a way that cannot be followed.
         UsageError: it is followed already.
@@ -330,10 +325,7 @@ def _set_class(loader: Any, kind: type[Any]) -> None:
 
 
 def _make_generator(loader: Any) -> None:
-    """Give a SeedableRandomSampler the generator that it would make at its first iteration.
-
-    A resume has to restore that generator's state before.
-    """
+    """Give a SeedableRandomSampler the generator of its first iteration now: a resume restores its state."""
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator(torch.get_default_device())

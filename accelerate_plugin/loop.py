@@ -68,11 +68,7 @@ class LoopWatch:
             self._warn(_NEVER_COMMITTED)
 
     def check_commit(self, place: Any, has_loaders: bool) -> None:
-        """Check a commit at `place` in the loaders (None: outside the loops over them).
-
-        Raises:
-            UsageError: training could not be resumed from here.
-        """
+        """Check a commit at `place` in the loaders (None: outside the loops over them). Raises UsageError."""
         if not self.place_is_known:
             raise UsageError(
                 "commit(): expected a loop that knows where it resumes, found neither `for epoch in ckpt.epochs(n)` "
@@ -107,11 +103,7 @@ class LoopWatch:
         return self._places.left(places)
 
     def check_epoch(self) -> None:
-        """Check the epoch that has ended.
-
-        Raises:
-            UsageError: nothing was protected in it though there was something to protect.
-        """
+        """Check the epoch that has ended. Raises UsageError if it protected nothing of what there was to protect."""
         commits, steps, empty = self._commits_in_epoch, self._steps_in_epoch, self._empty_in_epoch
         self._commits_in_epoch = self._steps_in_epoch = self._empty_in_epoch = 0
         if steps and not commits:

@@ -6,20 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate_plugin.support import Prepared, other_objects
+from memckpt import ComparedKind
+from memckpt.capture import data as dataloader
 from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import UsageError
 
 
 class ObjectStates:
-    """Schedulers, the gradient scaler, and the objects that the user has registered.
-
-    Args:
-        accelerator: in use for the training.
-
-    Attributes:
-        prepared: the results of `prepare`; None before it.
-    """
+    """Schedulers, the gradient scaler, and registered objects of the user's. `prepared`: None before `prepare`."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -42,13 +37,10 @@ class ObjectStates:
         self._registered[name] = obj
 
     def scaler_skipped(self, stepped: bool) -> bool:
-        """Whether the gradient scaler has skipped a step since the last commit.
+        """Whether the gradient scaler has skipped a step since the last commit; `stepped`: whether one has been made.
 
         Accelerate's own flag stays set until an optimizer's next step: in a loop that accumulates by hand also after
         batches whose gradients are still pending. A skipped step changes the scale.
-
-        Args:
-            stepped: whether an optimizer has stepped since.
         """
         if not self._accelerator.optimizer_step_was_skipped:
             return False
@@ -70,11 +62,7 @@ class ObjectStates:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`capture` returned.
-
-        Raises:
-            ForeignStateError: other objects were prepared or registered in the run that is continued.
-        """
+        """Restore what :meth:`capture` returned. Raises ForeignStateError if other objects were there then."""
         assert self.prepared is not None
         _load("scheduler", self.prepared.schedulers, state["schedulers"])
         _load("object of register_for_checkpointing", self._accelerator._custom_objects, state["custom"])
@@ -96,3 +84,22 @@ def _load(kind: str, objects: list[Any], states: list[Any]) -> None:
         raise other_objects(f"{len(states)} {kind}(s) and not {len(objects)}")
     for each, held in zip(objects, states, strict=True):
         each.load_state_dict(held)
+
+
+def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
+    """The parts of the plugin's captured state, under the user's names for them."""
+    parts: dict[tuple[ComparedKind, str], Any] = {}
+    for index, loader in enumerate(state["loaders"]):
+        position = dataloader.comparable(loader["position"], between_passes=not loader["active"])
+        # No iteration is active: the progress of the last one does not matter.
+        place = {} if not loader["active"] else {"batches": loader["batches"], "padding": loader["padding"]}
+        parts["data position", f"loader {index}"] = {"position": position, "iteration": loader["iteration"], **place}
+    parts["data position", "loop"] = {name: state[name] for name in ("epoch", "batch", "micro_step")}
+    for index, scheduler in enumerate(state["schedulers"]):
+        parts["hyperparameters", f"LR scheduler {index}"] = scheduler
+    parts["hyperparameters", "gradient scaler"] = {"state": state["scaler"], "skipped": state["skipped"]}
+    for index, custom in enumerate(state["custom"]):
+        parts["registered", f"object {index} of register_for_checkpointing"] = custom
+    for name, registered in state["registered"].items():
+        parts["registered", name] = registered
+    return parts

@@ -23,10 +23,9 @@ import accelerate
 from accelerate import Accelerator
 
 import memckpt
-from accelerate_plugin.check_parts import check_parts
 from accelerate_plugin.loaders import Followers, drop_unused_iterator, grafting_stateful_loaders, iterator_used
 from accelerate_plugin.loop import LoopWatch
-from accelerate_plugin.object_states import ObjectStates
+from accelerate_plugin.object_states import ObjectStates, check_parts
 from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
@@ -46,13 +45,7 @@ class MemCheckpointPlugin:
 
     Args:
         accelerator: an Accelerator of a single process, of DDP, or of FSDP.
-        run_dir: identifies the run; a directory, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"exact"`` refuses
-            to continue unless that is exact, ``"never"`` starts over; an int continues at that step. None:
-            MEMCKPT_RESUME, or ``"auto"``.
-        config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
-        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
-            all ranks. Others are treated as private to each rank.
+        run_dir, resume, config, replicated: as for :func:`memckpt.attach`.
         log_every: steps between metrics for the Accelerator's trackers; None: no metrics.
 
     Raises:

@@ -28,11 +28,7 @@ _PREPARE = "model, optimizer, loader, scheduler = ckpt.prepare(model, optimizer,
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Refuse an Accelerator whose training cannot be protected.
-
-    Raises:
-        UnsupportedError: names its distributed type and the reason.
-    """
+    """Refuse an Accelerator whose training cannot be protected. Raises UnsupportedError, with the reason."""
     found = accelerator.distributed_type
     if found not in _SUPPORTED:
         raise UnsupportedError(

@@ -22,8 +22,8 @@ _first: weakref.ref[Any] | None = None
 class AutomaticMemCheckpoint(pl.Callback):
     """A `MemCheckpoint` with the settings of the environment, in the first Trainer of the process that fits.
 
-    It steps aside for a MemCheckpoint that the script itself has passed. The other settings of the environment are read
-    when a fit begins, and only then a Trainer is refused.
+    It steps aside for one that the script has passed. The other settings of the environment are read, and a Trainer is
+    refused, when a fit begins.
     """
 
     def __init__(self) -> None:

@@ -34,14 +34,8 @@ class MemCheckpoint(pl.Callback):
     ModelCheckpoint: files to keep are still its work.
 
     Args:
-        run_dir: identifies the run; a directory for files, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"exact"`` refuses
-            to continue unless that is exact, ``"never"`` starts over; an int continues at that `global_step`. None:
-            MEMCKPT_RESUME, or ``"auto"``.
-        config: configuration of the protection, or the mapping that a file holds. None: from MEMCKPT_* variables, else
-            the defaults.
-        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
-            all ranks. Others are treated as private to each rank.
+        run_dir, resume, replicated: as for :func:`memckpt.attach`.
+        config: the same, or the mapping that a file holds.
         attributes: dotted names of plain attributes that training changes and no state_dict() has, to be stored, too:
             ``"module.level"``, ``"datamodule.stage"``, ``"callbacks.Curriculum.level"`` (its class, or its state_key).
 

@@ -33,8 +33,7 @@ _VARIED = {
 def _flags() -> Any:
     """MemckptConfig for jsonargparse, with a mapping for each part that is off by default.
 
-    Among several dataclasses jsonargparse picks the first that has the given fields. In a mapping ``kind`` selects the
-    class, as in every file of ours.
+    Among several dataclasses jsonargparse picks the first that has the given fields. In a mapping ``kind`` selects it.
     """
     fields: list[tuple[str, Any, Any]] = []
     for each in dataclasses.fields(MemckptConfig):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_memckpt.loops import as_lightning_saves
 from lightning_memckpt.protection import STATE
+from lightning_memckpt.reentry import as_lightning_saves
 from memckpt import ExportedState
 
 
@@ -33,10 +33,7 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
     """The contents of Lightning's own file of the batch, as if saved in ``on_train_batch_end``.
 
     It includes entries that ``on_save_checkpoint`` hooks added, unless they refer to tensors of modules beside the
-    model; and hyperparameters, as far as they are plain values.
-
-    Raises:
-        ForeignStateError: the run was not trained with Lightning's callback.
+    model; and hyperparameters, as far as they are plain values. Raises ForeignStateError for another kind of run.
     """
     ours = state.provided_as(STATE, "that MemCheckpoint has protected")
     user: dict[str, Any] = ours["user"]

@@ -14,16 +14,19 @@ from typing import Any
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 import memckpt
 from lightning_memckpt import trainer_state
+from lightning_memckpt.files import Tables
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
-from lightning_memckpt.loops import behind_batch, edited_part
-from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
 from lightning_memckpt.notes import list_callbacks
-from lightning_memckpt.tables import Tables
-from lightning_memckpt.user_state import UserState, attribute_roots, modules_beside
+from lightning_memckpt.reentry import behind_batch, edited_part
+from lightning_memckpt.trainer_state import LoggingState, accumulated_bytes
+from lightning_memckpt.user_state import UserState, attribute_roots, callbacks_by_key, modules_beside
+from memckpt import ComparedKind
+from memckpt.capture import data as dataloader
 from memckpt.capture.attributes import Attributes, FoundObjects
 from memckpt.errors import UnsupportedStateError
 from memckpt.user_messages import Messages
@@ -37,16 +40,14 @@ _LOOK_EVERY_COMMITS = 64
 _FIRST_LOOKS = 4
 
 
+Parts = dict[tuple[ComparedKind, str], Any]
+
+
 class FitState:
     """State of Lightning's own objects, of logging, of user hooks and attributes, and the data positions.
 
     Args:
-        trainer, pl_module: the trainer in its fit, and the unwrapped module.
-        internals: the trainer's internals.
-        loaders: the loaders of the fit.
-        callback: our own callback, which has no state.
-        attributes: the callback's argument.
-        messages: output for the user.
+        callback: our own, which has no state.
         inexact: declares, with the reason, that resumes are not exact.
 
     Attributes:
@@ -272,3 +273,53 @@ class FitState:
                     f"the metric {name!r} accumulates more than {_LARGE_METRIC_BYTES >> 20} MiB in an epoch, which "
                     "is copied at every step"
                 )
+
+    # Comparison of a repeated step
+
+    def check_parts(self, state: Mapping[str, Any]) -> Parts:
+        """The parts of one captured state, as the user knows them.
+
+        Excluded are the time of the capture, the measurements of `Timer`, and the directory of `ModelCheckpoint`, which
+        each start may create anew.
+        """
+        trainer, logging = state["trainer"], state["logging"]
+        parts: Parts = {}
+        parts["data position", "combination of loaders"] = state["loaders"].get("fetcher")
+        for role in ("train", "validation"):
+            for index, position in enumerate(state["loaders"][role]):
+                known = isinstance(position, dict) and "pass" in position  # else it is the loader's own state
+                parts["data position", f"{role} loader {index}"] = (
+                    dataloader.comparable(position, between_passes=role == "validation") if known else position
+                )
+        parts["data position", "loops"] = {
+            **state["loops"],
+            "validation owed": state["validation_owed"],
+            "epoch over": state["epoch_over"],
+            **trainer["loop_extras"],
+        }
+        for index, scheduler in enumerate(trainer["schedulers"]):
+            parts["hyperparameters", f"LR scheduler {index}"] = scheduler
+        parts["hyperparameters", "precision"] = trainer["precision"]
+        parts["hyperparameters", "trainer"] = {
+            **state["settings"],
+            "accumulate_grad_batches": trainer["accumulate_grad_batches"],
+            "should_stop": trainer["should_stop"],
+        }
+        for name, piece in self._without_clocks(state["user"]).items():
+            parts["registered", name] = piece
+        for name, value in {**state.get("attributes", {}), **state.get("objects", {})}.items():
+            parts["registered", f"attribute {name}"] = value
+        parts["logged values", "self.log()"] = logging["results"]
+        parts["logged values", "metrics"] = {"metrics": logging["metrics"], "groups": logging["groups"]}
+        parts["logged values", "trainer"] = logging["logger"]
+        return parts
+
+    def _without_clocks(self, pieces: Mapping[str, Any]) -> dict[str, Any]:
+        kept = dict(pieces)
+        for key, callback in callbacks_by_key(self._trainer):
+            name = f"callbacks/{key}"
+            if isinstance(callback, Timer):
+                kept.pop(name, None)
+            elif isinstance(callback, ModelCheckpoint) and name in kept:
+                kept[name] = {field: value for field, value in kept[name].items() if field != "dirpath"}
+        return kept

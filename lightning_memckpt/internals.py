@@ -1,10 +1,8 @@
 """All private names of Lightning that this package relies on, in one place.
 
-The public hooks cannot express a resume after the last optimizer step, so some of Lightning's inner state has to be
-read and written. :meth:`TrainerInternals.verify` looks every name up before training starts: a Lightning that has
-renamed one is refused by name, instead of resuming wrongly.
-
-Lightning 2.4 and older lack the restart stages that this depends on, so 2.5 is the oldest supported version.
+The public hooks cannot express a resume after the last optimizer step. :meth:`TrainerInternals.verify` looks every name
+up before training starts: a Lightning that has renamed one is refused by name, instead of resuming wrongly. Lightning
+2.4 and older lack the restart stages that this depends on.
 """
 
 from __future__ import annotations
@@ -87,11 +85,7 @@ def lightning_version() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    """Refuse a Lightning that is too old.
-
-    Raises:
-        MisconfigurationException: the installed version is too old.
-    """
+    """Refuse a Lightning that is too old. Raises MisconfigurationException."""
     if lightning_version() < OLDEST_LIGHTNING:
         oldest = ".".join(map(str, OLDEST_LIGHTNING))
         raise MisconfigurationException(
@@ -144,11 +138,7 @@ class TrainerInternals:
         self._loops: dict[str, Any] = {}
 
     def verify(self) -> None:
-        """Check that every private name exists.
-
-        Raises:
-            MisconfigurationException: one is missing; the message names it.
-        """
+        """Check that every private name exists. Raises MisconfigurationException, which names the missing one."""
         for path, reason in _REQUIRED:
             self._lookup(path, reason)
         state = self.loop_state()
@@ -208,10 +198,7 @@ class TrainerInternals:
         return state
 
     def _prepare_fast_loop_state(self, expected: dict[str, Any]) -> None:
-        """Look the counters up once: Lightning's dataclasses.asdict takes several times as long.
-
-        Used only if the result is the same.
-        """
+        """Look the counters up once, if the result is the same: Lightning's dataclasses.asdict takes far longer."""
         progress: dict[str, Any] = {}
         self._loops = {}
 
@@ -292,14 +279,13 @@ class TrainerInternals:
         return self.fit_loop._combined_loader is not None and not self.fit_loop._should_reload_train_dl
 
     @property
-    def train_loaders_are_due(self) -> bool:
-        """Whether the loop builds its training loaders when it is next asked to set them up."""
-        return self.fit_loop._combined_loader is None or bool(self.fit_loop._should_reload_train_dl)
-
-    @property
-    def val_loaders_are_due(self) -> bool:
-        """Whether the validation loop builds its loaders when it is next asked to set them up."""
-        return self.val_loop._combined_loader is None or bool(self.val_loop._should_reload_val_dl)
+    def loaders_are_due(self) -> dict[str, bool]:
+        """Whether the training and the validation loop build their loaders when next asked to set them up."""
+        train, validation = self.fit_loop, self.val_loop
+        return {
+            "train": train._combined_loader is None or bool(train._should_reload_train_dl),
+            "validation": validation._combined_loader is None or bool(validation._should_reload_val_dl),
+        }
 
     def forget_val_loaders(self) -> None:
         """Make the next validation build its loaders."""
@@ -340,9 +326,9 @@ class TrainerInternals:
         """Whether the user's checkpoint is restored after the strategy's setup and `on_fit_start`."""
         return bool(self._trainer.strategy.restore_checkpoint_after_setup)
 
-    def around_late_restore(self, shadows: Shadows, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the function that restores it there by `make(original)`; its argument is the path, or None."""
-        shadows.put(self._trainer._checkpoint_connector, "_restore_modules_and_callbacks", make)
+    def shadow_late_restore(self, shadows: Shadows, function: Callable[..., None]) -> None:
+        """Shadow the function that restores it there; its argument is the path, or None."""
+        shadows.put(self._trainer._checkpoint_connector, "_restore_modules_and_callbacks", function)
 
     def user_checkpoint(self) -> dict[str, Any]:
         """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one."""

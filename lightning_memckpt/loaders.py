@@ -31,11 +31,7 @@ Built = dict[str, Any]
 
 
 class Loaders:
-    """The loaders of one fit.
-
-    Attributes:
-        notes: one line for each loader that cannot be continued exactly; the caller logs them.
-    """
+    """The loaders of one fit. `notes`: one line for each that cannot be continued exactly; the caller logs them."""
 
     def __init__(self, trainer: pl.Trainer, internals: TrainerInternals) -> None:
         self._trainer: Any = trainer

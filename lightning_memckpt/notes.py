@@ -43,12 +43,7 @@ _REFUSED: tuple[tuple[type[pl.Callback], str], ...] = (
 
 
 def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
-    """Refuse a trainer that cannot be protected.
-
-    Raises:
-        TypeError: the Trainer is not Lightning's.
-        MisconfigurationException: its strategy or one of its callbacks is not supported.
-    """
+    """Refuse a trainer that cannot be protected. Raises TypeError or MisconfigurationException."""
     if not isinstance(trainer, pl.Trainer):
         raise TypeError(
             f"MemCheckpoint expects a lightning.pytorch.Trainer, found {type(trainer).__module__}."

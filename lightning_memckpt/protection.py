@@ -7,20 +7,20 @@ A resumed fit has three stages:
    does so after `on_fit_start`, and so do we.
 2. Loaders are processed: each gets its position.
 3. The end of `strategy.on_train_start`, the very last start hook: tensors, optimizers, schedulers, logging and,
-   last of all, the RNG. Earlier start hooks see what they saw in the first start, the initial model; changes that they
-   make to it are overwritten now, as training overwrote them then.
+   last of all, the RNG. Earlier start hooks see the initial model, as in the first start; their changes to it are
+   overwritten now, as training overwrote them then.
 
 From then on the state is captured at the end of the module's own `on_train_batch_end`, after every callback's, whenever
-the batch ended with an optimizer step.
-
-With ``resume_check="replay"`` the held state is the one before the last step, and the first step repeats the killed
-process's last one. Steps with further effects (a validation, an epoch's end, a file) are not repeated.
+the batch ended with an optimizer step. With ``resume_check="replay"`` the held state is the one before the last step,
+and the first step repeats the killed process's last one. Steps with further effects (a validation, an epoch's end, a
+file) are not repeated.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -30,14 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
 from lightning_memckpt import trainer_state
-from lightning_memckpt.check_parts import CheckParts
-from lightning_memckpt.checkpoint_files import OverwriteOrphans
+from lightning_memckpt.files import OverwriteOrphans
 from lightning_memckpt.fit_state import FitState
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders, derived_positions
-from lightning_memckpt.loops import batches_behind, with_batches_behind
 from lightning_memckpt.notes import files_by_wall_clock, inexact, list_callbacks
-from lightning_memckpt.reentry import Reentry
+from lightning_memckpt.reentry import Reentry, batches_behind, with_batches_behind
 from lightning_memckpt.shadowing import Shadows
 from memckpt.config import ResumeChoice
 from memckpt.user_file import UserFile, connect
@@ -51,16 +49,7 @@ _MISLEADING_WARNING = "You're resuming from a checkpoint that ended before the e
 
 
 class Protection:
-    """One fit under protection, from `setup` to `teardown` or an exception.
-
-    Args:
-        trainer: a supported trainer, in its `setup` hook.
-        pl_module: the unwrapped module.
-        callback: the callback that this serves.
-        arguments: run directory, treatment of held state, and the engine's configuration.
-        replicated, attributes: the callback's arguments.
-        messages: output for the user.
-    """
+    """One fit of a supported trainer under protection, from its `setup` hook to `teardown` or an exception."""
 
     def __init__(
         self,
@@ -95,54 +84,30 @@ class Protection:
         """Wrap methods of the strategy; the rest of the trainer is not touched before the strategy is set up."""
         strategy, shadows = self._trainer.strategy, self._shadows
         if self._internals.restores_late:
-            self._internals.around_late_restore(shadows, self._around_late_restore)
+            self._internals.shadow_late_restore(shadows, self._restore_late)
         else:
             shadows.follow(strategy, "setup", lambda: self._attach(self._user_file()))
-        shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
+        shadows.put(strategy, "process_dataloader", lambda original, loader: self._loaders.process(original(loader)))
         shadows.follow(strategy, "on_train_start", self._start_training)
-        shadows.put(self._internals.fit_loop, "setup_data", self._around_setup_data)
-        shadows.put(self._internals.val_loop, "setup_data", self._around_setup_val_data)
+        shadows.put(self._internals.fit_loop, "setup_data", partial(self._set_up_data, "train"))
+        shadows.put(self._internals.val_loop, "setup_data", partial(self._set_up_data, "validation"))
         shadows.follow(self._internals.fit_loop, "_load_combined_loader_states", self._loaders.resume_built)
-        shadows.put(strategy, "save_checkpoint", self._around_save_checkpoint)
+        shadows.put(strategy, "save_checkpoint", self._save_checkpoint)
 
-    def _around_late_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            self._attach(self._late_file(checkpoint_path))
-            if self._pending is None:
-                original(checkpoint_path, *args, **kwargs)
+    def _restore_late(self, original: Callable[..., None], path: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._attach(self._late_file(path))
+        if self._pending is None:
+            original(path, *args, **kwargs)
 
-        return restore
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.unrepeatable("a checkpoint file was written in it")
+        return original(*args, **kwargs)
 
-    def _around_process_dataloader(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def process_dataloader(loader: Any) -> Any:
-            return self._loaders.process(original(loader))
-
-        return process_dataloader
-
-    def _around_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            self.unrepeatable("a checkpoint file was written in it")
+    def _set_up_data(self, role: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._internals.loaders_are_due[role]:
             return original(*args, **kwargs)
-
-        return save_checkpoint
-
-    def _around_setup_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def setup_data(*args: Any, **kwargs: Any) -> Any:
-            if not self._internals.train_loaders_are_due:
-                return original(*args, **kwargs)
-            with self._loaders.building("train"):
-                return original(*args, **kwargs)
-
-        return setup_data
-
-    def _around_setup_val_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def setup_data(*args: Any, **kwargs: Any) -> Any:
-            if not self._internals.val_loaders_are_due:
-                return original(*args, **kwargs)
-            with self._loaders.building("validation"):
-                return original(*args, **kwargs)
-
-        return setup_data
+        with self._loaders.building(role):
+            return original(*args, **kwargs)
 
     # --- stage 1 --------------------------------------------------------------------------------------------
 
@@ -165,7 +130,7 @@ class Protection:
         held = self._session.held
         if held is not None and file is not None:
             self._internals.forget_user_checkpoint()
-        self._session.provide(STATE, lambda: fit_state.captured, CheckParts(trainer), fit_state.put_back)
+        self._session.provide(STATE, lambda: fit_state.captured, fit_state.check_parts, fit_state.put_back)
         self._session.announce_accumulation(self._accumulates)
         self._session.carried(fit_state.carried)
         for line in inexact(trainer, self._internals):

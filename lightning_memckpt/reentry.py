@@ -1,8 +1,13 @@
-"""Re-entry: lets a resumed fit loop run the killed process's remaining hooks before its stop conditions end it.
+"""Re-entry of a resumed fit into Lightning's loops, directly behind the captured batch.
+
+Lightning's own state, saved at the end of a training batch, does not lead back to that point: the batch would not count
+as completed, a validation due after it would be skipped, and an epoch that it finished would end without its hooks.
+Pure functions over the loops' state dictionary edit it.
 
 After the last step of a run (`max_steps` reached, or `trainer.should_stop` set) a validation and the epoch's end hooks
-still follow. A new fit loop that finds such a stop condition returns without running them. So stop conditions are
-lifted when the loops are loaded, and restored inside the epoch loop, after the check that would have ended it.
+still follow. A new fit loop that finds such a stop condition returns without running them. So :class:`Reentry` lifts
+stop conditions when the loops are loaded, and puts them back inside the epoch loop, behind the check that would have
+ended it.
 """
 
 from __future__ import annotations
@@ -15,13 +20,109 @@ import lightning.pytorch as pl
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.shadowing import Shadows
 
+LoopState = dict[str, Any]
+
+_BATCHES = "epoch_loop.batch_progress"
+_VALIDATION_BATCHES = "epoch_loop.val_loop.batch_progress"
+_EPOCH = "epoch_loop.state_dict"
+
+
+def behind_batch(state: LoopState, *, validation_follows: bool) -> LoopState:
+    """`state`, taken in the module's `on_train_batch_end`, edited to continue after that batch.
+
+    Args:
+        validation_follows: whether Lightning validates after this batch.
+    """
+    state = _batch_completed(state)
+    return _validation_owed(state) if validation_follows else _nothing_owed(state)
+
+
+def edited_part(state: LoopState) -> LoopState:
+    """The entries of `state` that :func:`behind_batch` edits, unchanged."""
+    return {key: state[key] for key in (_BATCHES, _VALIDATION_BATCHES, _EPOCH)}
+
+
+def as_lightning_saves(state: LoopState, unedited: LoopState | None, *, validation_follows: bool) -> LoopState:
+    """A state edited by :func:`behind_batch`, converted back to that of Lightning's own checkpoint of the batch.
+
+    Args:
+        unedited: the :func:`edited_part` of the original state; None if it was not kept: then the usual values of
+            Lightning's counters are used.
+        validation_follows: as given to :func:`behind_batch`.
+    """
+    return {**state, **(_usual(state, validation_follows) if unedited is None else unedited)}
+
+
+def _usual(state: LoopState, validation_follows: bool) -> LoopState:
+    batches = state[_BATCHES]
+    counted = {
+        count: {**batches[count], "completed": batches[count]["processed"] - 1} for count in ("total", "current")
+    }
+    validation, epoch = state[_VALIDATION_BATCHES], state[_EPOCH]
+    if validation_follows:
+        total = dict.fromkeys(validation["total"], validation["total"]["completed"])
+        validation = {**validation, "total": total}
+    else:
+        epoch = {**epoch, "_batches_that_stepped": epoch["_batches_that_stepped"] - 1}
+    return {_BATCHES: {**batches, **counted}, _VALIDATION_BATCHES: validation, _EPOCH: epoch}
+
+
+def batches_behind(state: LoopState) -> int:
+    """Number of batches of the current epoch that this rank has trained."""
+    done: int = state[_BATCHES]["current"]["processed"]
+    return done
+
+
+def with_batches_behind(state: LoopState, batches: int) -> LoopState:
+    """`state` at another place in the same epoch: with fewer ranks each rank sees more batches."""
+    progress = state[_BATCHES]
+    return {**state, _BATCHES: {**progress, "current": dict.fromkeys(progress["current"], batches)}}
+
+
+def _batch_completed(state: LoopState) -> LoopState:
+    """Mark the batch as completed: Lightning itself does so only after the hook in which we run.
+
+    With ready == started == processed == completed the epoch loop is in its stage "restarted on last": it neither
+    repeats the batch nor resets its counters.
+    """
+    progress = state[_BATCHES]
+    completed = {
+        count: {**progress[count], "completed": progress[count]["processed"]} for count in ("total", "current")
+    }
+    return {**state, _BATCHES: {**progress, **completed}}
+
+
+def _validation_owed(state: LoopState) -> LoopState:
+    """Make a validation that is due look interrupted in its first batch.
+
+    The epoch loop then returns at once from its next `advance` and runs the whole validation in `on_advance_end`,
+    followed by the usual: plateau schedulers, the epoch's end, the step counter of the loggers.
+    """
+    progress = state[_VALIDATION_BATCHES]
+    done = progress["total"]["completed"]
+    total = {**progress["total"], "ready": done + 1, "started": done + 1, "processed": done, "completed": done}
+    current = dict.fromkeys(progress["current"], 0)
+    return {**state, _VALIDATION_BATCHES: {**progress, "total": total, "current": current, "is_last_batch": False}}
+
+
+def _nothing_owed(state: LoopState) -> LoopState:
+    """Continue without a validation, inside an epoch or at its end, by batches or by `max_steps`.
+
+    `on_advance_end` of this batch does not run again, so the loggers' step counter is incremented here, and the caller
+    steps the plateau schedulers that are stepped there. Earlier validations of this epoch are complete: a half-counted
+    batch in their totals would read as an interrupted validation.
+    """
+    epoch = {**state[_EPOCH], "_batches_that_stepped": state[_EPOCH]["_batches_that_stepped"] + 1}
+    progress = state[_VALIDATION_BATCHES]
+    total = dict.fromkeys(progress["total"], progress["total"]["completed"])
+    return {**state, _EPOCH: epoch, _VALIDATION_BATCHES: {**progress, "total": total}}
+
 
 class Reentry:
     """Re-entry of one resumed fit into its loops; without effect after the first `on_train_epoch_end`.
 
     Args:
-        trainer: the trainer, whose loops have loaded the edited state.
-        internals: the trainer's internals.
+        trainer: its loops have loaded the edited state.
         validation_owed: whether a validation follows the captured batch.
         epoch_over: whether the captured batch was the last one of its epoch.
         should_stop: `trainer.should_stop` as captured.
@@ -55,40 +156,32 @@ class Reentry:
             epoch_loop.max_steps = epoch_loop.global_step + 1
         if self._validation_owed:
             # Lightning decides again, from the clock or from should_stop; the killed process's decision holds.
-            self._shadows.put(epoch_loop, "_should_check_val_fx", lambda _: lambda *args: True)
-            self._shadows.put(epoch_loop, "on_advance_end", self._around_advance_end)
+            self._shadows.put(epoch_loop, "_should_check_val_fx", lambda original, *args: True)
+            self._shadows.put(epoch_loop, "on_advance_end", self._end_advance)
         else:
             # A finished epoch must not fetch another batch. `_has_run` means "the validation after the last batch is
             # done", which lets the epoch loop end before its first `advance`.
             self._internals.set_val_has_run(self._epoch_over or self._val_has_run)
-            self._shadows.put(epoch_loop, "on_run_start", self._around_run_start)
+            self._shadows.put(epoch_loop, "on_run_start", self._start_run)
 
-    def _around_run_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_run_start(*args: Any, **kwargs: Any) -> Any:
-            self._shadows.remove(self._internals.epoch_loop, "on_run_start")
-            result = original(*args, **kwargs)
-            self._put_back()
-            return result
+    def _start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._shadows.remove(self._internals.epoch_loop, "on_run_start")
+        result = original(*args, **kwargs)
+        self._put_back()
+        return result
 
-        return on_run_start
+    def _end_advance(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._shadows.remove(self._internals.epoch_loop, "on_advance_end")
+        self._put_back()
+        # The original asks `_should_check_val_fx` once, at its start, before any user code runs.
+        self._shadows.put(self._internals.val_loop, "run", self._validate)
+        return original(*args, **kwargs)
 
-    def _around_advance_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_advance_end(*args: Any, **kwargs: Any) -> Any:
-            self._shadows.remove(self._internals.epoch_loop, "on_advance_end")
-            self._put_back()
-            # The original asks `_should_check_val_fx` once, at its start, before any user code runs.
-            validate = self._internals.val_loop.run
-
-            def run(*run_args: Any, **run_kwargs: Any) -> Any:
-                self._shadows.remove(self._internals.val_loop, "run")
-                self._shadows.remove(self._internals.epoch_loop, "_should_check_val_fx")
-                self._internals.settle_validation()
-                return validate(*run_args, **run_kwargs)
-
-            self._shadows.put(self._internals.val_loop, "run", lambda _: run)
-            return original(*args, **kwargs)
-
-        return on_advance_end
+    def _validate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._shadows.remove(self._internals.val_loop, "run")
+        self._shadows.remove(self._internals.epoch_loop, "_should_check_val_fx")
+        self._internals.settle_validation()
+        return original(*args, **kwargs)
 
     def _put_back(self) -> None:
         if self._max_steps is not None:

@@ -1,13 +1,13 @@
 """Replacement of a method on one instance, and its removal without a trace.
 
-Lightning has no hook after the module's own `on_train_batch_end`, none after every other start hook and none around a
-data loader. Shadowing a public method on the instance reaches these places; the class, and every other instance, stays
-as it is.
+Lightning has no hook after the module's own `on_train_batch_end`, after every other start hook or around a data
+loader. A shadow of a public method on the instance reaches these places; class and other instances stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -37,8 +37,8 @@ class Shadows:
     def __init__(self) -> None:
         self._undo: dict[tuple[int, str], Callable[[], None]] = {}
 
-    def put(self, instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `instance.name` by `make(original)` until `remove` or `remove_all`.
+    def put(self, instance: Any, name: str, function: Callable[..., Any]) -> None:
+        """Call `function(original, ...)` in place of `instance.name` until `remove` or `remove_all`.
 
         Raises:
             AttributeError: the instance has no such method.
@@ -46,7 +46,7 @@ class Shadows:
         original = getattr(instance, name)
         own = vars(instance)
         had_own, previous = name in own, own.get(name)
-        shadow = _Shadow(instance, name, make(original))
+        shadow = _Shadow(instance, name, partial(function, original))
         own[name] = shadow
 
         def undo() -> None:
@@ -63,15 +63,12 @@ class Shadows:
     def follow(self, instance: Any, name: str, then: Callable[[], None]) -> None:
         """Call `then()` after each call of `instance.name`. Raises as :meth:`put`."""
 
-        def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def followed(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                then()
-                return result
+        def followed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            then()
+            return result
 
-            return followed
-
-        self.put(instance, name, around)
+        self.put(instance, name, followed)
 
     def remove(self, instance: Any, name: str) -> None:
         """Remove one shadow; does nothing if there is none."""

@@ -74,9 +74,7 @@ class UserState:
     """Captures and restores the state that user code returns from its hooks.
 
     Args:
-        trainer: the trainer with callbacks and datamodule.
-        pl_module: the unwrapped module.
-        beside: modules staged beside it, from :func:`modules_beside`.
+        beside: modules staged beside the module, from :func:`modules_beside`.
         skip: our own callback, which has no state.
 
     Attributes:
@@ -139,10 +137,7 @@ class UserState:
         return pieces
 
     def states(self, loops: dict[str, Any]) -> dict[str, Any]:
-        """Copies of the states of callbacks and datamodule, as far as they can be stored.
-
-        Those of the module's hooks, too, if it makes the loaders.
-        """
+        """Copies of the states of callbacks and datamodule, and of the module's hooks if it makes the loaders."""
         pieces = self._states()
         if self._saving and is_overridden("train_dataloader", self._pl_module):
             # Its counters may be in what its hooks add to a checkpoint.

@@ -26,13 +26,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
     that.
 
     Args:
-        run_dir: identifies the run; a directory for files, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"exact"`` refuses
-            to continue unless that is exact, ``"never"`` starts over; an int continues at that `global_step`. None:
-            MEMCKPT_RESUME, or ``"auto"``.
-        config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
-        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
-            all ranks. Others are treated as private to each rank.
+        run_dir, resume, config, replicated: as for :func:`memckpt.attach`.
         attributes: dotted names of plain attributes that training changes and no state_dict() has, to be stored, too:
             ``"model.level"``, ``"trainer.train_dataset.level"``, ``"callbacks.Curriculum.level"``.
 
@@ -95,11 +89,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         return inner_training_loop
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Connect to the held state.
-
-        Raises:
-            UsageError: the callback does not know its Trainer.
-        """
+        """Connect to the held state. Raises UsageError if the callback does not know its Trainer."""
         if self._protection is None:
             raise UsageError(
                 "MemCheckpointTrainerCallback: expected to be attached, found a Trainer that it does not know; call "

@@ -21,10 +21,7 @@ from transformers_memckpt.trainer_state import History
 def write(state: ExportedState, target: Path) -> None:
     """Write the files of the Trainer's own ``checkpoint-N``, as it saves them after that step.
 
-    Omits ``training_args.bin`` and the tokenizer's files, which no resume reads.
-
-    Raises:
-        ForeignStateError: the run was not trained with the callback for the Trainer.
+    Omits ``training_args.bin`` and the tokenizer's files, which no resume reads. Raises ForeignStateError.
     """
     ours = state.provided_as(STATE, "of a transformers.Trainer that memckpt has protected")
     held, file = ours["states"], ours.get("file", {})

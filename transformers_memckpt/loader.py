@@ -17,14 +17,9 @@ from memckpt.errors import UnsupportedError
 
 
 class Follower:
-    """Follows the loader inside `prepared`; `release` restores it.
+    """Follows the torch loader inside the Trainer's own; `release` restores it.
 
-    Args:
-        prepared: the Trainer's loader.
-        accumulated: number of batches that the Trainer takes before it trains on the first of them.
-
-    Raises:
-        UnsupportedError: `prepared` is not a DataLoaderShard around a torch DataLoader.
+    `accumulated` batches are taken before the first of them is trained on. Raises UnsupportedError for another loader.
     """
 
     def __init__(self, prepared: Any, accumulated: int) -> None:
@@ -50,8 +45,7 @@ class Follower:
     def resume(self, held: dict[str, Any]) -> None:
         """Make the next epoch continue at the position `held`; global generators may move until training restores them.
 
-        Raises:
-            DataPositionError: see :func:`memckpt.capture.data.resume`.
+        Raises as :func:`memckpt.capture.data.resume`.
         """
         self._held = held
         start = dataloader.recreate_persistent_iterator if held["between"] else dataloader.resume

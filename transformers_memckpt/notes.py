@@ -45,12 +45,7 @@ _SETTINGS = (
 
 
 def verify(trainer: Any) -> None:
-    """Check for the private names that the callback relies on.
-
-    Raises:
-        TypeError: not a transformers.Trainer.
-        UnsupportedError: this version of transformers lacks one of them.
-    """
+    """Check for the private names that the callback relies on. Raises TypeError (no Trainer) or UnsupportedError."""
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"expected a transformers.Trainer, found {type(trainer).__module__}.{type(trainer).__name__}")
     for name, expected in _METHODS.items():
@@ -66,11 +61,7 @@ def verify(trainer: Any) -> None:
 
 
 def refuse(trainer: Any, trial: object) -> None:
-    """Refuse a training that cannot be protected.
-
-    Raises:
-        UnsupportedError: names the problem and the remedy.
-    """
+    """Refuse a training that cannot be protected. Raises UnsupportedError, with the problem and the remedy."""
     args = trainer.args
     found = {
         "deepspeed": trainer.is_deepspeed_enabled,

@@ -34,9 +34,8 @@ from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedState
 from memckpt.user_file import UserFile, connect
 from memckpt.user_messages import Messages
 from transformers_memckpt import notes
-from transformers_memckpt.check_parts import check_parts
 from transformers_memckpt.loader import Follower
-from transformers_memckpt.trainer_state import TrainerStates, attribute_roots, beside
+from transformers_memckpt.trainer_state import TrainerStates, attribute_roots, beside, check_parts
 
 STATE = "transformers"
 _log = logging.getLogger("transformers_memckpt")
@@ -56,14 +55,7 @@ class _Later:
 
 
 class Protection:
-    """One training under protection, from its beginning to its end or an exception.
-
-    Args:
-        trainer: a supported Trainer, in `train()`.
-        callback: the callback that this serves.
-        arguments: run directory, treatment of held state, and the engine's configuration.
-        replicated, attributes: the callback's arguments.
-    """
+    """One training of a supported Trainer under protection, from its beginning to its end or an exception."""
 
     def __init__(
         self,

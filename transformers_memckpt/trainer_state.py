@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,8 @@ from transformers import TrainerControl
 from transformers.trainer_callback import ExportableState
 
 import memckpt
+from memckpt import ComparedKind
+from memckpt.capture import data as dataloader
 from memckpt.capture.attributes import modules_beside
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import UnsupportedStateError
@@ -91,13 +93,9 @@ def beside(trainer: Any) -> dict[str, nn.Module]:
 
 
 class TrainerStates:
-    """The states of one trainer, its scheduler, its gradient scaler, and its callbacks.
+    """The states of one trainer, its scheduler, its gradient scaler, and its callbacks but `skip`, our own.
 
-    Args:
-        skip: our own callback.
-
-    Attributes:
-        left_out: callbacks whose state cannot be stored, with the reason.
+    `left_out`: callbacks whose state cannot be stored, with the reason.
     """
 
     def __init__(self, trainer: Any, skip: object) -> None:
@@ -189,3 +187,33 @@ def _load(callback: Any, state: Any) -> None:
     else:
         for name, value in state.items():
             setattr(callback, name, value)
+
+
+#: Name suffixes of values that the Trainer derives from the clock: `train_runtime`, `train_tokens_per_second`.
+_CLOCKS = ("_runtime", "_per_second")
+
+
+def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
+    """The parts of `Protection`'s captured state, under the user's names for them."""
+    states = state["states"]
+    parts: dict[tuple[ComparedKind, str], Any] = {
+        ("data position", "train loader"): dataloader.comparable(
+            state["loader"]["position"], between_passes=state["loader"]["between"]
+        ),
+        ("data position", "epoch"): {name: state[name] for name in ("epoch", "batches", "stopped")},
+        ("hyperparameters", "arguments"): state["settings"],
+        ("hyperparameters", "LR scheduler"): states["scheduler"],
+        ("hyperparameters", "gradient scaler"): states["scaler"],
+        ("logged values", "loss"): {"since the last log": states["loss"], **states["trainer"]},
+        ("logged values", "TrainerState"): states["state"],
+        ("logged values", "log_history"): [_without_clocks(entry) for entry in History.decode(states["history"])],
+    }
+    for name, callback in states["callbacks"].items():
+        parts["registered", f"callback {name}"] = callback
+    for name, value in {**state.get("attributes", {}), **state.get("objects", {})}.items():
+        parts["registered", f"attribute {name}"] = value
+    return parts
+
+
+def _without_clocks(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_CLOCKS)}

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import memckpt
 from lightning_memckpt import MemCheckpoint, trainer_state
 from lightning_memckpt.internals import TrainerInternals
-from lightning_memckpt.loops import behind_batch
+from lightning_memckpt.reentry import behind_batch
 from lightning_memckpt.shadowing import Shadows
 from memckpt.errors import ConfigurationError, UnsupportedStateError
 from tests.support.trainings import fake_session
@@ -444,7 +444,7 @@ def test_shadows_give_back_what_was_there() -> None:
     other.name = lambda: "own"  # type: ignore[method-assign]
     shadows = Shadows()
     for each in (thing, other):
-        shadows.put(each, "name", lambda original: lambda: original() + " shadowed")
+        shadows.put(each, "name", lambda original: original() + " shadowed")
     assert [thing.name(), other.name()] == ["class shadowed", "own shadowed"]
     shadows.remove_all()
     assert [thing.name(), other.name()] == ["class", "own"]
@@ -458,7 +458,7 @@ def test_a_shadow_under_a_later_one_becomes_the_original() -> None:
 
     thing = Thing()
     shadows = Shadows()
-    shadows.put(thing, "name", lambda original: lambda: original() + " ours")
+    shadows.put(thing, "name", lambda original: original() + " ours")
     ours = thing.name
     thing.name = lambda: ours() + " theirs"  # type: ignore[method-assign]
     shadows.remove_all()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import memckpt
 from lightning_memckpt import MemCheckpoint
 from lightning_memckpt.export import checkpoint_of, write
-from lightning_memckpt.loops import as_lightning_saves, edited_part
+from lightning_memckpt.reentry import as_lightning_saves, edited_part
 from memckpt import ExportedState
 from memckpt.errors import ForeignStateError
 from memckpt.state import codec

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 import memckpt
 from lightning_memckpt import MemCheckpoint
-from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
+from lightning_memckpt.trainer_state import LoggingState
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from tests.support.trainings import fake_session
 from tests.support.trainings.compressed import note_encodings
