@@ -9,10 +9,10 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from memckpt.cli.common import count
-from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, RedoMode, StorageConfig
+from memckpt.config import ErasureConfig, MemckptConfig, RedoMode, StorageConfig
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS
-from memckpt.state.layout import SNAPSHOTS
 from memckpt.user_messages import nbytes_text, short_number
+from memckpt_tools.planning.footprint import STATE_BYTES, base_and_log_bytes, default_held
 
 Outcome = Literal["ok", "warning", "problem"]
 
@@ -26,8 +26,6 @@ _LITTLE_MEMORY = 1 << 30
 _OWN_DESCRIPTORS = 128
 #: Number of nodes for which the limit on descriptors should suffice.
 _FEW_NODES = 256
-#: Bytes per parameter of fp32 parameters with Adam.
-STATE_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,7 @@ def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfi
 
 def bytes_per_parameter(mode: RedoMode) -> float:
     """Bytes per parameter of base and log with the default settings, and of the copy that is written to storage."""
-    if mode == "snapshot":
-        return (SNAPSHOTS + 1) * STATE_BYTES
-    period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().records_in_flight
-    record = 4 + STATE_BYTES / period
-    held = STATE_BYTES + slots * record if mode == "eager" else (period + slots) * record
-    return held + STATE_BYTES
+    return base_and_log_bytes(mode, default_held(mode)) + STATE_BYTES
 
 
 def check_memory(available: int, limit: int | None) -> Check:

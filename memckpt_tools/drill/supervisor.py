@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -117,25 +118,32 @@ class Blow:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """When a run is over, or given up.
+class Plan:
+    """What is drilled.
 
     Attributes:
-        records: number of records after which it is ended.
-        silence_seconds: seconds without a new step after which it is given up.
-        protected: whether memckpt is on.
+        steps: steps of each run, at most.
+        seed: of the kills' instants.
+        nodes: number of nodes to simulate, with a command for each.
+        overhead: whether a run without protection is compared, too.
+        silence_seconds: seconds without a new step after which a run is given up.
     """
 
-    records: int
+    kills: int
+    steps: int
+    seed: int
     silence_seconds: float = 300.0
+    kinds: tuple[Kind, ...] = ("trainer",)
     nodes: int = 1
-    protected: bool = True
+    overhead: bool = False
 
 
 class Run:
     """One run, in a new directory. Ends all processes that it started when :meth:`train` returns.
 
     Args:
+        records: number of records after which it is ended.
+        protected: whether memckpt is on.
         on_progress: called with the newest record, and the number of kills.
 
     Attributes:
@@ -147,13 +155,15 @@ class Run:
         self,
         directory: Path,
         start: Start,
-        limits: Limits,
+        plan: Plan,
+        records: int,
+        protected: bool = True,
         on_progress: Callable[[int, int], None] = lambda record, kills: None,
     ) -> None:
         directory.mkdir(parents=True)
-        self._orders = DrillOrders(directory, limits.nodes)
-        self._job = Job(start, limits.nodes, directory)
-        self._limits = limits
+        self._orders = DrillOrders(directory, plan.nodes)
+        self._job = Job(start, plan.nodes, directory)
+        self._plan, self._records, self._protected = plan, records, protected
         self._on_progress = on_progress
         self._blows: list[Blow] = []
         self.history = RunHistory(directory)
@@ -181,13 +191,13 @@ class Run:
             self._start()
             if self._until(lambda: self.history.attempts > 0):
                 self._check_nodes()
-            ends = [instant.record for instant in instants[1:]] + [self._limits.records]
+            ends = [instant.record for instant in instants[1:]] + [self._records]
             for instant, end in zip(instants, ends, strict=False):
                 if not self._kill(instant, step_seconds, end):
                     break
-            self.ended_by_itself = not self._until(lambda: self.history.last_record >= self._limits.records)
+            self.ended_by_itself = not self._until(lambda: self.history.last_record >= self._records)
             if to_its_end and not self.ended_by_itself:
-                self._until(lambda: self.history.furthest > self._limits.records, silent=True)
+                self._until(lambda: self.history.furthest > self._records, silent=True)
             self.history.poll()
             if not self.history.furthest:
                 raise DrillError(
@@ -270,9 +280,9 @@ class Run:
     def _check_nodes(self) -> None:
         """Refuse a job that has not the nodes it was started with. Raises DrillError."""
         found = {history.attempts[-1].begun.node for history in self.history.ranks.values()}
-        if len(found) < self._limits.nodes:
+        if len(found) < self._plan.nodes:
             raise DrillError(
-                f"expected one job of {self._limits.nodes} nodes, found {', '.join(sorted(found))} alone: {_ONE_JOB}"
+                f"expected one job of {self._plan.nodes} nodes, found {', '.join(sorted(found))} alone: {_ONE_JOB}"
             )
 
     def _peers_protect(self) -> bool:
@@ -326,7 +336,7 @@ class Run:
             return [line for line in attempt.taken if line.time > killed_at and line.agent not in (None, killed)]
 
         blow.resumed, blow.tier, blow.check = blow.step, "", ""
-        over = not self._until(lambda: held() != [] or self.history.last_record >= self._limits.records)
+        over = not self._until(lambda: held() != [] or self.history.last_record >= self._records)
         if found := held():
             blow.unprotected = max(0, found[0].record - blow.record - 1)
             blow.seconds = found[0].time - killed_at
@@ -344,7 +354,7 @@ class Run:
 
         With several nodes all commands are ended: those of the others wait for the dead one in a collective.
         """
-        deadline = time.monotonic() + (END_SECONDS if self._limits.nodes == 1 else 0)
+        deadline = time.monotonic() + (END_SECONDS if self._plan.nodes == 1 else 0)
         while self._job.poll() is None and time.monotonic() < deadline:
             self.history.poll()
             if self.history.attempts > attempts:
@@ -368,7 +378,7 @@ class Run:
 
     def _start(self) -> None:
         variables = {**self._orders.variables(), RUN_DIR: str(self._orders.run_dir), RESUME: None}
-        self._job.start({**variables, DISABLE: None if self._limits.protected else "1"})
+        self._job.start({**variables, DISABLE: None if self._protected else "1"})
 
     def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:
         """Wait until the condition is met: True; False if the command ended by itself, with status 0.
@@ -392,16 +402,16 @@ class Run:
                 if ended == 0:
                     return False
                 raise DrillError(
-                    f"expected a training of {self._limits.records} steps, found one that ended with status {ended} "
+                    f"expected a training of {self._records} steps, found one that ended with status {ended} "
                     f"after step {self.history.furthest}; mend the script, or drill fewer steps"
-                    + (f". {_ONE_JOB}" if self._limits.nodes > 1 and not self.history.furthest else "")
+                    + (f". {_ONE_JOB}" if self._plan.nodes > 1 and not self.history.furthest else "")
                     + self._job.tail()
                 )
-            if time.monotonic() - changed_at > self._limits.silence_seconds:
+            if time.monotonic() - changed_at > self._plan.silence_seconds:
                 if silent:
                     return False
                 raise DrillError(
-                    f"expected a step within {self._limits.silence_seconds:.0f} s (--patience), found none since step "
+                    f"expected a step within {self._plan.silence_seconds:.0f} s (--patience), found none since step "
                     f"{self.history.furthest}{self._job.tail()}"
                 )
             pause()
@@ -451,26 +461,6 @@ FIRST, WITHOUT, SECOND, KILLED = "undisturbed-1", "unprotected", "undisturbed-2"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is drilled.
-
-    Attributes:
-        steps: steps of each run, at most.
-        seed: of the kills' instants.
-        nodes: number of nodes to simulate, with a command for each.
-        overhead: whether a run without protection is compared, too.
-    """
-
-    kills: int
-    steps: int
-    seed: int
-    silence_seconds: float = 300.0
-    kinds: tuple[Kind, ...] = ("trainer",)
-    nodes: int = 1
-    overhead: bool = False
-
-
-@dataclass(frozen=True)
 class Result:
     """What a drill has found.
 
@@ -516,8 +506,8 @@ def drill(
     """
 
     def run(name: str, records: int) -> Run:
-        limits = Limits(records, plan.silence_seconds, plan.nodes, name != WITHOUT)
-        return Run(directory / name, start, limits, lambda record, kills: on_progress(name, record, kills))
+        told = partial(on_progress, name)
+        return Run(directory / name, start, plan, records, name != WITHOUT, told)
 
     first = run(FIRST, plan.steps)
     first.train()

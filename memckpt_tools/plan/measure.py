@@ -9,13 +9,15 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from memckpt.cli.common import count, no_agent
 from memckpt.cli.run_view import Looker, View
+from memckpt.config import RedoMode
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError, PeerError, StorageError
 from memckpt.processes.address import AgentAddress
 from memckpt_tools.doctor.probes import job_nodes
+from memckpt_tools.planning.footprint import STATE_BYTES, base_and_log_bytes, default_held
 
 #: How long bytes are sent, and how long anything may be silent.
 _LINK_SECONDS, _SILENT_SECONDS = 3.0, 10.0
@@ -194,10 +196,6 @@ def disk_rate(directory: Path, nbytes: int = _DISK_BYTES) -> float:
 
 #: How long steps are watched for, and how often it is looked.
 _WATCH_SECONDS, _LOOK_SECONDS = 10.0, 0.2
-#: T and D of a run are not shown. With the defaults, bytes of base and log, and of a record, for each parameter with
-#: Adam and fp32.
-_HELD_BYTES = {"lazy": 60.5, "eager": 25.125, "snapshot": 24.0}
-_RECORD_BYTES = {"lazy": 5.5, "eager": 4.375}
 
 
 def observe_run(run: Path, node: str | None, state_bytes: float) -> Measured:
@@ -238,6 +236,7 @@ def describe(first: View, last: View, seconds: float, state_bytes: float) -> Mea
     seen, agent, stored = Measured({}, []), last.agent, last.stored
     assert agent is not None
     nodes = job_nodes(agent)
+    mode: Any = agent.mode
     seen.facts["nodes"] = nodes
     if agent.trainers:
         seen.facts["gpus_per_node"] = agent.accelerators
@@ -247,8 +246,8 @@ def describe(first: View, last: View, seconds: float, state_bytes: float) -> Mea
     if stored is not None and stored.nbytes:
         seen.facts["parameters"] = stored.nbytes / state_bytes
         seen.notes.append(f"run: {stored.nbytes / state_bytes:.4g} parameters, by the newest checkpoint's size")
-    elif agent.held_bytes and agent.mode in _HELD_BYTES:
-        held = agent.held_bytes / (_HELD_BYTES[agent.mode] * state_bytes / 12.0)
+    elif agent.held_bytes and mode in get_args(RedoMode):  # T and D of a run are not shown
+        held = agent.held_bytes / (base_and_log_bytes(mode, default_held(mode)) * state_bytes / STATE_BYTES)
         seen.facts["parameters"] = held * nodes
         seen.notes.append(f"run: about {held * nodes:.4g} parameters, by what the agent holds (T, D as by default)")
     steps = _steps(first, last)
@@ -260,8 +259,8 @@ def describe(first: View, last: View, seconds: float, state_bytes: float) -> Mea
         seen.notes.append(f"run: {step:.4g} s a step, over {steps} steps, of which protection takes {stall:.2g} s")
     else:
         seen.notes.append("run: no step was committed while it was watched: --step-seconds is as by default")
-    if agent.stall_ms and agent.mode in _RECORD_BYTES and "parameters" in seen.facts:
-        record = seen.facts["parameters"] / nodes * _RECORD_BYTES[agent.mode] * state_bytes / 12.0
+    if agent.stall_ms and mode in ("lazy", "eager") and "parameters" in seen.facts:
+        record = seen.facts["parameters"] / nodes * default_held(mode).record_bytes * state_bytes / STATE_BYTES
         rate = record / (agent.stall_ms / 1e3)
         seen.facts |= {"copy_bytes_per_second": rate, "copy_overlap": 0.0}
         seen.notes.append(f"run: protection takes as long as copying records at {rate / 1e9:.2f} GB/s")

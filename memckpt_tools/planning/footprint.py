@@ -11,6 +11,7 @@ from memckpt.config import (
     ErasureConfig,
     HalfPrecision,
     LossyConfig,
+    MemckptConfig,
     PowerSGD,
     Quantized8,
     RandomK,
@@ -23,6 +24,8 @@ from memckpt.state.spec import ITEM_BYTES, GradientEncoding, encoded_bytes
 #: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
 #: (docs/costs.md, "With DDP 13 KB a node and step travel").
 PRIVATE_WIRE_BYTES = 13_000
+#: Bytes per parameter of fp32 parameters with Adam.
+STATE_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,13 @@ class Held:
     def window_bytes(self) -> float:
         """Bytes of T records, which make a whole checkpoint, P (T g + s). Source: docs/design.md, "Peers"."""
         return self.period * self.record_bytes
+
+
+def default_held(mode: RedoMode) -> Held:
+    """One parameter in fp32 with Adam, recorded with the default settings of a mode."""
+    config = MemckptConfig()
+    period, slots = config.anchor_period(mode), config.records_in_flight
+    return Held(parameters=1, gradient_bytes=4, state_bytes=STATE_BYTES, period=period, slots=slots)
 
 
 def ring_records(mode: RedoMode, period: int, slots: int) -> int:

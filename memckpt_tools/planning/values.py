@@ -68,7 +68,8 @@ def converted(value: Any, kind: type[T], where: str, *, strict: bool = True) -> 
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).rstrip("`").partition(" - at `$")
+        what, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`")
         found = value
         for key in re.findall(r"\w+", place):
             found = found[int(key)] if key.isdigit() else found[key]

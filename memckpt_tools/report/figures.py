@@ -105,25 +105,12 @@ def _svg(draw: Draw, theme: Theme, story: Story, goodput: Goodput, width: float,
             "memckpt report: expected matplotlib, found none; pip install 'lightning-memckpt[report]'"
         ) from None
     settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "memckpt",
-        "font.family": "sans-serif",
-        "font.size": 9 if width > 5 else 7,
-        "text.color": theme.ink,
-        "axes.edgecolor": theme.faint,
-        "axes.labelcolor": theme.ink,
-        "axes.facecolor": "none",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": theme.faint,
-        "grid.linewidth": 0.5,
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
-        "legend.frameon": False,
-        "lines.linewidth": 1.4,
-    }
+        "svg.fonttype": "none", "svg.hashsalt": "memckpt", "font.family": "sans-serif",
+        "font.size": 9 if width > 5 else 7, "text.color": theme.ink, "axes.edgecolor": theme.faint,
+        "axes.labelcolor": theme.ink, "axes.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "axes.axisbelow": True, "grid.color": theme.faint, "grid.linewidth": 0.5,
+        "xtick.color": theme.ink, "ytick.color": theme.ink, "legend.frameon": False, "lines.linewidth": 1.4,
+    }  # fmt: skip
     out = io.BytesIO()
     with rc_context(settings):
         figure = Figure(figsize=(width, height), layout="constrained")

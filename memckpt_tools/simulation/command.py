@@ -27,6 +27,7 @@ _cluster, _fails, _repair, _protection, _run = (
 
 
 def simulate(
+    context: typer.Context,
     nodes: Annotated[int, _cluster(help="Nodes of the job.")],
     step_seconds: Annotated[float, _run(help="Time of a step without protection.")],
     nodes_per_rack: Annotated[int | None, _cluster(help="Nodes in a rack.")] = None,
@@ -117,20 +118,20 @@ def simulate(
     with _fields_as_options():
         cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
         failures: FailureModel | Failures
+        hours = {
+            name: value for name, value in context.params.items() if name.endswith("_mtbf_hours") and value is not None
+        }
         if trace is not None:
-            drawn = {
-                "--node-mtbf-hours": node_mtbf_hours, "--job-mtbf-hours": job_mtbf_hours, "--plot": plot,
-                "--rack-mtbf-hours": rack_mtbf_hours, "--zone-mtbf-hours": zone_mtbf_hours,
-                "--cluster-mtbf-hours": cluster_mtbf_hours,
-            }  # fmt: skip
-            if found := [option for option, value in drawn.items() if value is not None]:
-                raise ConfigurationError(f"--trace {trace}: expected no {', '.join(found)} with it, found both")
+            if found := [*hours, *(["plot"] if plot is not None else [])]:
+                drawn = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+                raise ConfigurationError(f"--trace {trace}: expected no {drawn} with it, found both")
             failures = read_trace(trace, cluster)
         else:
-            failures = _model_of(
-                nodes, node_mtbf_hours, job_mtbf_hours, rack_mtbf_hours, zone_mtbf_hours, cluster_mtbf_hours,
-                software_share, weibull_shape, new_nodes,
-            )  # fmt: skip
+            means = {
+                name.removesuffix("_mtbf_hours"): _seconds(f"--{name.replace('_', '-')}", value, 3600)
+                for name, value in hours.items()
+            }
+            failures = _model_of(nodes, means, software_share, weibull_shape, new_nodes)
         setup = Setup(
             cluster=cluster,
             failures=failures,
@@ -224,50 +225,27 @@ def parse_tier(text: str) -> Tier:
         if not equals or name in values:
             raise ConfigurationError(f"--tier {text}: expected FIELD=VALUE, each field once, found {part.strip()!r}")
         values[name] = value
-    return converted(values, Tier, f"--tier {text}: ", strict=False)
+    return converted(values, Tier, f"--tier {text}: tier", strict=False)
 
 
-def _model_of(
-    nodes: int,
-    node_hours: float | None,
-    job_hours: float | None,
-    rack_hours: float | None,
-    zone_hours: float | None,
-    cluster_hours: float | None,
-    software_share: float,
-    shape: float,
-    new: bool,
-) -> FailureModel:
-    """Distributions of failures, from the options."""
+def _model_of(nodes: int, means: Mapping[str, float], software_share: float, shape: float, new: bool) -> FailureModel:
+    """Distributions of failures, from mean times between failures of a node, the job, a rack, a zone, the cluster."""
     from dataclasses import replace
 
     from memckpt_tools.simulation.failures import Exponential, FailureModel
 
-    if node_hours is not None and job_hours is not None:
+    if "node" in means and "job" in means:
         raise ConfigurationError("--node-mtbf-hours, --job-mtbf-hours: expected one of them, found both")
-    model = FailureModel(new=new)
-    if node_hours is not None or job_hours is not None:
-        if node_hours is not None:
-            mean = _seconds("--node-mtbf-hours", node_hours, 3600)
-        else:
-            assert job_hours is not None
-            mean = _seconds("--job-mtbf-hours", job_hours, 3600) * nodes
-        model = FailureModel.of_nodes(mean, software_share=software_share, shape=shape, new=new)
-
-    def mean_of(option: str, hours: float | None) -> Exponential | None:
-        return None if hours is None else Exponential(_seconds(option, hours, 3600))
-
-    model = replace(
-        model,
-        racks=mean_of("--rack-mtbf-hours", rack_hours),
-        zones=mean_of("--zone-mtbf-hours", zone_hours),
-        cluster=mean_of("--cluster-mtbf-hours", cluster_hours),
-    )
-    if model == FailureModel(new=new):
+    if not means:
         raise ConfigurationError(
             "failures: expected --node-mtbf-hours, --job-mtbf-hours or --trace, found none of them"
         )
-    return model
+    model = FailureModel(new=new)
+    if "node" in means or "job" in means:
+        mean = means["node"] if "node" in means else means["job"] * nodes
+        model = FailureModel.of_nodes(mean, software_share=software_share, shape=shape, new=new)
+    racks, zones, cluster = (Exponential(means[one]) if one in means else None for one in ("rack", "zone", "cluster"))
+    return replace(model, racks=racks, zones=zones, cluster=cluster)
 
 
 def _text(estimate: Estimate, form: str) -> str:

@@ -25,8 +25,7 @@ from memckpt.user_messages import short_number
 from memckpt_tools.doctor import checks
 from memckpt_tools.doctor import command as doctor
 from memckpt_tools.doctor import probes as facts
-from memckpt_tools.doctor.checks import Check, DiskFacts, StoreFacts
-from tests.support.monitoring.checks import outcomes
+from memckpt_tools.doctor.checks import Check
 from tests.support.monitoring.statuses import an_agent, some_peers
 from tests.support.storage.stored_parts import part_of, write
 from tests.support.trainings.cli_harness import invoke, invoke_json
@@ -177,34 +176,6 @@ def test_an_agent_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.Monke
     assert facts.ask_agent(tmp_path) == (None, "a message could not be understood")
 
 
-def test_advice_of_the_running_training() -> None:
-    advised = checks.check_advice("slots=6", "training waits")
-    assert outcomes(checks.check_advice("", ""), advised) == ["ok", "warning"]
-    assert advised.text == "training waits"
-    assert advised.remedy is not None
-    assert "slots=6" in advised.remedy
-
-
-def test_alarms_of_the_agent() -> None:
-    assert outcomes(checks.check_alarms(()), checks.check_alarms(("disk full", "x"))) == ["ok", "problem"]
-    assert checks.check_alarms(("disk full", "x")).text == "disk full; x"
-
-
-@pytest.mark.parametrize(
-    ("hard", "nodes", "peers", "outcome"),
-    [
-        (None, 5000, ErasureConfig(), "ok"),
-        (1024, 299, ErasureConfig(), "ok"),  # 1,024 - 128 make three for each of 298 others
-        (1024, 300, ErasureConfig(), "problem"),
-        (512, 1, ErasureConfig(), "warning"),
-        (512, 1, None, "ok"),
-        (64, 2, None, "problem"),
-    ],
-)
-def test_descriptors(hard: int | None, nodes: int, peers: ErasureConfig | None, outcome: str) -> None:
-    assert outcomes(checks.check_descriptors(256, hard, nodes, peers)) == [outcome]
-
-
 def test_the_number_of_nodes_is_what_somebody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -221,32 +192,6 @@ def test_limits_on_descriptors_are_those_of_the_kernel(monkeypatch: pytest.Monke
     limits = (256, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits if which == resource.RLIMIT_NOFILE else None)
     assert facts.descriptor_limits() == (256, None)
-
-
-def test_the_content_of_a_store() -> None:
-    assert outcomes(
-        checks.check_content(StoreFacts("/s")),
-        checks.check_content(StoreFacts("/s", checkpoints=2, step=7)),
-        checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
-        checks.check_content(StoreFacts("/s", problem="not mounted")),
-        checks.check_content(StoreFacts("/s", foreign="another's")),
-    ) == ["ok", "ok", "warning", "problem", "problem"]
-    assert outcomes(
-        checks.check_other_runs(StoreFacts("/s", beside=("B",))),
-        checks.check_other_runs(StoreFacts("/s", others=("C",))),
-    ) == ["ok", "warning"]
-
-
-def test_the_room_of_this_very_run() -> None:
-    def outcome(nbytes: int, free: int, available: int | None = None) -> list[str]:
-        return outcomes(*checks.check_room(nbytes, DiskFacts("/s", "ext4", free, 1e9), available))
-
-    assert outcome(10 * GIB, 40 * GIB) == ["ok"]
-    assert outcome(10 * GIB, 20 * GIB) == ["warning"]
-    assert outcome(10 * GIB, 9 * GIB) == ["problem"]
-    assert outcome(10 * GIB, 40 * GIB, 100 * GIB) == ["ok", "ok"]
-    assert outcome(10 * GIB, 40 * GIB, 12 * GIB) == ["ok", "warning"]
-    assert outcomes(*checks.check_room(10 * GIB, None, None)) == []
 
 
 def test_a_store_is_looked_into(tmp_path: Path) -> None:
@@ -295,27 +240,10 @@ def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     assert code == (1 if found["problems"] else 0)
     by_name = {check["name"]: check for check in found["checks"]}
     assert set(by_name) == {
-        "Python",
-        "kernel",
-        "agent's socket",
-        "memory",
-        "agent's life",
-        "agent",
-        "open files",
-        "checkpoints",
-        "torch",
-        "cores",
-        "locked memory",
-        "Lightning",
-        "accelerate",
-        "safetensors",
-        "s3fs",
-        "settings",
-        "erasure code",
-        "peers' transport",
-        "storage",
-        "room",
-    }
+        "Python", "kernel", "agent's socket", "memory", "agent's life", "agent", "open files", "checkpoints", "torch",
+        "cores", "locked memory", "Lightning", "accelerate", "safetensors", "s3fs", "settings", "erasure code",
+        "peers' transport", "storage", "room",
+    }  # fmt: skip
     assert by_name["torch"]["outcome"] == "ok"
     assert str(tmp_path) in by_name["storage"]["text"]
     assert list(tmp_path.iterdir()) == []

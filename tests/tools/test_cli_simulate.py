@@ -197,7 +197,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatc
         (("--node-mtbf-hours", 1, "--tier", DISK.replace("true", "ten")), "survives_cluster: expected `bool`, .*'ten'"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--days", 0), "--days: expected 0 to .* days, found 0"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--step-seconds", 450), "^--step-seconds: .* found 450"),
-        (("--node-mtbf-hours", 1, "--tier", DISK, "--spares", -1), "^--spares: expected .* nodes, found -1"),
+        (("--node-mtbf-hours", 1, "--tier", DISK, "--spares", -1), "^--spares: expected a whole number, 0 .* found -1"),
         (("--node-mtbf-hours", 1, "--tier", DISK, "--racks-per-zone", 2), "-zone: expected --nodes-per-rack beside"),
         (("--rack-mtbf-hours", 1, "--tier", DISK), "-hours: expected --nodes-per-rack of the cluster"),
         (("--node-mtbf-hours", 1, "--tier", PEERS.replace("=4", "=65")), "group_nodes: .* 0 to 64 nodes, found 65"),

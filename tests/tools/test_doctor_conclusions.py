@@ -11,67 +11,118 @@ from memckpt.config import ErasureConfig, MemckptConfig
 from memckpt.session import mode as choice
 from memckpt_tools.doctor import checks
 from memckpt_tools.doctor import probes as facts
-from memckpt_tools.doctor.checks import DiskFacts
+from memckpt_tools.doctor.checks import Check, DiskFacts, StoreFacts
 from tests.support.monitoring.checks import outcomes
 
 GIB = 2**30
-
-
-def test_python() -> None:
-    assert outcomes(checks.check_python((3, 9, 18)), checks.check_python((3, 10, 0))) == ["problem", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("version", "import_error", "outcome"),
-    [
-        ("2.6.0", "", "ok"),
-        ("2.13.0+cpu", "", "ok"),
-        ("10.0.0a0+git", "", "ok"),
-        ("2.5.1", "", "problem"),
-        ("2.13.0", "OSError: libtorch.so: cannot open", "problem"),
-        (None, "ModuleNotFoundError: torch", "problem"),
-    ],
-)
-def test_torch(version: str | None, import_error: str, outcome: str) -> None:
-    assert outcomes(checks.check_torch(version, import_error)) == [outcome]
+CODES = ("isa_l_rs_cauchy", "isa_l_rs_vand")
+CODED, CURVE, PLAIN = ErasureConfig(data=2, tolerate=2), ErasureConfig(), ErasureConfig(security="plain")
 
 
 @pytest.mark.parametrize(
-    ("version", "old_name", "outcome"),
+    ("found", "outcome", "text"),
     [
-        ("2.5.0", None, "ok"),
-        ("2.4.9", None, "problem"),
-        (None, "2.6.0", "warning"),
-        (None, None, "ok"),
-        ("2.6.6", "2.6.6", "ok"),
+        (checks.check_python((3, 9, 18)), "problem", "3.9.18"),
+        (checks.check_python((3, 10, 0)), "ok", "3.10.0"),
+        (checks.check_torch("2.6.0", ""), "ok", "2.6.0"),
+        (checks.check_torch("2.13.0+cpu", ""), "ok", "2.13.0+cpu"),
+        (checks.check_torch("10.0.0a0+git", ""), "ok", "10.0.0a0"),
+        (checks.check_torch("2.5.1", ""), "problem", "2.5.1"),
+        (checks.check_torch("2.13.0", "OSError: libtorch.so: cannot open"), "problem", "libtorch.so: cannot open"),
+        (checks.check_torch(None, "ModuleNotFoundError: torch"), "problem", "not installed"),
+        (checks.check_lightning("2.5.0", None), "ok", "2.5.0"),
+        (checks.check_lightning("2.4.9", None), "problem", "2.4.9"),
+        (checks.check_lightning(None, "2.6.0"), "warning", "only pytorch-lightning 2.6.0 is installed"),
+        (checks.check_lightning(None, None), "ok", "not installed"),
+        (checks.check_lightning("2.6.6", "2.6.6"), "ok", "2.6.6"),
+        (checks.check_optional("accelerate", "1.0", "x"), "ok", "1.0"),
+        (checks.check_optional("accelerate", None, "training with Accelerate"), "ok", "pip install accelerate"),
+        (checks.check_driver("s3://bucket/x", {}), "problem", "not installed; s3://bucket/x needs it"),
+        (checks.check_driver("gs://b/x", {"gcsfs": "2024.2"}), "ok", "2024.2"),
+        (checks.check_erasure(CODES, "", None), "ok", "isa_l_rs_cauchy, and 1 other"),
+        (checks.check_erasure(CODES, "", CODED), "ok", "isa_l_rs_cauchy"),
+        (
+            checks.check_erasure(CODES, "", ErasureConfig(data=2, tolerate=2, backend="shss")),
+            "problem",
+            "shss is not available; available: isa_l_rs_cauchy, isa_l_rs_vand",
+        ),
+        (checks.check_erasure((), "ImportError: liberasurecode.so", CODED), "problem", "liberasurecode.so"),
+        # Copies and stripes without parity need no code.
+        (checks.check_erasure((), "", ErasureConfig(data=1, tolerate=2)), "warning", "available: none"),
+        (checks.check_erasure((), "", ErasureConfig(data=2, tolerate=1)), "warning", "available: none"),
+        (checks.check_erasure((), "", None), "warning", "available: none"),
+        (checks.check_transport("4.3.5", True, "", CURVE), "ok", "ZeroMQ 4.3.5 with CURVE"),
+        (checks.check_transport("4.3.5", False, "", CURVE), "problem", "without CURVE"),
+        (checks.check_transport("4.3.5", False, "", PLAIN), "warning", "without CURVE"),
+        (checks.check_transport("4.3.5", False, "", None), "warning", "without CURVE"),
+        (checks.check_transport("", False, "ImportError: libzmq", PLAIN), "problem", "libzmq"),
+        (checks.check_transport("", False, "ImportError: libzmq", None), "warning", "libzmq"),
+        (checks.check_memory(64 * GIB, None), "ok", "64.0 GiB available;"),
+        (checks.check_memory(64 * GIB, None), "ok", "900M parameters (lazy)"),
+        (checks.check_memory(64 * GIB, None), "ok", "1813M (snapshot)"),
+        (checks.check_memory(GIB // 2, GIB), "warning", "(cgroup limit 1.0 GiB)"),
+        (checks.check_locked_memory(None, True), "ok", "unlimited"),
+        (checks.check_locked_memory(8 << 20, False), "ok", "it matters with CUDA only"),
+        (checks.check_locked_memory(8 << 20, True), "warning", "may not be page-locked"),
+        (checks.check_kernel("6.1", ()), "ok", "6.1 with"),
+        (checks.check_kernel("4.18", ("pidfd_open",)), "problem", "without pidfd_open"),
+        (checks.check_sockets(""), "ok", "can be bound"),
+        (checks.check_sockets("not permitted"), "problem", "not permitted"),
+        (checks.check_cores(8, None, 4, False), "ok", "takes eager for one rank: training uses 4 of 8 cores"),
+        (checks.check_cores(2, None, 2, False), "ok", "takes lazy for one rank: training uses all of the 2 cores"),
+        (checks.check_cores(8, 1.5, 8, False), "warning", '1.5 cores (of 8, by cgroup quota); redo="auto" takes lazy'),
+        (checks.check_cores(2, None, 2, True), "ok", "takes lazy for one rank: exact on an accelerator"),
+        (checks.check_survival("123", None, True), "warning", "in a Slurm job"),
+        (checks.check_survival(None, "train.service", False), "warning", "in train.service"),
+        (checks.check_survival(None, None, True), "ok", "in a container"),
+        (checks.check_survival(None, None, False), "ok", "found nothing"),
+        (checks.check_agent(None, ""), "ok", "none answers"),
+        (checks.check_agent(5, ""), "ok", "pid 5 answers"),
+        (checks.check_agent(None, "another version"), "problem", "another version"),
+        (checks.check_advice("", ""), "ok", ""),
+        (checks.check_advice("slots=6", "training waits"), "warning", "training waits"),
+        (checks.check_alarms(()), "ok", "none"),
+        (checks.check_alarms(("disk full", "x")), "problem", "disk full; x"),
+        (checks.check_settings(""), "ok", "valid"),
+        (checks.check_settings("MEMCKPT_SLOTS: no"), "problem", "MEMCKPT_SLOTS: no"),
+        (checks.check_descriptors(256, None, 5000, CURVE), "ok", "unlimited"),
+        (checks.check_descriptors(256, 1024, 299, CURVE), "ok", ""),  # 1,024 - 128 make three for each of 298 others
+        (checks.check_descriptors(256, 1024, 300, CURVE), "problem", "this job has 300"),
+        (checks.check_descriptors(256, 512, 1, CURVE), "warning", ""),
+        (checks.check_descriptors(256, 512, 1, None), "ok", ""),
+        (checks.check_descriptors(256, 64, 2, None), "problem", "this job has 2"),
+        (checks.check_content(StoreFacts("/s")), "ok", "none in /s"),
+        (checks.check_content(StoreFacts("/s", checkpoints=2, step=7)), "ok", "takes step 7"),
+        (
+            checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
+            "warning",
+            "cut short (and 1 more)",
+        ),
+        (checks.check_content(StoreFacts("/s", problem="not mounted")), "problem", "not mounted"),
+        (checks.check_content(StoreFacts("/s", foreign="another's")), "problem", "another's"),
+        (checks.check_other_runs(StoreFacts("/s", beside=("B",))), "ok", "beside this one: B"),
+        (checks.check_other_runs(StoreFacts("/s", others=("C",))), "warning", "/s also has files of C"),
+        (checks.check_store("s3://b", 0.1, ""), "ok", "s3://b"),
+        (checks.check_store("s3://b", 0, "denied"), "problem", "denied"),
     ],
 )
-def test_lightning(version: str | None, old_name: str | None, outcome: str) -> None:
-    assert outcomes(checks.check_lightning(version, old_name)) == [outcome]
+def test_a_conclusion(found: Check | None, outcome: str, text: str) -> None:
+    assert found is not None
+    assert outcomes(found) == [outcome]  # a remedy unless it is ok
+    assert text in found.text
 
 
-def test_optional_packages() -> None:
-    assert checks.check_optional("accelerate", "1.0", "x").text == "1.0"
-    absent = checks.check_optional("accelerate", None, "training with Accelerate")
-    assert absent.outcome == "ok"
-    assert "pip install accelerate" in absent.text
-
-
-def test_the_driver_of_an_object_store() -> None:
+def test_remedies_are_the_commands_to_type() -> None:
+    missing = checks.check_driver("s3://bucket/x", {})
+    assert missing is not None
+    assert missing.remedy == "pip install s3fs"
+    assert checks.check_cores(8, 1.5, 8, False).remedy == "OMP_NUM_THREADS=1"
+    assert "slots=6" in checks.check_advice("slots=6", "training waits").remedy
     assert checks.check_driver("/runs/one", {}) is None
     assert checks.check_driver("memory://x", {}) is None
-    missing, there = (
-        checks.check_driver("s3://bucket/x", {}),
-        checks.check_driver("gs://b/x", {"gcsfs": "2024.2"}),
-    )
-    assert missing is not None
-    assert there is not None
-    assert outcomes(missing, there) == ["problem", "ok"]
-    assert missing.remedy == "pip install s3fs"
 
 
-def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert outcomes(checks.check_settings(""), checks.check_settings("MEMCKPT_SLOTS: no")) == ["ok", "problem"]
+def test_peers_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.configured_peers() == (None, "")
     monkeypatch.setenv("MEMCKPT_PEERS", "erasure")
     assert facts.configured_peers() == (ErasureConfig(), "")
@@ -79,83 +130,11 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MEMCKPT_PEERS_DATA" in facts.configured_peers()[1]
 
 
-def test_the_erasure_code() -> None:
-    there = ("isa_l_rs_cauchy", "isa_l_rs_vand")
-    default, other = ErasureConfig(data=2, tolerate=2), ErasureConfig(data=2, tolerate=2, backend="shss")
-    found = [
-        checks.check_erasure(there, "", None),
-        checks.check_erasure(there, "", default),
-        checks.check_erasure(there, "", other),
-        checks.check_erasure((), "ImportError: liberasurecode.so", default),
-        # Copies and stripes without parity need no code.
-        checks.check_erasure((), "", ErasureConfig(data=1, tolerate=2)),
-        checks.check_erasure((), "", ErasureConfig(data=2, tolerate=1)),
-        checks.check_erasure((), "", None),
-    ]
-    assert outcomes(*found) == ["ok", "ok", "problem", "problem", "warning", "warning", "warning"]
-    assert found[0].text == "isa_l_rs_cauchy, and 1 other"
-    assert found[2].text == "shss is not available; available: isa_l_rs_cauchy, isa_l_rs_vand"
-    assert "liberasurecode.so" in found[3].text
-
-
-def test_the_transport_of_peers() -> None:
-    curve, plain = ErasureConfig(), ErasureConfig(security="plain")
-    found = [
-        checks.check_transport("4.3.5", True, "", curve),
-        checks.check_transport("4.3.5", False, "", curve),
-        checks.check_transport("4.3.5", False, "", plain),
-        checks.check_transport("4.3.5", False, "", None),
-        checks.check_transport("", False, "ImportError: libzmq", plain),
-        checks.check_transport("", False, "ImportError: libzmq", None),
-    ]
-    assert outcomes(*found) == ["ok", "problem", "warning", "warning", "problem", "warning"]
-    assert found[0].text == "ZeroMQ 4.3.5 with CURVE"
-
-
-def test_memory() -> None:
-    plenty, little = checks.check_memory(64 * GIB, None), checks.check_memory(GIB // 2, GIB)
-    assert outcomes(plenty, little) == ["ok", "warning"]
-    assert "64.0 GiB available;" in plenty.text
-    assert "(cgroup limit 1.0 GiB)" in little.text
-    assert "900M parameters (lazy)" in plenty.text
-    assert "1813M (snapshot)" in plenty.text
-
-
 def test_bytes_per_parameter_are_those_of_the_documentation() -> None:
     """docs/configuration.md#memory: base and log, and 12 while a checkpoint is on its way to storage."""
     assert round(checks.bytes_per_parameter("eager"), 1) == 25.1 + 12
     assert round(checks.bytes_per_parameter("lazy"), 1) == 60.5 + 12
     assert checks.bytes_per_parameter("snapshot") == 24 + 12
-
-
-def test_locked_memory_matters_with_cuda_only() -> None:
-    found = [checks.check_locked_memory(*each) for each in [(None, True), (8 << 20, False), (8 << 20, True)]]
-    assert outcomes(*found) == ["ok", "ok", "warning"]
-
-
-def test_kernel() -> None:
-    assert outcomes(checks.check_kernel("6.1", ()), checks.check_kernel("4.18", ("pidfd_open",))) == ["ok", "problem"]
-
-
-def test_sockets() -> None:
-    assert outcomes(checks.check_sockets(""), checks.check_sockets("not permitted")) == ["ok", "problem"]
-
-
-@pytest.mark.parametrize(
-    ("affinity", "quota", "threads", "cuda", "outcome", "text"),
-    [
-        (8, None, 4, False, "ok", '8 cores; redo="auto" takes eager for one rank: training uses 4 of 8 cores'),
-        (2, None, 2, False, "ok", "takes lazy for one rank: training uses all of the 2 cores"),
-        (8, 1.5, 8, False, "warning", '1.5 cores (of 8, by cgroup quota); redo="auto" takes lazy'),
-        (2, None, 2, True, "ok", "takes lazy for one rank: exact on an accelerator"),
-    ],
-)
-def test_cores(affinity: int, quota: float | None, threads: int, cuda: bool, outcome: str, text: str) -> None:
-    found = checks.check_cores(affinity, quota, threads, cuda)
-    assert outcomes(found) == [outcome]
-    assert text in found.text
-    if outcome == "warning":
-        assert found.remedy == "OMP_NUM_THREADS=1"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
@@ -180,21 +159,6 @@ def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monk
     assert checks.expected_redo(3.0, threads, cuda=True) == chosen
 
 
-def test_who_ends_the_agent_with_the_trainer() -> None:
-    found = [
-        checks.check_survival("123", None, True),
-        checks.check_survival(None, "train.service", False),
-        checks.check_survival(None, None, True),
-        checks.check_survival(None, None, False),
-    ]
-    assert outcomes(*found) == ["warning", "warning", "ok", "ok"]
-
-
-def test_agent() -> None:
-    found = [checks.check_agent(None, ""), checks.check_agent(5, ""), checks.check_agent(None, "another version")]
-    assert outcomes(*found) == ["ok", "ok", "problem"]
-
-
 @pytest.mark.parametrize(
     ("disk", "expected"),
     [
@@ -212,8 +176,17 @@ def test_disk(disk: DiskFacts, expected: list[str]) -> None:
     assert outcomes(*checks.check_disk(disk)) == expected
 
 
-def test_store() -> None:
-    assert outcomes(checks.check_store("s3://b", 0.1, ""), checks.check_store("s3://b", 0, "denied")) == [
-        "ok",
-        "problem",
-    ]
+@pytest.mark.parametrize(
+    ("gib", "free", "available", "expected"),
+    [
+        (10, 40, None, ["ok"]),
+        (10, 20, None, ["warning"]),
+        (10, 9, None, ["problem"]),
+        (10, 40, 100, ["ok", "ok"]),
+        (10, 40, 12, ["ok", "warning"]),
+        (10, None, None, []),
+    ],
+)
+def test_the_room_of_this_very_run(gib: int, free: int | None, available: int | None, expected: list[str]) -> None:
+    disk = None if free is None else DiskFacts("/s", "ext4", free * GIB, 1e9)
+    assert outcomes(*checks.check_room(gib * GIB, disk, available and available * GIB)) == expected

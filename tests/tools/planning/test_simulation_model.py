@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -108,7 +109,7 @@ events = st.lists(
 
 
 def named(listed: list[Tier]) -> tuple[Tier, ...]:
-    return tuple(replace(tier, name=f"tier {number}") for number, tier in enumerate(listed))
+    return tuple(msgspec.structs.replace(tier, name=f"tier {number}") for number, tier in enumerate(listed))
 
 
 SEVEN = Cluster(nodes=7, nodes_per_rack=2, racks_per_zone=2)
