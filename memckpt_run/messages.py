@@ -6,7 +6,7 @@ import os
 import socket
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Union
+from typing import Any, Generic, TypeVar, Union
 
 import msgspec
 
@@ -21,14 +21,23 @@ def send(link: socket.socket, message: ToWarm | FromWarm | ToKeeper | FromKeeper
     link.sendmsg([msgspec.json.encode(message)], rights, socket.MSG_NOSIGNAL)
 
 
-def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    """The next one, and the descriptors, which are the caller's; empty if the other end is gone."""
-    space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
-    try:
-        packet, ancillary, _, _ = link.recvmsg(_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:
-        return b"", []
-    return packet, [fd for _, _, data in ancillary for fd in array("i", data)]
+T = TypeVar("T")
+
+
+class _Receiver(Generic[T]):
+    """Receives messages of one kind, with descriptors, which are the caller's; None if the other end is gone."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
+
+    def __call__(self, link: socket.socket) -> tuple[T | None, list[int]]:
+        space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
+        try:
+            packet, ancillary, _, _ = link.recvmsg(_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            return None, []
+        fds = [fd for _, _, data in ancillary for fd in array("i", data)]
+        return (self._decoder.decode(packet) if packet else None), fds
 
 
 # Supervisor and warm process
@@ -37,8 +46,7 @@ def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
 class Import(msgspec.Struct, frozen=True, tag="import"):
     """Import what a cold start has, and wait. Its :class:`Recorded` is a file that comes along as a descriptor.
 
-    Attributes:
-        also: modules of the user's own that are imported, too, with all below them.
+    `also`: modules of the user's own that are imported, too, with all below them.
     """
 
     also: list[str]
@@ -86,20 +94,8 @@ class Forked(msgspec.Struct, frozen=True, tag="forked"):
 
 ToWarm = Union[Import, Fork]  # noqa: UP007
 FromWarm = Union[Here, Ready, Refused, Forked]  # noqa: UP007
-_to_warm = msgspec.json.Decoder(ToWarm)
-_from_warm = msgspec.json.Decoder(FromWarm)
-
-
-def receive_order(link: socket.socket) -> tuple[ToWarm, list[int]] | None:
-    """The next one, in the warm process, which owns the descriptors; None if the supervisor is gone."""
-    packet, fds = _receive(link)
-    return (_to_warm.decode(packet), fds) if packet else None
-
-
-def receive_answer(link: socket.socket) -> FromWarm | None:
-    """The next one, in the supervisor; None if the warm process is gone."""
-    packet, _ = _receive(link)
-    return _from_warm.decode(packet) if packet else None
+receive_order: _Receiver[ToWarm] = _Receiver(ToWarm)
+receive_answer: _Receiver[FromWarm] = _Receiver(FromWarm)
 
 
 # Worker and keeper
@@ -145,20 +141,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 ToKeeper = Union[Begin, Signal]  # noqa: UP007
 FromKeeper = Union[Become, Started, Ended]  # noqa: UP007
-_to_keeper = msgspec.json.Decoder(ToKeeper)
-_from_keeper = msgspec.json.Decoder(FromKeeper)
-
-
-def receive_request(link: socket.socket) -> tuple[ToKeeper | None, list[int]]:
-    """The next one, in the keeper, which owns the descriptors; None if the worker is gone."""
-    packet, fds = _receive(link)
-    return (_to_keeper.decode(packet) if packet else None), fds
-
-
-def receive_reply(link: socket.socket) -> FromKeeper | None:
-    """The next one, in the worker; None if the keeper is gone."""
-    packet, _ = _receive(link)
-    return _from_keeper.decode(packet) if packet else None
+receive_request: _Receiver[ToKeeper] = _Receiver(ToKeeper)
+receive_reply: _Receiver[FromKeeper] = _Receiver(FromKeeper)
 
 
 def packed(environment: Mapping[str, str]) -> bytes:

@@ -70,7 +70,7 @@ class WarmProcess:
     def answer(self, seconds: float) -> FromWarm | None:
         """What it says. Raises BlockingIOError or TimeoutError if that is nothing within so many seconds."""
         self._link.settimeout(seconds)
-        return receive_answer(self._link)
+        return receive_answer(self._link)[0]
 
     def close(self) -> None:
         """End it: it waits for orders, or is in the middle of imports."""

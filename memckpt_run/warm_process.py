@@ -74,10 +74,9 @@ def serve(number: int) -> None:
     _COMM.write_text("memckpt-warm")
     imported = Imported()
     while True:
-        received = receive_order(link)
-        if received is None:
+        order, fds = receive_order(link)
+        if order is None:
             os._exit(0)  # the supervisor is gone
-        order, fds = received
         if isinstance(order, Import):
             answer, imported = _import(order, *fds)
             _say(link, answer)

@@ -140,7 +140,7 @@ def _attend(link: socket.socket, command: Sequence[str]) -> int:
     answer = None
     try:
         send(link, Begin(words, os.getcwdb(), packed(os.environ), mask), (0, 1, 2))
-        answer = receive_reply(link)
+        answer, _ = receive_reply(link)
     except (*MALFORMED, OSError) as error:  # an environment that is too large, a keeper that hangs
         _log.warning("this start is cold: the keeper does not answer: %s", error)
     if isinstance(answer, Started):
@@ -165,7 +165,7 @@ def _stand_for_attempt(link: socket.socket) -> int:
                     for number in os.read(received, 64):
                         send(link, Signal(number))
                 continue
-            reply = receive_reply(link)
+            reply, _ = receive_reply(link)
             if isinstance(reply, Ended):
                 return reply.code
             if reply is None:
