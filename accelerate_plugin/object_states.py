@@ -75,7 +75,7 @@ class ObjectStates:
         if state["scaler"] is not None:
             self._accelerator.scaler.load_state_dict(state["scaler"])
             self._scale = state["scaler"].get("scale")
-        for optimizer, skipped in zip(self.prepared.optimizers, state.get("skipped", ()), strict=False):
+        for optimizer, skipped in zip(self.prepared.optimizers, state["skipped"], strict=True):
             optimizer._is_overflow = skipped
 
 

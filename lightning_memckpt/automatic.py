@@ -19,15 +19,17 @@ _log = logging.getLogger("lightning_memckpt")
 _first: weakref.ref[Any] | None = None
 
 
-class AutomaticMemCheckpoint(pl.Callback):
+class AutomaticMemCheckpoint(MemCheckpoint):
     """A `MemCheckpoint` with the settings of the environment, in the first Trainer of the process that fits.
 
     It steps aside for one that the script has passed. The other settings of the environment are read, and a Trainer is
     refused, when a fit begins.
     """
 
+    steps_aside = True
+
     def __init__(self) -> None:
-        self._protecting: MemCheckpoint | None = None
+        self._protection = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Protect the fit that begins, or step aside.
@@ -36,7 +38,6 @@ class AutomaticMemCheckpoint(pl.Callback):
             ConfigurationError: the environment has no run directory, or an invalid setting.
             MisconfigurationException: as `MemCheckpoint`, of a Trainer that cannot be protected.
         """
-        self._protecting = None
         if stage != "fit" or is_tuning(trainer) or not self._is_due(trainer):
             return
         if run_dir_from_environment() is None:
@@ -44,12 +45,11 @@ class AutomaticMemCheckpoint(pl.Callback):
                 f"{AUTO}=1: expected {RUN_DIR} beside it, the directory that names the run, found none; set it, or "
                 f"unset {AUTO} to train without memckpt"
             )
-        protecting = MemCheckpoint()
+        super().__init__()
         Messages(_log, trainer.is_global_zero).inform(
-            f"on by {AUTO}=1, run directory {protecting.run_dir!r}; unset it to train without memckpt"
+            f"on by {AUTO}=1, run directory {self.run_dir!r}; unset it to train without memckpt"
         )
-        protecting.setup(trainer, pl_module, stage)
-        self._protecting = protecting
+        super().setup(trainer, pl_module, stage)
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
         global _first
@@ -71,26 +71,6 @@ class AutomaticMemCheckpoint(pl.Callback):
         _first = weakref.ref(trainer)
         return not _is_passed(callbacks)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """As MemCheckpoint."""
-        if self._protecting is not None:
-            self._protecting.on_validation_start(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """As MemCheckpoint."""
-        if self._protecting is not None:
-            self._protecting.on_train_epoch_end(trainer, pl_module)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """As MemCheckpoint."""
-        if self._protecting is not None:
-            self._protecting.on_exception(trainer, pl_module, exception)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """As MemCheckpoint."""
-        if self._protecting is not None:
-            self._protecting.teardown(trainer, pl_module, stage)
-
 
 def _is_passed(callbacks: list[Any]) -> bool:
-    return any(isinstance(each, MemCheckpoint) for each in callbacks)
+    return any(isinstance(each, MemCheckpoint) and not each.steps_aside for each in callbacks)

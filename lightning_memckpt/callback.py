@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_memckpt.internals import check_version
-from lightning_memckpt.notes import is_tuning, refuse
+from lightning_memckpt.notes import is_tuning, list_callbacks, refuse
 from lightning_memckpt.protection import Protection
 from memckpt import ProtectionArguments
 from memckpt.capture.attributes import checked_names
@@ -43,6 +43,9 @@ class MemCheckpoint(pl.Callback):
         ConfigurationError: an invalid setting, in the arguments or in the environment.
     """
 
+    #: Whether it protects nothing where the script has passed another one.
+    steps_aside = False
+
     def __init__(
         self,
         run_dir: str | os.PathLike[str] | None = None,
@@ -63,7 +66,8 @@ class MemCheckpoint(pl.Callback):
         if stage != "fit" or is_tuning(trainer):
             return
         check_version()
-        refuse(trainer, MemCheckpoint)
+        own = [each for each in list_callbacks(trainer) if isinstance(each, MemCheckpoint) and not each.steps_aside]
+        refuse(trainer, len(own))
         messages = Messages(_log, trainer.is_global_zero)
         untyped: Any = trainer  # fast_dev_run is a dynamic attribute that type checkers do not see
         if untyped.fast_dev_run:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lightning_memckpt.protection import STATE
-from lightning_memckpt.reentry import as_lightning_saves
 from memckpt import ExportedState
 
 
@@ -37,8 +36,8 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
     """
     ours = state.provided_as(STATE, "that MemCheckpoint has protected")
     user: dict[str, Any] = ours["user"]
-    file: dict[str, Any] = ours.get("file", {})
-    loops = as_lightning_saves(ours["loops"], ours.get("unedited_loops"), validation_follows=ours["validation_owed"])
+    file: dict[str, Any] = ours["file"]
+    loops = {**ours["loops"], **ours["unedited_loops"]}
     if positions := _own_positions(ours["loaders"]["train"]):
         loops["state_dict"] = {**loops["state_dict"], "combined_loader": positions}
     callbacks = {
@@ -55,9 +54,9 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
         "lr_schedulers": ours["trainer"]["schedulers"],
     }
     if ours["trainer"]["precision"]:
-        checkpoint[file.get("precision", "MixedPrecision")] = ours["trainer"]["precision"]
-    checkpoint.update(file.get("hyperparameters", {}))
-    if "datamodule" in user and "datamodule" in file:
+        checkpoint[file["precision"]] = ours["trainer"]["precision"]
+    checkpoint.update(file["hyperparameters"])
+    if "datamodule" in user:
         checkpoint[file["datamodule"]] = user["datamodule"]
     extras = {name.removeprefix("checkpoint/"): value for name, value in user.items() if name.startswith("checkpoint/")}
     return {**checkpoint, **{key: value for key, value in extras.items() if key not in checkpoint}}

@@ -96,8 +96,8 @@ class FitState:
     def restore_early(self, state: Mapping[str, Any]) -> None:
         """Restore what `on_fit_start` hooks, and workers of the loaders, are to find."""
         self._user.restore_early(state["user"])
-        self._attributes.restore(state.get("attributes", {}))
-        self._objects.load_state_dict(state.get("objects", {}))
+        self._attributes.restore(state["attributes"])
+        self._objects.load_state_dict(state["objects"])
 
     def readable(self) -> dict[str, Any]:
         """A copy of what user code may read when it builds loaders, as far as it can be stored."""
@@ -158,8 +158,8 @@ class FitState:
 
         The data position stays where the repeated step has left it.
         """
-        self._attributes.restore(state.get("attributes", {}))
-        self._objects.load_state_dict(state.get("objects", {}))
+        self._attributes.restore(state["attributes"])
+        self._objects.load_state_dict(state["objects"])
         trainer_state.restore(self._trainer, self._internals, state["trainer"])
         self._logging.restore(state["logging"])
 
@@ -284,7 +284,7 @@ class FitState:
         """
         trainer, logging = state["trainer"], state["logging"]
         parts: Parts = {}
-        parts["data position", "combination of loaders"] = state["loaders"].get("fetcher")
+        parts["data position", "combination of loaders"] = state["loaders"]["fetcher"]
         for role in ("train", "validation"):
             for index, position in enumerate(state["loaders"][role]):
                 known = isinstance(position, dict) and "pass" in position  # else it is the loader's own state
@@ -307,7 +307,7 @@ class FitState:
         }
         for name, piece in self._without_clocks(state["user"]).items():
             parts["registered", name] = piece
-        for name, value in {**state.get("attributes", {}), **state.get("objects", {})}.items():
+        for name, value in {**state["attributes"], **state["objects"]}.items():
             parts["registered", f"attribute {name}"] = value
         parts["logged values", "self.log()"] = logging["results"]
         parts["logged values", "metrics"] = {"metrics": logging["metrics"], "groups": logging["groups"]}

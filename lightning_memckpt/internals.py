@@ -58,12 +58,9 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
 
 #: Entries of the loops' state dictionary that `loops` edits.
 LOOP_STATE_KEYS = (
-    "state_dict",
-    "epoch_progress",
-    "epoch_loop.state_dict",
-    "epoch_loop.batch_progress",
+    "state_dict", "epoch_progress", "epoch_loop.state_dict", "epoch_loop.batch_progress",
     "epoch_loop.val_loop.batch_progress",
-)
+)  # fmt: skip
 
 #: Fields that a callback's own state_dict() omits although its behaviour depends on them.
 _CALLBACK_FIELDS: tuple[tuple[type[pl.Callback], tuple[str, ...]], ...] = (

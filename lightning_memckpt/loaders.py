@@ -263,7 +263,7 @@ class Loaders:
                     else:
                         dataloader.go_live(loader)  # what had been read ahead is read again
                     dataloader.restore_generators(loader, position)
-        if held.get("fetcher") is not None:
+        if held["fetcher"] is not None:
             self._internals.set_fetcher_state(held["fetcher"])
 
     def _set_up_validation(self, held: Positions) -> None:

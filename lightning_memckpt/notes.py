@@ -42,8 +42,11 @@ _REFUSED: tuple[tuple[type[pl.Callback], str], ...] = (
 )
 
 
-def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
-    """Refuse a trainer that cannot be protected. Raises TypeError or MisconfigurationException."""
+def refuse(trainer: pl.Trainer, ours: int) -> None:
+    """Refuse a trainer with so many callbacks of ours that cannot be protected.
+
+    Raises TypeError or MisconfigurationException.
+    """
     if not isinstance(trainer, pl.Trainer):
         raise TypeError(
             f"MemCheckpoint expects a lightning.pytorch.Trainer, found {type(trainer).__module__}."
@@ -56,12 +59,11 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
             f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use one of them "
             "(ModelParallelStrategy for a model larger than a device), or remove the callback"
         )
-    callbacks = list_callbacks(trainer)
-    ours = [each for each in callbacks if isinstance(each, callback_type)]
-    if len(ours) > 1:
+    if ours > 1:
         raise MisconfigurationException(
-            f"expected one {callback_type.__name__} callback on a Trainer, found {len(ours)}; remove all but one"
+            f"expected one MemCheckpoint callback on a Trainer, found {ours}; remove all but one"
         )
+    callbacks = list_callbacks(trainer)
     for kind, reason in _REFUSED:
         if any(isinstance(each, kind) for each in callbacks):
             raise MisconfigurationException(f"MemCheckpoint cannot work beside {kind.__name__}: {reason}")

@@ -152,7 +152,7 @@ class Protection:
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
-        fit_state.tables.follow_files(state.get("tables", {}))
+        fit_state.tables.follow_files(state["tables"])
         fit_state.restore_early(state)
         self._internals.fit_loop.load_state_dict(state["loops"])
         self._reentry = Reentry(

@@ -42,31 +42,6 @@ def edited_part(state: LoopState) -> LoopState:
     return {key: state[key] for key in (_BATCHES, _VALIDATION_BATCHES, _EPOCH)}
 
 
-def as_lightning_saves(state: LoopState, unedited: LoopState | None, *, validation_follows: bool) -> LoopState:
-    """A state edited by :func:`behind_batch`, converted back to that of Lightning's own checkpoint of the batch.
-
-    Args:
-        unedited: the :func:`edited_part` of the original state; None if it was not kept: then the usual values of
-            Lightning's counters are used.
-        validation_follows: as given to :func:`behind_batch`.
-    """
-    return {**state, **(_usual(state, validation_follows) if unedited is None else unedited)}
-
-
-def _usual(state: LoopState, validation_follows: bool) -> LoopState:
-    batches = state[_BATCHES]
-    counted = {
-        count: {**batches[count], "completed": batches[count]["processed"] - 1} for count in ("total", "current")
-    }
-    validation, epoch = state[_VALIDATION_BATCHES], state[_EPOCH]
-    if validation_follows:
-        total = dict.fromkeys(validation["total"], validation["total"]["completed"])
-        validation = {**validation, "total": total}
-    else:
-        epoch = {**epoch, "_batches_that_stepped": epoch["_batches_that_stepped"] - 1}
-    return {_BATCHES: {**batches, **counted}, _VALIDATION_BATCHES: validation, _EPOCH: epoch}
-
-
 def batches_behind(state: LoopState) -> int:
     """Number of batches of the current epoch that this rank has trained."""
     done: int = state[_BATCHES]["current"]["processed"]

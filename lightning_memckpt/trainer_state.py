@@ -33,18 +33,10 @@ _LARGE_HYPERPARAMETER = 16 << 10
 
 # Arguments that determine a step. Changing one between two starts is allowed, but not exact.
 _SETTINGS = (
-    "accumulate_grad_batches",
-    "world_size",
-    "precision",
-    "limit_train_batches",
-    "limit_val_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "overfit_batches",
-    "reload_dataloaders_every_n_epochs",
-)
+    "accumulate_grad_batches", "world_size", "precision", "limit_train_batches", "limit_val_batches",
+    "val_check_interval", "check_val_every_n_epoch", "gradient_clip_val", "gradient_clip_algorithm",
+    "overfit_batches", "reload_dataloaders_every_n_epochs",
+)  # fmt: skip
 
 
 def settings(trainer: pl.Trainer) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -69,24 +70,21 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
-        vars(trainer)["_inner_training_loop"] = self._around_training(trainer._inner_training_loop)
+        vars(trainer)["_inner_training_loop"] = partial(self._train, trainer._inner_training_loop)
 
-    def _around_training(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
-            notes.refuse(self._trainer, kwargs.get("trial"))
-            self._protection = Protection(
-                self._trainer,
-                self,
-                arguments=ProtectionArguments(self.run_dir, self.resume, self.config),
-                replicated=self.replicated,
-                attributes=self.attributes,
-            )
-            try:
-                return self._protection.train(original, *args, **kwargs)
-            finally:
-                self._protection = None
-
-        return inner_training_loop
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        notes.refuse(self._trainer, kwargs.get("trial"))
+        self._protection = Protection(
+            self._trainer,
+            self,
+            arguments=ProtectionArguments(self.run_dir, self.resume, self.config),
+            replicated=self.replicated,
+            attributes=self.attributes,
+        )
+        try:
+            return self._protection.train(original, *args, **kwargs)
+        finally:
+            self._protection = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Connect to the held state. Raises UsageError if the callback does not know its Trainer."""

@@ -24,10 +24,10 @@ def write(state: ExportedState, target: Path) -> None:
     Omits ``training_args.bin`` and the tokenizer's files, which no resume reads. Raises ForeignStateError.
     """
     ours = state.provided_as(STATE, "of a transformers.Trainer that memckpt has protected")
-    held, file = ours["states"], ours.get("file", {})
+    held, file = ours["states"], ours["file"]
     target.mkdir()
     save_file(state.untied(state.model), target / SAFE_WEIGHTS_NAME, {"format": "pt"})
-    if file.get("config"):
+    if file["config"]:
         (target / CONFIG_NAME).write_text(file["config"])
     (optimizer,) = state.optimizers
     torch.save(optimizer, target / OPTIMIZER_NAME)
@@ -38,10 +38,10 @@ def write(state: ExportedState, target: Path) -> None:
     for rank, generators in state.generators.items():
         name = f"rng_state_{rank}.pth" if distributed else "rng_state.pth"
         torch.save(_random_states(generators, distributed), target / name)
-    callbacks: Any = _callbacks(held["callbacks"], file.get("arguments", {}))  # in the form of a file, not of a Trainer
+    callbacks: Any = _callbacks(held["callbacks"], file["arguments"])  # in the form of a file, not of a Trainer
     trainer_state = TrainerState(
         **{**held["state"], "total_flos": held["state"]["total_flos"] + held["trainer"]["current_flos"]},
-        **file.get("state", {}),
+        **file["state"],
         log_history=History.decode(held["history"]),
         stateful_callbacks=callbacks,
     )

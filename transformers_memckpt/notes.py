@@ -16,32 +16,17 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "_inner_training_loop": ("trial",),
     "_init_training_state": ("resume_from_checkpoint",),
     "_run_epoch": (
-        "epoch",
-        "steps_in_epoch",
-        "num_update_steps_per_epoch",
-        "resume_from_checkpoint",
-        "epochs_trained",
+        "epoch", "steps_in_epoch", "num_update_steps_per_epoch", "resume_from_checkpoint", "epochs_trained",
     ),
-}
+}  # fmt: skip
 
 _CHANGED = "{name} was {old!r} when the held state was captured and is {new!r} now: training continues, not bit for bit"
 # Arguments that determine a step.
 _SETTINGS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "learning_rate",
-    "weight_decay",
-    "max_grad_norm",
-    "warmup_steps",
-    "bf16",
-    "fp16",
-    "seed",
-    "data_seed",
-    "eval_steps",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate",
+    "weight_decay", "max_grad_norm", "warmup_steps", "bf16", "fp16", "seed", "data_seed", "eval_steps",
     "logging_steps",
-)
+)  # fmt: skip
 
 
 def verify(trainer: Any) -> None:

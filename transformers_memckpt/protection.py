@@ -23,6 +23,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -110,8 +111,8 @@ class Protection:
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own loop; removes everything of ours from it, however it ends."""
         with ExitStack() as stack:
-            stack.enter_context(_replaced(self._trainer, "_init_training_state", self._around_init_training_state))
-            stack.enter_context(_replaced(self._trainer, "_run_epoch", self._around_run_epoch))
+            stack.enter_context(_replaced(self._trainer, "_init_training_state", self._init_training_state))
+            stack.enter_context(_replaced(self._trainer, "_run_epoch", self._run_epoch))
             stack.callback(self._release)
             try:
                 result = original(*args, **kwargs)
@@ -122,33 +123,33 @@ class Protection:
             self._close(finished=self._pending is None)
             return result
 
-    def _around_init_training_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init_training_state(
-            max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
-        ) -> tuple[Any, int]:
-            first, batches = original(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
-            self._first_epoch = first
-            if resume_from_checkpoint is not None:
-                self._file = (resume_from_checkpoint, self._trainer.state.global_step, batches)
-            return _Later(self._enter_epochs), batches
+    def _init_training_state(
+        self,
+        original: Callable[..., Any],
+        max_steps: int,
+        per_epoch: int,
+        epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[Any, int]:
+        first, batches = original(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
+        self._first_epoch = first
+        if resume_from_checkpoint is not None:
+            self._file = (resume_from_checkpoint, self._trainer.state.global_step, batches)
+        return _Later(self._enter_epochs), batches
 
-        return init_training_state
-
-    def _around_run_epoch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run_epoch(**kwargs: Any) -> None:
-            self._epoch = kwargs["epoch"]
-            self._epoch_length = kwargs["steps_in_epoch"]
-            self._taken = 0
-            self._behind = self._pending["batches"] if self._pending is not None else 0
-            kwargs["steps_in_epoch"] -= self._behind
-            kwargs["num_update_steps_per_epoch"] -= self._behind // self._trainer.args.gradient_accumulation_steps
-            kwargs["epochs_trained"] = self._first_epoch
-            if self._file is None:
-                kwargs["resume_from_checkpoint"] = None
-            original(**kwargs)
-            self._end_epoch()
-
-        return run_epoch
+    def _run_epoch(self, original: Callable[..., Any], **kwargs: Any) -> None:
+        self._epoch = kwargs["epoch"]
+        self._epoch_length = kwargs["steps_in_epoch"]
+        self._taken = 0
+        self._behind = self._pending["batches"] if self._pending is not None else 0
+        kwargs["steps_in_epoch"] -= self._behind
+        kwargs["num_update_steps_per_epoch"] -= self._behind // self._trainer.args.gradient_accumulation_steps
+        kwargs["epochs_trained"] = self._first_epoch
+        if self._file is None:
+            kwargs["resume_from_checkpoint"] = None
+        original(**kwargs)
+        self._end_epoch()
 
     # --- stage 1 --------------------------------------------------------------------------------------------
 
@@ -229,8 +230,8 @@ class Protection:
         self._pending = state
         self._epoch_ended = state["loader"]["between"]
         self._states.restore_counters(state["states"])
-        self._attributes.restore(state.get("attributes", {}))  # before the loader's workers copy them
-        self._objects.load_state_dict(state.get("objects", {}))
+        self._attributes.restore(state["attributes"])  # before the loader's workers copy them
+        self._objects.load_state_dict(state["objects"])
         self._first_epoch = state["epoch"]
         self._loader.resume(state["loader"])
         ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
@@ -257,9 +258,7 @@ class Protection:
         assert self._pending is not None
         state, self._pending = self._pending, None
         report = session.restore_tensors()
-        self._states.restore(state["states"])
-        self._attributes.restore(state.get("attributes", {}))
-        self._objects.load_state_dict(state.get("objects", {}))
+        self._put_back(state)
         self._committed_step = self._trainer.state.global_step
         loader.go_live()
         session.restore_rng()
@@ -267,10 +266,10 @@ class Protection:
             self._messages.resumed(report)
 
     def _put_back(self, state: dict[str, Any]) -> None:
-        """Restore the state beside tensors after a repeated step that differed from the held one."""
+        """Restore the state beside tensors; also after a repeated step that differed from the held one."""
         self._states.restore(state["states"])
-        self._attributes.restore(state.get("attributes", {}))
-        self._objects.load_state_dict(state.get("objects", {}))
+        self._attributes.restore(state["attributes"])
+        self._objects.load_state_dict(state["objects"])
 
     def unrepeatable(self, reason: str) -> None:
         """Exclude the step from a repetition: further effects would happen twice."""
@@ -375,11 +374,11 @@ class Protection:
 
 
 @contextmanager
-def _replaced(instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace a method of one instance by `make(original)`; the class stays as it is."""
+def _replaced(instance: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Call `function(original, ...)` in place of a method of one instance; the class stays as it is."""
     own = vars(instance)
     kept = {name: own[name]} if name in own else {}
-    own[name] = make(getattr(instance, name))
+    own[name] = partial(function, getattr(instance, name))
     try:
         yield
     finally:

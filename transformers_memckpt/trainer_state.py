@@ -19,14 +19,9 @@ from memckpt.errors import UnsupportedStateError
 
 # Fields of TrainerState that training changes. The others follow from the arguments.
 _STATE = (
-    "global_step",
-    "epoch",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
-    "total_flos",
+    "global_step", "epoch", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
     "num_input_tokens_seen",
-)
+)  # fmt: skip
 # Fields that follow from the arguments, and are read back from a file.
 _SCHEDULE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size")
 # Largest JSON of a model's configuration, in characters, that is stored with each step for an export.
@@ -210,7 +205,7 @@ def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]
     }
     for name, callback in states["callbacks"].items():
         parts["registered", f"callback {name}"] = callback
-    for name, value in {**state.get("attributes", {}), **state.get("objects", {})}.items():
+    for name, value in {**state["attributes"], **state["objects"]}.items():
         parts["registered", f"attribute {name}"] = value
     return parts
 

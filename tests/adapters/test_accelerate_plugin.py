@@ -57,6 +57,20 @@ def step(ckpt: MemCheckpointPlugin, model: Any, optimizer: Any, batch: Any) -> N
     optimizer.zero_grad()
 
 
+def train(ckpt: MemCheckpointPlugin, epochs: int, model: Any, optimizer: Any, loader: Any, *_: Any) -> None:
+    for _epoch in ckpt.epochs(epochs):
+        for batch in loader:
+            step(ckpt, model, optimizer, batch)
+            ckpt.commit()
+
+
+def train_and_leave(lab: Lab) -> None:
+    """Train an epoch of three steps, and leave it as it is."""
+    ckpt = plugin(lab)
+    train(ckpt, 1, *ckpt.prepare(*objects()))
+    ckpt.close(finished=False)
+
+
 # Wrong calls
 
 
@@ -190,54 +204,29 @@ def test_a_loop_without_loaders(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (DistributedType.DEEPSPEED, "DeepSpeed's engine owns"),
-        (DistributedType.MEGATRON_LM, "Megatron-LM steps an optimizer of its own"),
-        (DistributedType.XLA, "XLA executes"),
-        (DistributedType.MULTI_NPU, "it has not been tried"),
+        (DistributedType.DEEPSPEED, "found DEEPSPEED: .*DeepSpeed's engine owns"),
+        (DistributedType.MEGATRON_LM, "found MEGATRON_LM: .*Megatron-LM steps an optimizer of its own"),
+        (DistributedType.XLA, "found XLA: .*XLA executes"),
+        (DistributedType.MULTI_NPU, "found MULTI_NPU: .*it has not been tried"),
+        (SimpleNamespace(tp_enabled=True, cp_enabled=False), "tensor or context parallelism"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(lab: Lab, found: DistributedType, reason: str) -> None:
+def test_what_cannot_be_followed_is_refused_by_name(lab: Lab, found: Any, reason: str) -> None:
     def body() -> None:
         ckpt = plugin(lab)
-        ckpt.accelerator.state.distributed_type = found
-        with pytest.raises(UnsupportedError, match=f"found {found.value}: .*{reason}"):
-            ckpt.prepare(*objects())
-
-    in_child(lab, body)
-
-
-def test_tensor_parallelism_is_refused(lab: Lab) -> None:
-    def body() -> None:
-        ckpt = plugin(lab)
-        ckpt.accelerator.state.parallelism_config = SimpleNamespace(tp_enabled=True, cp_enabled=False)
-        with pytest.raises(UnsupportedError, match="tensor or context parallelism"):
+        name = "distributed_type" if isinstance(found, DistributedType) else "parallelism_config"
+        setattr(ckpt.accelerator.state, name, found)
+        with pytest.raises(UnsupportedError, match=reason):
             ckpt.prepare(*objects())
 
     in_child(lab, body)
 
 
 def test_other_objects_than_before_are_refused(lab: Lab) -> None:
-    def train() -> None:
+    def without(index: int, named: str) -> None:
         ckpt = plugin(lab)
-        model, optimizer, loader, _ = ckpt.prepare(*objects())
-        for _ in ckpt.epochs(1):
-            for batch in loader:
-                step(ckpt, model, optimizer, batch)
-                ckpt.commit()
-        ckpt.close(finished=False)
-
-    def without_scheduler() -> None:
-        ckpt = plugin(lab)
-        ckpt.prepare(*objects()[:3])
-        with pytest.raises(ForeignStateError, match=r"expected 1 scheduler\(s\) and not 0"):
-            next(ckpt.epochs(1))
-        ckpt.close(finished=False)
-
-    def without_loader() -> None:
-        ckpt = plugin(lab)
-        model, optimizer, _, scheduler = objects()
-        ckpt.prepare(model, optimizer, scheduler)
-        with pytest.raises(ForeignStateError, match=r"expected 1 prepared loader\(s\) and not 0"):
+        ckpt.prepare(*(each for place, each in enumerate(objects()) if place != index))
+        with pytest.raises(ForeignStateError, match=rf"expected 1 {named}\(s\) and not 0"):
             next(ckpt.epochs(1))
         ckpt.close(finished=False)
 
@@ -254,7 +243,13 @@ def test_other_objects_than_before_are_refused(lab: Lab) -> None:
         with pytest.raises(ForeignStateError, match="was not written by MemCheckpointPlugin"):
             ckpt.prepare(*objects())
 
-    for body in (train, without_scheduler, without_loader, by_hand, not_ours):
+    for body in (
+        lambda: train_and_leave(lab),
+        lambda: without(3, "scheduler"),
+        lambda: without(2, "prepared loader"),
+        by_hand,
+        not_ours,
+    ):
         in_child(lab, body)
     lab.stop()
 
@@ -315,11 +310,7 @@ def test_trackers_get_the_metrics(lab: Lab, every: int | None, logs: bool) -> No
         rows = Rows()
         ckpt = plugin(lab, {"log_metrics": logs}, log_every=every, accelerator={"log_with": [rows]})
         ckpt.accelerator.init_trackers("project")
-        model, optimizer, loader, _ = ckpt.prepare(*objects())
-        for _ in ckpt.epochs(2):
-            for batch in loader:
-                step(ckpt, model, optimizer, batch)
-                ckpt.commit()
+        train(ckpt, 2, *ckpt.prepare(*objects()))
         assert [number for number, _ in rows.rows] == ([2, 4, 6] if every and logs else [])
         for number, values in rows.rows:
             page = (ROOT / "docs/observability.md").read_text().partition("## In your loggers")[2]
@@ -359,21 +350,12 @@ def test_a_context_manager_holds_on_after_an_error_and_lets_go_after_none(lab: L
 
 
 def test_a_loop_that_is_never_entered_leaves_what_is_held(lab: Lab) -> None:
-    def train() -> None:
-        ckpt = plugin(lab)
-        model, optimizer, loader, _ = ckpt.prepare(*objects())
-        for _ in ckpt.epochs(1):
-            for batch in loader:
-                step(ckpt, model, optimizer, batch)
-                ckpt.commit()
-        ckpt.close(finished=False)
-
     def look() -> None:
         with plugin(lab) as ckpt:
             ckpt.prepare(*objects())
             assert (ckpt.step, ckpt.epoch, ckpt.batch) == (3, 0, 3)
 
-    in_child(lab, train)
+    in_child(lab, lambda: train_and_leave(lab))
     in_child(lab, look)
     assert lab.agent_answers()
     lab.stop()
@@ -387,10 +369,7 @@ def test_nothing_stays_on_loaders_and_optimizers(lab: Lab, loading: dict[str, An
         model, optimizer, loader, _ = ckpt.prepare(*objects())
         assert accelerator._dataloaders == [loader], "it is the object that Accelerate knows"
         assert isinstance(loader, DataLoader)
-        for _ in ckpt.epochs(1):
-            for batch in loader:
-                step(ckpt, model, optimizer, batch)
-                ckpt.commit()
+        train(ckpt, 1, model, optimizer, loader)
         ckpt.close()
         assert type(loader).__module__ == "accelerate.data_loader"
         assert type(loader.base_dataloader).__module__.startswith("torch")

@@ -142,17 +142,6 @@ def test_every_compressor_is_in_the_group() -> None:
             "Invalid value 'forget', expected one of [auto, keep, drop]",
         ),
         (["memckpt/compression=gzip"], "Could not find 'memckpt/compression/gzip'"),
-    ],
-)
-def test_compression_that_cannot_be_is_an_error_when_composed(overrides: list[str], message: str) -> None:
-    with pytest.raises(hydra.errors.HydraException) as caught:
-        compose("+memckpt=default", *overrides)
-    assert message in f"{caught.value}\n{caught.value.__cause__}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
         (["memckpt.peers.data=4"], "Could not override 'memckpt.peers.data'"),
         (
             ["memckpt/peers=erasure", "memckpt.peers.copies=4"],
@@ -168,7 +157,7 @@ def test_compression_that_cannot_be_is_an_error_when_composed(overrides: list[st
         ),
     ],
 )
-def test_peers_that_cannot_be_are_an_error_when_composed(overrides: list[str], message: str) -> None:
+def test_a_part_that_cannot_be_is_an_error_when_composed(overrides: list[str], message: str) -> None:
     with pytest.raises(hydra.errors.HydraException) as caught:
         compose("+memckpt=default", *overrides)
     assert message in f"{caught.value}\n{caught.value.__cause__}"

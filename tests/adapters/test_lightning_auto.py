@@ -188,13 +188,6 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer()
 
 
-def test_every_hook_of_the_callback_is_passed_on() -> None:
-    def hooks(kind: type) -> set[str]:
-        return {name for name in vars(kind) if hasattr(pl.Callback, name) and not name.startswith("__")}
-
-    assert hooks(AutomaticMemCheckpoint) == hooks(MemCheckpoint)
-
-
 # Elsewhere
 
 

@@ -9,6 +9,7 @@ import random
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Sessions:
     return stand_in
 
 
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What has been logged so far."""
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    caplog.set_level(logging.INFO, "lightning_memckpt")
+    return lambda: caplog.messages
+
+
 @pytest.fixture(autouse=True)
 def _quiet() -> Any:
     with warnings.catch_warnings():
@@ -107,15 +116,18 @@ def test_resume_must_be_one_of_the_choices(resume: Any, tmp_path: Path) -> None:
         MemCheckpoint(tmp_path, resume=resume)
 
 
-def test_two_callbacks_are_refused(tmp_path: Path, sessions: Sessions) -> None:
-    two = MemCheckpoint(tmp_path / "a"), MemCheckpoint(tmp_path / "b")
-    with pytest.raises(MisconfigurationException, match="expected one MemCheckpoint callback on a Trainer, found 2"):
-        trainer(tmp_path, *two).fit(Small(), loader())
-
-
-def test_callbacks_that_train_by_themselves_are_refused(tmp_path: Path, sessions: Sessions) -> None:
-    with pytest.raises(MisconfigurationException, match=r"LearningRateFinder.*Tuner"):
-        trainer(tmp_path, MemCheckpoint(tmp_path / "run"), LearningRateFinder()).fit(Small(), loader())
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda directory: MemCheckpoint(directory / "b"), "expected one MemCheckpoint callback on a Trainer, found 2"),
+        (lambda directory: LearningRateFinder(), r"LearningRateFinder.*Tuner"),
+    ],
+)
+def test_callbacks_beside_which_nothing_is_protected_are_refused(
+    other: Callable[[Path], pl.Callback], said: str, tmp_path: Path, sessions: Sessions
+) -> None:
+    with pytest.raises(MisconfigurationException, match=said):
+        trainer(tmp_path, MemCheckpoint(tmp_path / "run"), other(tmp_path)).fit(Small(), loader())
 
 
 class Tunable(Small):
@@ -224,13 +236,11 @@ def test_nothing_stays_after_a_failure(tmp_path: Path, sessions: Sessions) -> No
 
 
 def test_the_resume_line_comes_with_the_facts(
-    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sessions: Sessions, said: Callable[[], list[str]]
 ) -> None:
     fail_at(3, tmp_path)
-    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
-    with caplog.at_level(logging.INFO, "lightning_memckpt"):
-        trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(Small(), loader())
-    lines = [record.getMessage() for record in caplog.records if record.name == "lightning_memckpt"]
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(Small(), loader())
+    lines = [line for line in said() if line.startswith("memckpt: ")]
     # Once when the first fit begins, once when the second one does; and then the resume.
     assert lines[:2] == ["memckpt: stand-in engine"] * 2
     assert len(lines) == 3
@@ -285,24 +295,6 @@ class Unstorable(pl.Callback):
         return {"handle": None if self.later and self.calls < 3 else object()}
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_state_that_cannot_be_stored_is_left_out_and_named(
-    later: bool,
-    tmp_path: Path,
-    sessions: Sessions,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
-    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), Unstorable(later=later)).fit(Small(), loader())
-    lines = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    lines += [record.getMessage() for record in caplog.records if "not carried over" in record.getMessage()]
-    assert len(lines) == 1
-    assert "callbacks/Unstorable" in lines[0]
-    assert "handle (builtins.object)" in lines[0]
-    assert sessions.made[0].commits == STEPS
-
-
 class Level(pl.Callback):
     """A plain attribute, which `later` turns into something else in the middle of training."""
 
@@ -344,18 +336,6 @@ def test_an_attribute_that_is_not_there(name: str, tmp_path: Path, sessions: Ses
         trainer(tmp_path, protected, Level(1)).fit(Small(), loader())
 
 
-def test_an_attribute_that_turns_into_something_else_is_left_out_and_named(
-    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
-    protected = MemCheckpoint(tmp_path / "run", attributes=["callbacks.Level.level"])
-    trainer(tmp_path, protected, Level(1, later=object())).fit(Small(), loader())
-    assert sessions.made[0].commits == STEPS
-    lines = [each.getMessage() for each in caplog.records if "not carried over" in each.getMessage()]
-    assert len(lines) == 1
-    assert lines[0].endswith("not carried over a restart: attribute callbacks.Level.level (builtins.object)")
-
-
 class HoldsAScheduler(torch.optim.lr_scheduler.LRScheduler):
     """As warm-up wrappers do, whose state_dict() then has the object in it."""
 
@@ -373,21 +353,34 @@ class WithForeignScheduler(Small):
         return [optimizer], [HoldsAScheduler(optimizer)]
 
 
-def test_a_scheduler_that_cannot_be_stored_does_not_end_training(
-    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("callback", "model", "line"),
+    [
+        (Unstorable(later=False), Small, "callbacks/Unstorable: handle (builtins.object)"),
+        (Unstorable(later=True), Small, "callbacks/Unstorable: handle (builtins.object)"),
+        (Level(1, later=object()), Small, "attribute callbacks.Level.level (builtins.object)"),
+        (pl.Callback(), WithForeignScheduler, "LR scheduler 0: "),
+    ],
+    ids=["from the beginning", "later", "attribute", "scheduler"],
+)
+def test_state_that_cannot_be_stored_is_left_out_and_named(
+    callback: pl.Callback,
+    model: type[Small],
+    line: str,
+    tmp_path: Path,
+    sessions: Sessions,
+    said: Callable[[], list[str]],
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
-    trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(WithForeignScheduler(), loader())
+    attributes = ["callbacks.Level.level"] if isinstance(callback, Level) else []
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run", attributes=attributes), callback).fit(model(), loader())
     assert sessions.made[0].commits == STEPS
-    assert any("not carried over a restart: LR scheduler 0" in each.getMessage() for each in caplog.records)
+    (found,) = [each for each in said() if "left out" in each or "not carried over" in each]
+    assert f"not carried over a restart: {line}" in found
 
 
-def test_wall_clock_callbacks_are_announced(
-    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+def test_wall_clock_callbacks_are_announced(tmp_path: Path, sessions: Sessions, said: Callable[[], list[str]]) -> None:
     trainer(tmp_path, MemCheckpoint(tmp_path / "run"), Timer("00:01:00:00")).fit(Small(), loader())
-    assert any("Timer counts wall-clock time" in record.getMessage() for record in caplog.records)
+    assert any("Timer counts wall-clock time" in line for line in said())
 
 
 def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> None:

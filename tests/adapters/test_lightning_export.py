@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import memckpt
 from lightning_memckpt import MemCheckpoint
 from lightning_memckpt.export import checkpoint_of, write
-from lightning_memckpt.reentry import as_lightning_saves, edited_part
 from memckpt import ExportedState
 from memckpt.errors import ForeignStateError
 from memckpt.state import codec
@@ -273,29 +272,6 @@ def test_a_finished_run_goes_on_as_from_the_file_of_its_end(tmp_path: Path, monk
     model = Net.load_from_checkpoint(tmp_path / f"exported-{last}.ckpt")
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
     trainer.validate(model, DataLoader(DATA, 4), ckpt_path=tmp_path / f"exported-{last}.ckpt", verbose=False)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_was_captured_without_its_own_counters_is_put_right(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edited: list[tuple[dict[str, Any], dict[str, Any], bool]] = []
-
-    class Keeping(Exporting):
-        def commit(self, *, step: int, gradients_pending: bool | None) -> bool:
-            (state,) = (capture() for capture in self._captures.values())
-            edited.append((state["loops"], state["unedited_loops"], state["validation_owed"]))
-            return super().commit(step=step, gradients_pending=gradients_pending)
-
-    trained(case, tmp_path, monkeypatch)
-    monkeypatch.setattr(memckpt, "attach", Keeping)
-    case.fit(tmp_path / "again", MemCheckpoint(tmp_path / "run"))
-    assert len(edited) > 5
-    for loops, own, validation_owed in edited:
-        found = edited_part(as_lightning_saves(loops, None, validation_follows=validation_owed))
-        ahead = "epoch_loop.val_loop.batch_progress"
-        del found[ahead], own[ahead]  # an owed validation begins anew, and what stood there is not to be had
-        assert found == own
 
 
 def test_the_state_of_a_scaler_has_the_name_that_lightning_looks_for() -> None:
