@@ -6,8 +6,6 @@ for bit, with an uninterrupted run that never saw the callback is listed in `lig
 
 from __future__ import annotations
 
-import select
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ import torch
 
 from memckpt.compression import RandomK, TopK
 from memckpt.processes.address import AgentAddress
-from memckpt.processes.control import ask_status, stop_agent
-from memckpt.storage.catalog import read_catalog
+from memckpt.processes.control import ask_status
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
 from tests.support.faults.check_lines import unproved
+from tests.support.storage.stored_runs import leave_only_storage
 from tests.support.trainings import fake_session
 from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.hydra_settings import compose
@@ -32,39 +30,15 @@ from tests.support.trainings.lightning_runs import Run, Server, differences, fin
 # Where a step, a validation, or an epoch's end can die, in the order of one run: the how-manieth time in the run, and
 # in a process of a run that is killed at all of these places one after the other.
 _PLACES = [
-    ("sanity", 1, 1),
-    ("epoch_start", 1, 1),
-    ("training_step", 1, 1),
-    ("before_optimizer", 1, 1),
-    ("batch_end", 1, 1),
-    ("callback_batch_start", 2, 2),
-    ("training_step", 6, 5),
-    ("before_zero_grad", 6, 1),
-    ("before_optimizer", 6, 1),
-    ("loss", 6, 1),
-    ("callback_batch_end", 6, 1),
-    ("batch_end", 6, 1),
-    ("batch_end", 11, 6),
-    ("callback_val_start", 1, 1),
-    ("validation_step", 2, 2),
-    ("val_epoch_end", 1, 1),
-    ("callback_val_end", 1, 1),
-    ("val_end", 1, 1),
-    ("callback_epoch_end", 1, 1),
-    ("epoch_end", 1, 1),
-    ("epoch_start", 2, 1),
-    ("callback_batch_start", 12, 1),
-    ("batch_end", 12, 1),
-    ("callback_batch_start", 13, 2),
-    ("training_step", 20, 8),
-    ("validation_step", 5, 2),
-    ("epoch_end", 2, 1),
-    ("callback_batch_start", 24, 2),
-    ("batch_end", 33, 10),
-    ("validation_step", 8, 2),
-    ("epoch_end", 3, 1),
-    ("train_end", 1, 1),
-]
+    ("sanity", 1, 1), ("epoch_start", 1, 1), ("training_step", 1, 1), ("before_optimizer", 1, 1), ("batch_end", 1, 1),
+    ("callback_batch_start", 2, 2), ("training_step", 6, 5), ("before_zero_grad", 6, 1), ("before_optimizer", 6, 1),
+    ("loss", 6, 1), ("callback_batch_end", 6, 1), ("batch_end", 6, 1), ("batch_end", 11, 6),
+    ("callback_val_start", 1, 1), ("validation_step", 2, 2), ("val_epoch_end", 1, 1), ("callback_val_end", 1, 1),
+    ("val_end", 1, 1), ("callback_epoch_end", 1, 1), ("epoch_end", 1, 1), ("epoch_start", 2, 1),
+    ("callback_batch_start", 12, 1), ("batch_end", 12, 1), ("callback_batch_start", 13, 2), ("training_step", 20, 8),
+    ("validation_step", 5, 2), ("epoch_end", 2, 1), ("callback_batch_start", 24, 2), ("batch_end", 33, 10),
+    ("validation_step", 8, 2), ("epoch_end", 3, 1), ("train_end", 1, 1),
+]  # fmt: skip
 POINTS: list[Kill] = [(place, of_run) for place, of_run, _ in _PLACES]
 ONE_AFTER_ANOTHER: list[Kill] = [(place, of_process) for place, _, of_process in _PLACES]
 
@@ -74,17 +48,9 @@ WITHOUT_VALIDATION: list[Kill] = [("before_optimizer", 6), ("epoch_end", 1), ("c
 
 # One run of every case, killed all along; each process counts from its own start.
 ALL_ALONG: list[Kill] = [
-    ("before_optimizer", 3),
-    ("batch_end", 4),
-    ("validation_step", 2),
-    ("val_end", 1),
-    ("epoch_end", 1),
-    ("callback_batch_start", 2),
-    ("training_step", 6),
-    ("validation_step", 1),
-    ("epoch_end", 1),
-    ("training_step", 3),
-]
+    ("before_optimizer", 3), ("batch_end", 4), ("validation_step", 2), ("val_end", 1), ("epoch_end", 1),
+    ("callback_batch_start", 2), ("training_step", 6), ("validation_step", 1), ("epoch_end", 1), ("training_step", 3),
+]  # fmt: skip
 VALIDATION_POINTS = {"validation_step", "val_end"}
 
 PERSISTENT: dict[str, Any] = {"workers": 2, "persistent": True}
@@ -297,20 +263,12 @@ def test_loaders_built_before_the_callback_knows_of_it(server: Server, attach: d
 @pytest.mark.slow
 def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, reference: Reference, tmp_path: Path) -> None:
     """What each killed trainer leaves goes to storage; then its agent is ended, too."""
-    address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
     kills: list[Kill] = [("before_optimizer", 6), ("validation_step", 2), ("training_step", 8)]
     saved = 0
     for kill in kills:
         assert server.run(Run(PLAIN, tmp_path, kill=kill, storage=True)) == [-9]
-        held = ask_status(address)
-        assert held is not None
-        deadline = time.monotonic() + 60
-        while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
-            assert time.monotonic() < deadline
-            select.select([], [], [], 0.05)
-        assert complete[0].step > saved
-        saved = complete[0].step
-        assert stop_agent(address) is not None
+        before, saved = saved, leave_only_storage(tmp_path / "run").step
+        assert saved > before
     found = finish(server, Run(PLAIN, tmp_path, storage=True))
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
     assert (tmp_path / "log.txt").read_text().count("from storage in") == len(kills)
@@ -322,16 +280,8 @@ def test_lightning_takes_an_export_as_its_own_checkpoint(
     case: Case, server: Server, reference: Reference, tmp_path: Path
 ) -> None:
     assert server.run(Run(case, tmp_path, kill=("callback_batch_start", 14), storage=True)) == [-9]
-    address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
-    deadline = time.monotonic() + 60
-    held = ask_status(address)
-    assert held is not None
-    while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
-        assert time.monotonic() < deadline
-        select.select([], [], [], 0.05)
-    assert stop_agent(address) is not None
     file = tmp_path / "exported.ckpt"
-    export(store, complete[0], file, "lightning")
+    export(LocalStore(tmp_path / "run" / "storage"), leave_only_storage(tmp_path / "run"), file, "lightning")
     run = Run(case, tmp_path / "from file", protected=False, checkpoint=str(file))
     found = finish(server, run)
     expected = reference(case)

@@ -7,8 +7,6 @@ an undisturbed training that never saw the callback stands in `transformers_case
 from __future__ import annotations
 
 import random
-import select
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +18,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
+from tests.support.storage.stored_runs import leave_only_storage
 from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.flags import parse
@@ -29,25 +28,10 @@ from transformers_memckpt.notes import verify
 
 # Each process counts from its own start. In the order of one training of three epochs with eleven batches each.
 ALL_ALONG: list[Kill] = [
-    ("train_begin", 1),
-    ("micro", 1),
-    ("pre_optimizer", 3),
-    ("step_begin", 1),
-    ("optimizer", 1),
-    ("step_end", 3),
-    ("log", 1),
-    ("prediction", 2),
-    ("evaluate", 1),
-    ("epoch_end", 1),
-    ("epoch_begin", 1),
-    ("step_begin", 1),
-    ("step_begin", 2),
-    ("micro", 4),
-    ("train_begin", 1),
-    ("prediction", 1),
-    ("step_begin", 3),
-    ("train_end", 1),
-]
+    ("train_begin", 1), ("micro", 1), ("pre_optimizer", 3), ("step_begin", 1), ("optimizer", 1), ("step_end", 3),
+    ("log", 1), ("prediction", 2), ("evaluate", 1), ("epoch_end", 1), ("epoch_begin", 1), ("step_begin", 1),
+    ("step_begin", 2), ("micro", 4), ("train_begin", 1), ("prediction", 1), ("step_begin", 3), ("train_end", 1),
+]  # fmt: skip
 
 ACCUMULATED = Case(
     "accumulated",
@@ -63,14 +47,9 @@ ACCUMULATED = Case(
     },
 )
 IN_ACCUMULATION: list[Kill] = [
-    ("substep_end", 3),
-    ("micro", 9),
-    ("pre_optimizer", 2),
-    ("prediction", 2),
-    ("step_begin", 2),
-    ("substep_end", 1),
+    ("substep_end", 3), ("micro", 9), ("pre_optimizer", 2), ("prediction", 2), ("step_begin", 2), ("substep_end", 1),
     ("micro", 5),
-]
+]  # fmt: skip
 
 BRIEFLY: list[Kill] = [("pre_optimizer", 6), ("step_end", 7), ("step_begin", 3)]
 
@@ -211,13 +190,7 @@ def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainin
     saved = []
 
     def lose_memory() -> None:
-        step = lab.status().step
-        deadline = time.monotonic() + 60
-        while not (complete := read_catalog(LocalStore(lab.run_dir / "storage")).complete) or complete[0].step != step:
-            assert time.monotonic() < deadline, f"step {step} is not in storage"
-            select.select([], [], [], 0.05)
-        saved.append(step)
-        lab.stop()
+        saved.append(leave_only_storage(lab.run_dir).step)
 
     kills: list[Kill] = [("pre_optimizer", 6), ("prediction", 2)]
     storage = StorageConfig(min_seconds=3600)

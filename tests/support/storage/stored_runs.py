@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from memckpt.config import StorageConfig
-from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, stop_agent
+from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.waiting import LIMIT_SECONDS
 from tests.support.trainings.engine_child import Action, Actions, Control, config
@@ -19,6 +21,19 @@ def stored(redo: str, every_steps: int | None = 5, **settings: Any) -> Any:
     """A configuration with a storage tier; None: nothing is stored while training runs."""
     storage = StorageConfig(every_steps=every_steps, min_seconds=3600, **settings)
     return config(redo, storage=storage)
+
+
+def leave_only_storage(run_dir: Path) -> Checkpoint:
+    """Wait until what the agent holds is in storage, and end the agent; the checkpoint."""
+    address, store = AgentAddress.of(run_dir), LocalStore(run_dir / "storage")
+    held = ask_status(address)
+    assert held is not None
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
+        assert time.monotonic() < deadline, f"step {held.step} is not in storage"
+        select.select([], [], [], 0.05)
+    assert stop_agent(address) is not None
+    return complete[0]
 
 
 def until_stored(step: int) -> Action:
