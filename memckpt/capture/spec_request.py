@@ -86,6 +86,8 @@ class Growth:
     grad_dtypes: dict[str, str] = field(default_factory=dict)
     uncompressed: bool = False
     late: set[str] = field(default_factory=set)
+    #: Parameters in which a write was seen that torch has not counted; the rank state carries them.
+    written: set[str] = field(default_factory=set)
 
     def take_over(self, spec: StateSpec) -> None:
         """Adopt the room of the run that is being resumed."""

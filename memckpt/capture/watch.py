@@ -1,12 +1,13 @@
 """Detection of changes to parameters, frozen ones too, and to state of optimizers, by anything but a step.
 
 Such a change is in no gradient, so redo would not make it. Torch counts in-place changes of every tensor. Writes
-through ``.data`` escape that count and are detected by a sample of the values.
+through ``.data`` escape that count: values show them. Few bytes are compared whole, of many a sample, and a part in
+turn. A tensor in which such a write was seen is compared whole from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -22,6 +23,8 @@ WINDOW = 64
 SPACING = 1 << 16
 #: Number of checks that compare every element; there are two in each record.
 FULL_CHECKS = 5
+#: Bytes that every check compares whole: all tensors where they have no more, else a part that moves on in each step.
+WHOLE_BYTES = 256 << 10
 
 
 class _Sample:
@@ -30,11 +33,21 @@ class _Sample:
     Args:
         tensors: the tensors to compare; always the same ones.
         full_checks: number of checks that compare every element; all values are kept until they are over.
+        whole: indices of tensors that are compared whole in every check.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], full_checks: int) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], full_checks: int, whole: Collection[int] = ()) -> None:
         self._tensors = tensors
         self._sampled = [i for i, one in enumerate(tensors) if one.device.type == "cpu" and local(one).numel()]
+        held = {index: local(tensors[index]) for index in self._sampled}
+        few = sum(one.nbytes for one in held.values()) <= WHOLE_BYTES
+        self._whole = set(held) if few else {*whole}
+        #: Whether views of all elements can be kept; those of the others are copies, made in each check.
+        self._dense = all(map(_is_dense, held.values()))
+        #: Tensors in turn, first element of the part that is compared whole, and its values.
+        self._turns = [index for index in self._sampled if index not in self._whole]
+        self._turn_start = 0
+        self._turn_values: torch.Tensor | None = None
         self._in_memory = Fixed([tensors[index] for index in self._sampled])
         self._pointers: list[int] = []
         #: By dtype and row width: the tensors' indices, and views of their windows as rows of that width.
@@ -42,10 +55,10 @@ class _Sample:
         self._full_checks_left = full_checks
         self._values = self._copy_values()
 
-    def _window(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _window(self, index: int) -> torch.Tensor:
         """The compared part of a tensor, as a view with rows of equal width."""
-        flat = _flat(tensor)
-        if self._full_checks_left:
+        flat = _flat(local(self._tensors[index]))
+        if self._full_checks_left or index in self._whole:
             return flat.view(-1, 1)
         if flat.numel() < SPACING:
             return flat[:WINDOW].view(1, -1)
@@ -55,16 +68,27 @@ class _Sample:
     def _copy_values(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
         """Copies of the sampled values. The views are reused as long as the tensors keep their memory."""
         pointers = self._in_memory.pointers()
-        if pointers != self._pointers:
+        if pointers != self._pointers or not self._dense:
             self._pointers, self._windows = pointers, {}
             for index in self._sampled:
-                window = self._window(local(self._tensors[index]))
+                window = self._window(index)
                 self._windows.setdefault((window.dtype, window.shape[1]), []).append((index, window))
         return {key: torch.cat([window for _, window in windows]) for key, windows in self._windows.items()}
 
     def renew(self) -> None:
-        """Take the current values as the expected ones."""
+        """Take the current values as the expected ones, and compare the next part whole from now on."""
         self._values = self._copy_values()
+        if self._turns and not self._full_checks_left:
+            self._turn_start += self._in_turn().numel()
+            if not self._in_turn().numel():
+                self._turns.append(self._turns.pop(0))
+                self._turn_start = 0
+            self._turn_values = self._in_turn().clone()
+
+    def _in_turn(self) -> torch.Tensor:
+        """The part that is compared whole, as a view if the tensor is dense; empty behind its end."""
+        flat = _flat(local(self._tensors[self._turns[0]]))
+        return flat[self._turn_start : self._turn_start + WHOLE_BYTES // flat.element_size()]
 
     def changed(self) -> list[int]:
         """Indices of tensors whose values differ from the expected ones."""
@@ -75,6 +99,8 @@ class _Sample:
                 found += [index for index, _ in self._windows[key]]
             elif not torch.equal(bits_of(now), bits_of(before)):
                 found += self._find(key, now)
+        if not found and self._turn_values is not None and not _same(self._in_turn(), self._turn_values):
+            found.append(self._turns[0])
         if not found:
             self._end_full_check()
         return sorted(found)
@@ -93,14 +119,19 @@ class _Sample:
 
 
 class _Family:
-    """The parameters that the same optimizers step, as these left them."""
+    """The parameters that the same optimizers step, as these left them.
 
-    def __init__(self, writer: SlotWriter, indices: Sequence[int]) -> None:
+    Args:
+        written: names of those in which a write was seen that torch has not counted; others are added.
+    """
+
+    def __init__(self, writer: SlotWriter, indices: Sequence[int], written: set[str]) -> None:
         self._names = [writer.spec.params[index].tensor.name for index in indices]
         params = [writer.params[index] for index in indices]
         self._params = Fixed(params)
         self._versions = self._params.versions()
-        self._sample = _Sample(params, FULL_CHECKS)
+        self._written = written
+        self._sample = _Sample(params, FULL_CHECKS, [at for at, name in enumerate(self._names) if name in written])
 
     def renew(self) -> None:
         self._versions = self._params.versions()
@@ -112,8 +143,9 @@ class _Family:
         if versions != self._versions:
             pairs = zip(versions, self._versions, self._names, strict=True)
             return next(name for now, noted, name in pairs if now != noted)
-        changed = self._sample.changed()
-        return self._names[changed[0]] if changed else None
+        changed = [self._names[index] for index in self._sample.changed()]
+        self._written.update(changed)
+        return changed[0] if changed else None
 
 
 class ParameterWatch:
@@ -122,15 +154,16 @@ class ParameterWatch:
     Args:
         writer: writer of the current generation.
         optimizers: the live optimizers.
+        written: names of parameters in which a write was seen that torch has not counted; others are added.
     """
 
-    def __init__(self, writer: SlotWriter, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, writer: SlotWriter, optimizers: Sequence[Optimizer], written: set[str]) -> None:
         self._writer = writer
         self._optimizers = optimizers
         members: dict[tuple[int, ...], list[int]] = {}
         for index, owners in enumerate(writer.owners):
             members.setdefault(tuple(owners), []).append(index)
-        self._families = {owners: _Family(writer, indices) for owners, indices in members.items()}
+        self._families = {owners: _Family(writer, indices, written) for owners, indices in members.items()}
         self._of = [
             [family for owners, family in self._families.items() if number in owners]
             for number in range(len(optimizers))
@@ -176,9 +209,17 @@ _version = attrgetter("_version")
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in memory order; a view for any dense tensor, whatever its strides."""
+    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.flatten()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie one beside the other: also in channels_last, and in other permutations."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    dense = last == tensor.numel() - 1  # channels_last and other permutations
-    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.flatten()
+    return last == tensor.numel() - 1 and 0 not in tensor.stride()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits_of(one), bits_of(other))
 
 
 class StaticWatch:

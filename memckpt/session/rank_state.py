@@ -171,6 +171,7 @@ class RankState:
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact, *unknown],
             "views": self._live.views(),
+            "written": sorted(self._live.growth.written),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 

@@ -134,7 +134,7 @@ class Session:
         # What a record consists of.
         self._rank_state = rank_state = RankState(live, self._copier, training.device)
         self._loop = Loop(rank_state, ranks, self._restore_rng)
-        changes = Changes(self._recorder, live.optimizers)
+        changes = Changes(self._recorder, live)
         self._staging = staging = Staging(training, changes)
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
         # What an attempt goes on from.

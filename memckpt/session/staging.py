@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from memckpt.capture.by_value import LayoutChangedError
+from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
@@ -316,9 +316,9 @@ class Changes:
         problem: why the whole state has to be written again, in words; None if it need not be.
     """
 
-    def __init__(self, recorder: Recorder, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, recorder: Recorder, live: LiveState) -> None:
         self._recorder = recorder
-        self._optimizers = optimizers
+        self._live = live
         self._watch: ParameterWatch | None = None
         self._static: StaticWatch | None = None
         self._told = 0
@@ -334,7 +334,8 @@ class Changes:
     def watch(self, writer: SlotWriter) -> None:
         """Take the current values of a generation's tensors as unchanged."""
         # State that is captured need not be watched: it is copied whatever has changed it.
-        self._watch = None if writer.snapshots else ParameterWatch(writer, self._optimizers)
+        written = self._live.growth.written
+        self._watch = None if writer.snapshots else ParameterWatch(writer, self._live.optimizers, written)
         self._recorder.watch_parameters(self._watch, self.look_before_step)
         self._static = StaticWatch(writer)
 

@@ -16,12 +16,13 @@ from tests.support.cluster.processes import kill_and_wait
 from tests.support.trainings.engine_audits import (
     HiddenWrite,
     PhasedTraining,
+    as_if_large,
     audit_of,
     phased_in_trainers,
     wait_for_audit,
 )
 from tests.support.trainings.engine_cases import SHAPE_CASES
-from tests.support.trainings.engine_child import Control, config, kill_self
+from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
 from tests.support.trainings.engine_steps import ACCUMULATION
@@ -64,9 +65,10 @@ def test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again(
     case = Case(f"audit-{name}", build, STEPS)
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
     wait = wait_for_audit(2 * PERIOD)
-    actions = {("after commit", step): wait for step in range(1, STEPS)}
+    actions: dict[tuple[str, int], Action] = {("after commit", step): wait for step in range(1, STEPS)}
     lab.start_agent()
-    died = lab.train(case, settings, actions={**actions, ("after commit", STEPS - 4): kill_self})
+    actions[("after commit", STEPS - 4)] = kill_self
+    died = lab.train(case, settings, actions=actions, prepare=as_if_large)
     found = re.search(r"the audit found .* when steps \d+ to (\d+) were redone", died.log)
     assert found, died.log[-3000:]
     # What concerns all tensors is found by any audit, one element when its piece's turn comes.

@@ -23,6 +23,7 @@ from memckpt.errors import (
     RunBusyError,
     UsageError,
 )
+from tests.support.trainings.engine_audits import as_if_large
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
@@ -308,9 +309,23 @@ def test_a_change_by_hand_after_every_step_is_exact(lab: Lab, redo: str) -> None
 def test_the_audit_finds_what_version_counters_do_not_show(lab: Lab) -> None:
     """Eager: within one period of anchors (4 steps) the change is found, reported and healed."""
     case = by_hand("one element")
-    attempts = lab.survives(case, config("eager"), [("after commit", 13), ("backward", 17)])
+    attempts = lab.survives(case, config("eager"), [("after commit", 13), ("backward", 17)], prepare=as_if_large)
     assert "the audit found" in attempts[0].log
     assert "0.weight" in attempts[0].log
+
+
+@pytest.mark.promise("changes of parameters by hand are noticed")
+@REDO
+@pytest.mark.parametrize("large", [False, True], ids=["few-bytes", "sampled"])
+def test_a_tensor_that_was_written_to_once_is_compared_whole(lab: Lab, redo: str, large: bool) -> None:
+    """Also by the attempts that follow: a later write of one element is noticed in its own step."""
+    kills = [("after commit", 5), ("after commit", 8), ("after commit", 12), ("backward", 17)]
+    attempts = lab.survives(
+        by_hand("now and then"), config(redo), kills, prepare=as_if_large if large else lambda control: None
+    )
+    for attempt in attempts[1:]:
+        assert attempt.of("restored")[0]["exact"]
+        assert "0.weight was changed outside the optimizer" in attempt.log
 
 
 @pytest.mark.promise(

@@ -86,6 +86,7 @@ class Restoration:
         """
         state = chosen.state
         restore_groups(self._live, state)
+        self._live.growth.written.update(state["written"])
         self._live.part_views(state["views"])
         if isinstance(chosen, ChosenInMemory) and chosen.writer is None:
             chosen.writer = self._staging.open(chosen.regions)
@@ -202,7 +203,10 @@ class Restoration:
         held = _without_extra_state(chosen.state)
         for name, value in _without_extra_state(describe_groups(self._live)).items():
             comparison.value("hyperparameters", name, value, held.get(name, value))
-        everybody = self._ranks.gather(comparison.findings(self._live.tensors()))
+        findings = comparison.findings(self._live.tensors())
+        # Something else may have written to them: they are compared whole from now on.
+        self._live.growth.written.update(one.name for one in findings.differences if one.kind == "parameter")
+        everybody = self._ranks.gather(findings)
         return prove(everybody, any_accelerator(self._live, self._ranks), chosen.held.step, chosen.held.tier)
 
     def _restore_reduction(self, state: Mapping[str, Any], tap: Tap) -> None:

@@ -275,6 +275,8 @@ class ChangedByHand(Training):
                     self.optimizers[0].state[weight]["exp_avg"].mul_(0.5)
                 case "other storage":
                     weight.data = weight.data.clone() + 1.0
+        if self.how == "now and then" and step % 4 == 0:
+            weight.data.view(-1)[(step - 4) * 411] += 1.0
         loss = super().batch(step)
         if self.how == "every step":  # like the weight clipping of a Wasserstein GAN's critic
             for param in self.model.parameters():
@@ -410,6 +412,7 @@ def by_hand(how: str) -> Case:
     """The case in which a parameter is changed by hand.
 
     At step 7: "no_grad" and "optimizer state" (seen by version counters), "data" and "other storage" (not seen by
-    them), "one element" (seen only by an audit). "every step": all parameters are clamped after each step.
+    them), "one element" (of many: seen only by an audit). "every step": all parameters are clamped after each step.
+    "now and then": one element in each fourth step, the first of them in the sample of large tensors.
     """
     return case_of(f"by-hand {how}", ChangedByHand, how=how)
