@@ -36,8 +36,8 @@ from memckpt.state.optimizers import (
     is_elementwise,
     is_importable,
     odd_hyperparameters,
-    refuse_unsteppable,
     refuse_unsupported,
+    try_steps,
 )
 from memckpt.state.spec import (
     ITEM_BYTES,
@@ -107,8 +107,7 @@ class LiveState:
         #: Optimizers whose steps cannot be redone, with the reason.
         self.not_redoable: dict[int, str] = {}
         for index, optimizer in enumerate(self.optimizers):
-            reason = _why_not_redone(optimizer)
-            if reason:
+            if reason := self._why_not_redone(optimizer):
                 self.not_redoable[index] = reason
         redone = [each for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
         #: Names of the classes of optimizers that no other process can make: only a trainer can redo their steps.
@@ -196,6 +195,22 @@ class LiveState:
                 index,
                 type(self.optimizers[index]).__name__,
             )
+
+    def _why_not_redone(self, optimizer: Optimizer) -> str:
+        """Reason why an optimizer's steps cannot be redone; empty if none is known."""
+        if reason := cannot_be_redone(optimizer):
+            return reason
+        name = type(optimizer).__qualname__
+        try:
+            changed = try_steps(optimizer)
+        except UnsupportedError as error:
+            return str(error)
+        if not changed:
+            return ""
+        self.not_carried[
+            f"{changed[0]} changes in each step of {name}, and is not carried; keep it in the state or in a group"
+        ] = None
+        return f"{name} changes {changed[0]} in each step, which no record holds"
 
     # Names
 
@@ -596,17 +611,6 @@ class LiveState:
 
     def _optimizer_capture(self) -> OptimizerCapture:
         return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])
-
-
-def _why_not_redone(optimizer: Optimizer) -> str:
-    """Reason why an optimizer's steps cannot be redone; empty if none is known."""
-    reason = cannot_be_redone(optimizer)
-    if not reason:
-        try:
-            refuse_unsteppable(optimizer)
-        except UnsupportedError as error:
-            reason = str(error)
-    return reason
 
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:

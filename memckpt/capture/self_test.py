@@ -30,6 +30,7 @@ from memckpt.state.optimizers import (
 )
 from memckpt.state.redo import bring_home
 from memckpt.state.tensors import give_gradient, is_dtensor, local
+from memckpt.state.traces import leaving_no_trace
 
 _log = logging.getLogger("memckpt")
 #: Steps of each optimizer that are redone.
@@ -161,7 +162,7 @@ class _Run:
         groups, gradients = self._noted
         self._noted = None
         self.steps += 1
-        with rng.other_streams(), without_global_hooks():
+        with rng.other_streams(), without_global_hooks(), leaving_no_trace(self._optimizer):
             for index, group in enumerate(self._optimizer.param_groups):
                 for param in group["params"]:
                     if id(param) in self._copies:

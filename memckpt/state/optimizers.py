@@ -25,6 +25,7 @@ from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
 from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.tensors import give_gradient, is_dtensor, local
+from memckpt.state.traces import Traces, leaving_no_trace
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.
 #: Any other class gets whole tensors.
@@ -266,29 +267,42 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
     return StateDescription(tensors, tuple(state))
 
 
-def refuse_unsteppable(optimizer: Optimizer) -> None:
-    """Try two steps on stand-ins of the smallest parameter of each group. Raises UnsupportedError: it cannot."""
+def try_steps(optimizer: Optimizer) -> list[str]:
+    """Try two steps on stand-ins of each group's smallest parameter; names what the second changes elsewhere.
+
+    Raises UnsupportedError: the optimizer cannot take them.
+    """
+    found: list[str] = []
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if local(param).numel()]
         if params:
             smallest = min(params, key=lambda param: local(param).numel())
             stand_in = torch.nn.Parameter(torch.ones_like(local(smallest)))
-            _dry_steps(optimizer, stand_in, group, 2, getattr(smallest, "grad_dtype", None) or smallest.dtype)
+            _dry_steps(optimizer, stand_in, group, 2, getattr(smallest, "grad_dtype", None) or smallest.dtype, found)
+    return found
 
 
 def _dry_steps(
-    optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int, grad_dtype: torch.dtype
+    optimizer: Optimizer,
+    stand_in: torch.nn.Parameter,
+    group: dict[str, Any],
+    steps: int,
+    grad_dtype: torch.dtype,
+    changed: list[str] | None = None,
 ) -> Optimizer:
-    """Step a sibling of the optimizer on a stand-in; returns it."""
+    """Step a sibling of the optimizer on a stand-in; `changed` gets the names of what the last step changes."""
     gradient = torch.full_like(stand_in, 0.5, requires_grad=False, dtype=grad_dtype)
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     give_gradient(stand_in, gradient.to_sparse() if sparse else gradient)
-    with rng.preserved(), without_global_hooks(), without_collectives():
+    with rng.preserved(), without_global_hooks(), without_collectives(), leaving_no_trace(optimizer):
         try:
             settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
             clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
             for _ in range(steps):
+                traces = Traces(optimizer)
                 clone.step()
+            if changed is not None:
+                changed += traces.changed()
         except Exception as error:
             raise UnsupportedError(
                 f"{type(optimizer).__qualname__} could not take a step on a stand-in of shape {list(stand_in.shape)} "

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memckpt.capture import self_test
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import MOST_RECORDS, STEPS, SelfTest
-from memckpt.state.optimizers import describe_state, is_trusted, rebuild_like, refuse_unsteppable
+from memckpt.state.optimizers import describe_state, is_trusted, rebuild_like, try_steps
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_optimizers import Counting, GlobalNoise, Inner, Momentum, Norm, OwnNoise, Plain
 
@@ -206,7 +206,7 @@ def test_nothing_of_the_users_is_touched(make: Make) -> None:
             test.install()
             for param in model.parameters():
                 describe_state(optimizer, param, optimizer.param_groups[0], {}, captured=True)
-            refuse_unsteppable(optimizer)
+            try_steps(optimizer)
         train(model, optimizer, STEPS + 1)
         hidden = ("inner", "register_step_pre_hook")  # the latter as long as hooks are installed
         own = {name: value for name, value in vars(optimizer).items() if name[0] != "_" and name not in hidden}
@@ -253,7 +253,7 @@ def test_a_list_of_parameters_in_an_attribute_never_leads_to_the_live_ones() -> 
     before = freeze([*model.parameters()])
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    refuse_unsteppable(Listed(model.parameters()))
+    try_steps(Listed(model.parameters()))
     assert freeze([*model.parameters()]) == before
     verdicts = verdicts_of(Listed)
     assert "differs after step 1" in str(verdicts[0])

@@ -13,7 +13,7 @@ from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import HostCopier
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import RankState
-from memckpt.session.resume.report import RestoreReport
+from memckpt.session.resume.report import RestoreReport, ResumeCheck
 
 
 class Counter:
@@ -74,6 +74,9 @@ def test_a_run_that_is_not_exact_says_so_once_and_hands_it_on(
     assert rank_state.take_over({"inexact": ["a stream"]}) == ("a stream",)
     assert RestoreReport(1, 1, "storage", 0.1, 0).exact
     assert not RestoreReport(1, 1, "storage", 0.1, 0).because("", "a stream").exact
+    report = RestoreReport(1, 1, "storage", 0.1, 0, check=ResumeCheck("witness"))
+    report.check.settle("different", "step 2 differs")
+    assert (report.exact, report.reasons) == (False, ("step 2 differs",))
 
 
 class Refusing(Counter):

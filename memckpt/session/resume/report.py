@@ -88,7 +88,7 @@ class RestoreReport:
         seconds: duration of the restore.
         steps_lost: number of committed records beyond the restored one; None where it is not known, as no node's memory
             was left.
-        reasons: why training does not go on exactly, in words; empty if it does.
+        stated: why training does not go on exactly, in words, as far as the restore and the records show.
         check: verdict of the resume check, pending until the first steps are over.
         repeated: step that is repeated with ``resume_check="replay"``; `step` and `record` are those before it. None if
             no step is.
@@ -99,7 +99,7 @@ class RestoreReport:
     tier: str
     seconds: float
     steps_lost: int | None
-    reasons: tuple[str, ...] = ()
+    stated: tuple[str, ...] = ()
     check: ResumeCheck = field(default_factory=lambda: ResumeCheck("off", "off"))
     repeated: int | None = None
 
@@ -111,14 +111,20 @@ class RestoreReport:
     @property
     def exact(self) -> bool:
         """Whether training goes on bit for bit; False also once the resume check has found a difference."""
-        return not self.reasons and self.check.verdict != "different"
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why training does not go on exactly, in words; empty if it does. A difference that the check finds is one."""
+        line = self.check.line if self.check.verdict == "different" else ""
+        return self.stated if not line or any(one in line for one in self.stated) else (*self.stated, line)
 
     def because(self, *reasons: str) -> RestoreReport:
         """Add further reasons, and log each; empty ones are left out. Returns the report itself."""
-        new = tuple(reason for reason in reasons if reason and reason not in self.reasons)
+        new = tuple(reason for reason in reasons if reason and reason not in self.stated)
         for reason in new:
             _log.warning("memckpt: training does not go on exactly: %s", reason)
-        self.reasons += new
+        self.stated += new
         return self
 
     def __repr__(self) -> str:
