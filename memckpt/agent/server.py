@@ -36,6 +36,7 @@ from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.control import relieve
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
+from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.descriptors import raise_limit
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent
 from memckpt.protocol.peer_job import AskPhases, Join, Listen
@@ -70,7 +71,6 @@ from memckpt.protocol.trainer import (
     Void,
 )
 from memckpt.state.records import RankGroup
-from memckpt.state.search_path import extend_search_path
 
 _log = logging.getLogger("memckpt.agent")
 #: How many records ahead all ranks are told to copy their state for an export.

@@ -295,7 +295,7 @@ class GenerationRegions:
         return not self._later_bytes
 
     def make_whole(self, held_bytes: int) -> None:
-        """Reserve the rest of the slots, beside `held_bytes` of the node. Raises MemoryBudgetError: none is."""
+        """Reserve the rest of the slots beside `held_bytes` of the node. Raises MemoryBudgetError: there is no room."""
         if self.whole:
             return
         check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self.layout))

@@ -356,7 +356,7 @@ class AgentAddress:
 
 
 class Listener:
-    """The two listening sockets of this process, an agent; without `run_dir` a test only. Its owner closes it."""
+    """An agent's two listening sockets in this process, closed by its owner; without `run_dir` only a test."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
         name = f"memckpt-{secrets.token_hex(16)}"

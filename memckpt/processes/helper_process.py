@@ -160,7 +160,7 @@ class HelperProcess(Generic[In, Out]):
             self._watch.limit = liveness_seconds
 
     def _wait(self, ready: Callable[[float], T | None], seconds: float) -> T | None:
-        """Wait until `ready(seconds)` finds something, at most so long. Raises AgentGoneError: it stands still."""
+        """Wait for what `ready(seconds)` finds, at most so long. Raises AgentGoneError: the process stands still."""
         until = time.monotonic() + seconds
         while True:
             left = max(0.0, until - time.monotonic())

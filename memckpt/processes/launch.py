@@ -1,13 +1,17 @@
-"""Start of a node's agent by a trainer, and the handshake that reports success or failure."""
+"""Start of a node's agent by a trainer, the handshake of success or failure, and where processes find modules."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
+import site
 import subprocess
 import sys
+import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from memckpt.config import AgentConfig
@@ -102,16 +106,6 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
     return pid
 
 
-def environment_with_package() -> dict[str, str]:
-    """This process's environment, in which a process of any working directory finds this package.
-
-    The trainer may run in another directory than it was started in, and its sys.path is not inherited.
-    """
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
-
-
 def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subprocess.Popen[bytes]:
     options = {
         "--node": address.node,
@@ -153,3 +147,40 @@ def _end_agent(line: str) -> None:
     with contextlib.suppress(ProcessLookupError), contextlib.closing(ProcessHandle.of(pid, ticks)) as process:
         process.kill()
         process.wait(_END_SECONDS)
+
+
+# Where another process finds modules
+
+
+def environment_with_package() -> dict[str, str]:
+    """This process's environment, in which a process of any working directory finds this package.
+
+    The trainer may run in another directory than it was started in, and its sys.path is not inherited.
+    """
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def user_search_path() -> tuple[str, ...]:
+    """The directories on `sys.path`, in order, without those of Python itself and of installed packages.
+
+    Trainers send it to the processes that redo their steps: a script's directory is on the path of its process only.
+    """
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = [Path(each) for each in (*own, *site.getsitepackages(), site.getusersitepackages())]
+    found = []
+    for entry in sys.path:
+        directory = Path(entry or os.curdir).absolute()
+        # The rest of the standard library, such as lib-dynload or a zip file, lies in or beside one of these.
+        if directory.is_dir() and not any(directory.is_relative_to(each) for each in installed):
+            found.append(str(directory))
+    return tuple(dict.fromkeys(found))
+
+
+def extend_search_path(directories: Sequence[str]) -> None:
+    """Search these directories for modules, too, before installed packages, as the process that named them does."""
+    new = [each for each in directories if each not in sys.path]
+    if new:
+        sys.path[:0] = new
+        importlib.invalidate_caches()

@@ -23,6 +23,7 @@ from memckpt.errors import AgentGoneError, DamagedStateError
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.helper_process import belong_to, prefer_to_be_ended, step_back
+from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
 from memckpt.protocol.trainer import Arithmetic
@@ -33,7 +34,6 @@ from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.records import RecordMeta, SubStep, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients
-from memckpt.state.search_path import extend_search_path
 from memckpt.state.tensors import same_bits, ulp_distance
 
 _log = logging.getLogger("memckpt.auditor")

@@ -17,6 +17,7 @@ from memckpt.journal.events import TrainerEvent
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
+from memckpt.processes.launch import user_search_path
 from memckpt.protocol.messages import TrainerToAgent
 from memckpt.protocol.peer_job import AskPhases, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
@@ -43,7 +44,6 @@ from memckpt.protocol.trainer import (
 from memckpt.session.connection import AgentConnection, Notice, PreparedRegions, Reconnection, SnapshotOrder, refusal
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.records import Timeline
-from memckpt.state.search_path import user_search_path
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")

@@ -31,6 +31,7 @@ from memckpt.errors import (
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.helper_process import step_back
+from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
 from memckpt.protocol.storing import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save, Saved, SaveFailed
@@ -38,7 +39,6 @@ from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
-from memckpt.state.search_path import extend_search_path
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, read_catalog, remove, remove_batch
 from memckpt.storage.chain import unneeded_batches
