@@ -15,7 +15,6 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
-from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import GenerationCommit, NeedSlots
 from memckpt.session.connection import AgentConnection
 from memckpt.session.link import AgentLink
@@ -59,13 +58,16 @@ def memory_of(pids: Iterable[int]) -> int:
     return sum(found.values())
 
 
-def after(owner: type, name: str, then: Callable[[Any], None]) -> None:
-    """Have `then` called with the object after each call of one of its methods."""
+def wrap(owner: type, name: str, call: Callable[..., None], first: bool = False) -> None:
+    """Have `call` get the arguments of a method behind (or in front of) each call of it."""
     original = getattr(owner, name)
 
-    def method(self: Any, *arguments: Any, **settings: Any) -> Any:
-        result = original(self, *arguments, **settings)
-        then(self)
+    def method(*arguments: Any, **settings: Any) -> Any:
+        if first:
+            call(*arguments)
+        result = original(*arguments, **settings)
+        if not first:
+            call(*arguments)
         return result
 
     setattr(owner, name, method)
@@ -80,13 +82,9 @@ def note_memory(control: Control) -> None:
         held = memory_of([os.getpid(), control.session.agent_pid])
         control.journal.note("memory", what=what, step=control.step, held=held)
 
-    def prepared(link: AgentLink) -> None:
-        if control.session is not None:
-            note("prepared")
-
-    after(AgentLink, "prepare", prepared)
-    after(SlotWriter, "seal_generation", lambda writer: note("written"))
-    after(SlotWriter, "use_all_slots", lambda writer: note("whole") if control.step else None)
+    wrap(AgentLink, "prepare", lambda *_: note("prepared") if control.session is not None else None)
+    wrap(SlotWriter, "seal_generation", lambda *_: note("written"))
+    wrap(SlotWriter, "use_all_slots", lambda *_: note("whole") if control.step else None)
     control.at = lambda point: note(point)  # type: ignore[method-assign]
 
 
@@ -113,47 +111,24 @@ def test_a_new_generation_takes_one_state_beside_the_ring(lab: Lab, redo: str) -
 # Deaths
 
 
-def die(owner: type, name: str, first: bool = False) -> Callable[[Control], None]:
-    """The trainer dies behind (or in front of) a method's first call after the change by hand."""
+def die(owner: type, name: str, first: bool = False, kind: type = object) -> Callable[[Control], None]:
+    """The trainer dies at a method's first call after the change by hand, whose first argument is of a kind."""
 
     def prepare(control: Control) -> None:
-        original = getattr(owner, name)
-
-        def method(self: Any, *arguments: Any, **settings: Any) -> Any:
-            now = control.step >= CHANGED_AT
-            if now and first:
-                kill_self(control)
-            result = original(self, *arguments, **settings)
-            if now:
-                kill_self(control)
-            return result
-
-        setattr(owner, name, method)
-
-    return prepare
-
-
-def die_when_sent(kind: type[Message]) -> Callable[[Control], None]:
-    """The trainer dies as soon as it has sent a message of a kind after the change by hand."""
-
-    def prepare(control: Control) -> None:
-        original = AgentConnection.send
-
-        def send(self: AgentConnection, message: Message) -> None:
-            original(self, message)
-            if isinstance(message, kind) and control.step >= CHANGED_AT:
+        def kill(owner: object, argument: object = None, *_: object) -> None:
+            if isinstance(argument, kind) and control.step >= CHANGED_AT:
                 kill_self(control)
 
-        AgentConnection.send = send  # type: ignore[method-assign]
+        wrap(owner, name, kill, first)
 
     return prepare
 
 
 PHASES = {
     "prepared": (die(AgentLink, "prepare"), False),
-    "committed": (die_when_sent(GenerationCommit), True),
+    "committed": (die(AgentConnection, "send", kind=GenerationCommit), True),
     "old-let-go": (die(AgentLink, "make_slots", first=True), True),
-    "asked": (die_when_sent(NeedSlots), True),
+    "asked": (die(AgentConnection, "send", kind=NeedSlots), True),
     "whole": (die(AgentLink, "make_slots"), True),
 }
 ORDINARY = {("lazy", "committed"), ("lazy", "asked"), ("eager", "asked")}
@@ -242,15 +217,13 @@ def test_a_start_without_slots_is_resumed_and_gets_them_then(
 
 def test_an_agent_that_dies_in_between_is_replaced(lab: Lab) -> None:
     def prepare(control: Control) -> None:
-        original = AgentLink.make_slots
+        left = [kill_agent]
 
-        def make_slots(self: AgentLink, generation: int) -> bool:
-            if control.step == CHANGED_AT:
-                AgentLink.make_slots = original  # type: ignore[method-assign]
-                kill_agent(control)
-            return original(self, generation)
+        def kill(*_: object) -> None:
+            if left and control.step == CHANGED_AT:
+                left.pop()(control)
 
-        AgentLink.make_slots = make_slots  # type: ignore[method-assign]
+        wrap(AgentLink, "make_slots", kill, first=True)
 
     died = lab.train(CASE, config("lazy"), prepare=prepare, actions={("before step", 12): kill_self})
     assert f"training goes on without protection since step {CHANGED_AT}" in died.log
@@ -263,7 +236,10 @@ def train_with(lab: Lab, budget: int | None, ring: list[int]) -> str:
     """Train with that many bytes of memory for base and log; returns the log. `ring` gets what a generation takes."""
 
     def prepare(control: Control) -> None:
-        after(SlotWriter, "seal_generation", lambda writer: control.journal.note("ring", total=_total(writer)))
+        def note(writer: SlotWriter, *_: object) -> None:
+            control.journal.note("ring", total=writer.layout.total_bytes)
+
+        wrap(SlotWriter, "seal_generation", note)
 
     run_dir = lab.run_dir.with_name(f"budget-{budget}")
     lab.start_agent(run_dir)
@@ -272,10 +248,6 @@ def train_with(lab: Lab, budget: int | None, ring: list[int]) -> str:
     ring += [each["total"] for each in ended.of("ring")]
     lab.check_same(CASE, ended)
     return ended.log
-
-
-def _total(writer: SlotWriter) -> int:
-    return writer.layout.total_bytes
 
 
 def test_a_budget_for_a_ring_and_a_state_leaves_no_gap(lab: Lab) -> None:

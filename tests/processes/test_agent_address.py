@@ -21,7 +21,7 @@ from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError
 from memckpt.processes import address as address_module
 from memckpt.processes import launch
-from memckpt.processes.address import AgentAddress
+from memckpt.processes.address import AgentAddress, ServingAgent
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.protocol.descriptors import readable
 from tests.support.cluster.processes import children, kill_and_wait
@@ -32,6 +32,15 @@ from tests.support.trainings.engine_harness import Lab
 @pytest.fixture
 def address(tmp_path: Path) -> AgentAddress:
     return AgentAddress.of(tmp_path, "node")
+
+
+def withdrawn(address: AgentAddress) -> ServingAgent:
+    """An agent that leaves."""
+    listener = address.listen()
+    with address.starting():
+        address.withdraw(listener.serving)
+    listener.close()
+    return listener.serving
 
 
 @pytest.mark.promise(
@@ -87,11 +96,7 @@ def test_nobody_answers_where_there_is_no_agent(lab: Lab) -> None:
 def test_a_file_that_names_no_agent_hinders_nobody(address: AgentAddress, content: bytes) -> None:
     address.file_path.write_bytes(content)
     assert address.connect() is None
-    listener = address.listen()
-    with address.starting():
-        address.withdraw(listener.serving)
-    address.remove_address(listener.serving)
-    listener.close()
+    address.remove_address(withdrawn(address))
     assert not list(address.run_dir.iterdir())
 
 
@@ -140,17 +145,14 @@ def test_who_has_left_takes_only_its_own_file(address: AgentAddress) -> None:
 
 def test_an_agent_that_leaves_is_known_until_it_has_ended(address: AgentAddress) -> None:
     """Others of the same directory have their own; a file of one that has been killed hinders nobody."""
-    listener = address.listen()
-    with address.starting():
-        address.withdraw(listener.serving)
-    listener.close()
+    serving = withdrawn(address)
     assert address.serving() is None
-    assert address.leaving() == [listener.serving]
+    assert address.leaving() == [serving]
     others = [AgentAddress.of(address.run_dir, name) for name in (f"{address.node}-1", address.node[:-1], ".*")]
     assert not any(other.leaving() for other in others)
-    address.remove_address(listener.serving)
+    address.remove_address(serving)
     assert not list(address.run_dir.iterdir())
-    killed = msgspec.structs.replace(listener.serving, start_ticks=1)
+    killed = msgspec.structs.replace(serving, start_ticks=1)
     address.leaving_path(killed).write_bytes(msgspec.json.encode(killed))
     address.await_leaving(1000.0, logging.getLogger())
     assert not address.leaving()
@@ -176,10 +178,7 @@ def test_a_leaving_file_that_was_cut_off_is_removed_and_a_directory_that_cannot_
 def test_an_agent_that_does_not_end_is_not_waited_for_for_ever(
     address: AgentAddress, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = address.listen()
-    with address.starting():
-        address.withdraw(listener.serving)
-    listener.close()
+    withdrawn(address)
     address.await_leaving(0.01, logging.getLogger("memckpt"))
     assert "has not ended within 0 s; the start goes on" in caplog.text
     assert address.leaving(), "another start may wait again"
