@@ -186,7 +186,7 @@ class Auditing:
         if not pieces and (newest == watched.sent or not any(one + period <= newest for one in watched.running)):
             return
         known = watched.sent if watched.running else first - 1
-        metas = {record: generation.ledger.meta_of(record) for record in range(known + 1, newest + 1)}
+        metas = {record: generation.ledger.metas.get(record, b"") for record in range(known + 1, newest + 1)}
         if not all(metas.values()):
             self._give_up(watched, pieces, newest)
             return

@@ -128,7 +128,7 @@ class Group:
         difference = held.spec.difference(fingerprint) if fingerprint is not None else None
         if difference is not None:
             return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
-        steps = {record: one.ledger.step_of(record) or 0 for record, one in self.generations.standing_still().items()}
+        steps = {record: one.ledger.steps.get(record, 0) for record, one in self.generations.standing_still().items()}
         return describe(held.spec, self._node, self.ranks, self._history, steps, held.common)
 
     # What trainers say
@@ -447,4 +447,4 @@ def _earlier(generation: Generation, record: int) -> Iterator[Before]:
 def _before(generation: Generation, record: int) -> Before:
     ledger = generation.ledger
     metas = () if generation.replica is not None else generation.metas_for(record - 1)
-    return Before(metas, ledger.meta_of(record), ledger.rank_states(record - 1), ledger.step_of(record - 1) or 0)
+    return Before(metas, ledger.metas.get(record, b""), ledger.rank_states(record - 1), ledger.steps.get(record - 1, 0))

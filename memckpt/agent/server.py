@@ -363,7 +363,7 @@ class Agent:
         for group in self._groups:
             self._auditing.drop_group(group.ranks)
         self._groups.begin_attempt()
-        self._attempt = Attempt.of(hello)
+        self._attempt = Attempt(hello.nonce, hello.world_size, hello.local_ranks)
 
     def _handle_trainer(
         self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent

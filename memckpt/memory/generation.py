@@ -97,7 +97,7 @@ class Generation(ABC):
         self.base = message.record
         if rank == self.spec.local_ranks[0]:
             first = message.record - len(message.metas) + 1
-            self.ledger.add_metas({first + index: meta for index, meta in enumerate(message.metas)})
+            self.ledger.metas.update({first + index: meta for index, meta in enumerate(message.metas)})
             self._missing, self._plain = message.missing, message.plain
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
         self._started.add(rank)
@@ -116,7 +116,7 @@ class Generation(ABC):
     def commit(self, rank: int, message: Commit) -> None:
         """A rank's part of a record is whole."""
         if message.meta:
-            self.ledger.add_metas({message.record: message.meta})
+            self.ledger.metas.update({message.record: message.meta})
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
         if not self.complete and self._all_started:
             self.complete = self._is_complete_late()
@@ -270,8 +270,8 @@ class Generation(ABC):
     def steps_of(self, since: int, until: int) -> tuple[int, int]:
         """The framework's numbers, about, of the step after a record and of that of a later one."""
         newest = self.common
-        step = self.ledger.step_of(newest) or newest
-        each = max(step - (self.ledger.step_of(newest - 1) or step - 1), 1)
+        step = self.ledger.steps.get(newest) or newest
+        each = max(step - (self.ledger.steps.get(newest - 1) or step - 1), 1)
         return max(step - (newest - since) * each, 1), max(step - (newest - until) * each, 1)
 
     @property
@@ -445,7 +445,7 @@ class SnapshotGeneration(Generation):
     @property
     def newest_step(self) -> int | None:
         held = [record for record in self._snapshots() if self.ledger.knows(record)]
-        return self.ledger.step_of(held[-1]) if held else None
+        return self.ledger.steps[held[-1]] if held else None
 
 
 def make_generation(

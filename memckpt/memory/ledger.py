@@ -28,21 +28,18 @@ class Ledger:
         self._ranks = ranks
         self.committed: dict[int, int] = {}
         self.pinned: int | None = None
-        self._metas: dict[int, bytes] = {}
+        #: Encoded scalars, and the framework's step, of each record of which they are still known.
+        self.metas: dict[int, bytes] = {}
+        self.steps: dict[int, int] = {}
         self._rank_states: dict[int, dict[int, bytes]] = {}
-        self._steps: dict[int, int] = {}
 
     # What ranks commit
 
-    def add_metas(self, metas: Mapping[int, bytes]) -> None:
-        """Note the encoded scalars of records."""
-        self._metas.update(metas)
-
     def add_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
-        """Note a rank's state after a record, and the record's step."""
+        """Keep a rank's state after a record, and the record's step."""
         self.committed[rank] = record
         self._rank_states.setdefault(record, {})[rank] = state
-        self._steps[record] = step
+        self.steps[record] = step
 
     def amend(self, rank: int, record: int, rank_state: bytes) -> None:
         """Replace a rank's state after a record: it has captured more of it than its commit had."""
@@ -53,24 +50,24 @@ class Ledger:
         """Drop rank states and scalars of records before the given ones, but for those in `kept` and the pinned one."""
         for old in [n for n in self._rank_states if n < oldest_state and n not in kept and n != self.pinned]:
             del self._rank_states[old]
-            self._steps.pop(old, None)
-        for old in [n for n in self._metas if n < oldest_meta and n not in kept and n != self.pinned]:
-            del self._metas[old]
+            self.steps.pop(old, None)
+        for old in [n for n in self.metas if n < oldest_meta and n not in kept and n != self.pinned]:
+            del self.metas[old]
 
     def drop_beyond(self, record: int) -> None:
         """Make `record` the newest of all ranks."""
-        for numbers in (self._metas, self._rank_states, self._steps):
+        for numbers in (self.metas, self._rank_states, self.steps):
             for number in [n for n in numbers if n > record]:
                 del numbers[number]
         self.committed = dict.fromkeys(self._ranks, record)
 
     def replace(self, metas: dict[int, bytes], states: Mapping[int, RankStates]) -> None:
         """Hold these records and no others; the newest is that of all ranks."""
-        self._metas = metas
+        self.metas = metas
         self._rank_states = {
             number: {rank: one.by_rank[rank] for rank in self._ranks} for number, one in states.items()
         }
-        self._steps = {number: one.step for number, one in states.items()}
+        self.steps = {number: one.step for number, one in states.items()}
         self.committed = dict.fromkeys(self._ranks, max(metas))
 
     # What is known
@@ -80,25 +77,16 @@ class Ledger:
         """Records after which the state of at least one rank is known."""
         return self._rank_states.keys()
 
-    @property
-    def metas(self) -> Mapping[int, bytes]:
-        """Encoded scalars, by record."""
-        return self._metas
-
     def metas_of(self, records: Iterable[int]) -> tuple[bytes, ...]:
         """Encoded scalars of records. Raises DamagedStateError: one of them is not known any more."""
         wanted = tuple(records)
-        missing = [number for number in wanted if number not in self._metas]
+        missing = [number for number in wanted if number not in self.metas]
         if missing:
             raise DamagedStateError(
                 f"expected the scalars of records {wanted[0]} to {wanted[-1]}, found none of records {missing}, which "
                 "training has gone past"
             )
-        return tuple(self._metas[number] for number in wanted)
-
-    def meta_of(self, record: int) -> bytes:
-        """Encoded scalars of a record; empty where they are not known any more."""
-        return self._metas.get(record, b"")
+        return tuple(self.metas[number] for number in wanted)
 
     def knows(self, record: int) -> bool:
         """Whether the states of all local ranks after a record are still here."""
@@ -116,19 +104,15 @@ class Ledger:
 
     def log_record(self, record: int) -> LogRecord | None:
         """Everything but the tensors of a record, if all of it is still known."""
-        if record not in self._metas or not self.knows(record):
+        if record not in self.metas or not self.knows(record):
             return None
-        return LogRecord(record, self._steps[record], self._metas[record], self.rank_states(record))
+        return LogRecord(record, self.steps[record], self.metas[record], self.rank_states(record))
 
     def sendable(self, record: int) -> tuple[int, bytes, dict[int, bytes]]:
         """Step, scalars and rank states of a record, as far as they are known."""
-        return self._steps.get(record, 0), self.meta_of(record), dict(self._rank_states.get(record, {}))
-
-    def step_of(self, record: int) -> int | None:
-        """The framework's step number of a record that is still known."""
-        return self._steps.get(record)
+        return self.steps.get(record, 0), self.metas.get(record, b""), dict(self._rank_states.get(record, {}))
 
     @property
     def newest_step(self) -> int | None:
         """The highest step number that is known."""
-        return max(self._steps.values(), default=None)
+        return max(self.steps.values(), default=None)

@@ -45,10 +45,6 @@ class Attempt:
     local_ranks: tuple[int, ...]
     trainers: dict[int, TrainerHandle] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, hello: Hello) -> Attempt:
-        return cls(hello.nonce, hello.world_size, hello.local_ranks)
-
     def living(self) -> list[TrainerHandle]:
         return [trainer for trainer in self.trainers.values() if trainer.process.alive() and not trainer.left]
 

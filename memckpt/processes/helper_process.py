@@ -212,7 +212,7 @@ class HelperProcess(Generic[In, Out]):
         self.send(message, ())
         self._send_waiting()
         while self._waiting:
-            if not self._wait(self._writable, deadline - time.monotonic()):
+            if not self._wait(lambda left: writable(self._channel.sock, left) or None, deadline - time.monotonic()):
                 raise AgentGoneError("the process reads no messages (stopped or overloaded?)")
             self._send_waiting()
         longer, latest = 0.0, time.monotonic() + _LONGEST_ANSWER_SECONDS
@@ -239,9 +239,6 @@ class HelperProcess(Generic[In, Out]):
                 raise AgentGoneError(
                     f"no answer within {_LONGEST_ANSWER_SECONDS:.0f} s, though it sends other messages"
                 )
-
-    def _writable(self, seconds: float) -> bool | None:
-        return writable(self._channel.sock, seconds) or None
 
     def close(self, last: Callable[[In], None] | None = None) -> None:
         """Kill it, wait a while for its end, and close the connection. Idempotent.

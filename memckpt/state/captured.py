@@ -368,15 +368,11 @@ def _is_plain_object(value: Any) -> bool:
     if any(one is not object and (not one.__flags__ & _HEAP or getattr(one, "__slots__", ())) for one in kind.__mro__):
         return False
     found: Any = sys.modules.get(kind.__module__)
-    return functools.reduce(_part, kind.__qualname__.split("."), found) is kind
+    return functools.reduce(lambda held, name: getattr(held, name, None), kind.__qualname__.split("."), found) is kind
 
 
 #: Flag of a class that is made by Python code.
 _HEAP = 1 << 9
-
-
-def _part(held: Any, name: str) -> Any:
-    return getattr(held, name, None)
 
 
 def filled(value: Any, live: Any) -> Any:

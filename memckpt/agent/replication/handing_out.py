@@ -51,7 +51,7 @@ def by_value(group: Group, snapshot: Snapshot, name: str) -> StateCopied:
         record=record,
         generation=name,
         spec=held.spec,
-        step=held.ledger.step_of(record) or 0,
+        step=held.ledger.steps.get(record, 0),
         rank_states=held.ledger.rank_states(record),
         missing=snapshot.missing,
         plain=snapshot.plain,
@@ -93,9 +93,9 @@ def hand_out(
         missing, plain = held.replica.describe_state()
     else:
         metas = held.metas_for(base)
-    metas += tuple(held.ledger.meta_of(number) for number in range(base + 1, record + 1))
+    metas += tuple(held.ledger.metas.get(number, b"") for number in range(base + 1, record + 1))
     records = {
-        number: (held.ledger.step_of(number) or 0, meta, held.ledger.rank_states(number) if number >= base else {})
+        number: (held.ledger.steps.get(number, 0), meta, held.ledger.rank_states(number) if number >= base else {})
         for number, meta in zip(range(base - held.spec.period + 1, record + 1), metas, strict=True)
     }
     return SendGeneration(

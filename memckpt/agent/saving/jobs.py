@@ -116,7 +116,7 @@ class JobMaker:
     ) -> Save:
         config, spec = self.config, generation.spec
         assert self.timeline is not None
-        step = generation.ledger.step_of(record)
+        step = generation.ledger.steps.get(record)
         part = Part(
             format=FORMAT_VERSION,
             timeline=self.timeline,

@@ -279,7 +279,7 @@ class Schedule:
         if config.every_steps is not None and not (one and (self.at_once or unbased)):
             # A record's number may differ from the framework's step; the difference stays while training runs.
             newest = generation.newest
-            step = generation.ledger.step_of(newest)
+            step = generation.ledger.steps.get(newest)
             offset = step - newest if step is not None else 0
             record = ahead + (-(ahead + offset)) % config.every_steps
             # Not long before: memory for the copy is taken when it is ordered, and an export or peers may want one.
