@@ -280,8 +280,4 @@ def with_environment(
         raise ConfigurationError("run_dir: expected a directory, found ''")
     if resume is None:
         resume = resume_from_environment()
-    return ProtectionArguments(
-        directory,
-        check_resume("auto" if resume is None else resume),
-        settings,
-    )
+    return ProtectionArguments(directory, check_resume("auto" if resume is None else resume), settings)

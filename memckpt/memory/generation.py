@@ -485,12 +485,7 @@ def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> 
 
 
 def describe(
-    spec: StateSpec,
-    node: str,
-    ranks: RankGroup,
-    history: tuple[Branch, ...],
-    steps: Mapping[int, int],
-    newest: int,
+    spec: StateSpec, node: str, ranks: RankGroup, history: tuple[Branch, ...], steps: Mapping[int, int], newest: int
 ) -> HeldRecords:
     """Describe the records of `ranks` that `node` can produce while nothing comes.
 

@@ -44,10 +44,7 @@ class EventLoop:
     """
 
     def __init__(
-        self,
-        life: LifePage | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        poller: Poller | None = None,
+        self, life: LifePage | None = None, clock: Callable[[], float] = time.monotonic, poller: Poller | None = None
     ) -> None:
         self.life = life
         self.clock = clock

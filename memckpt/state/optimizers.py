@@ -362,14 +362,7 @@ def without_collectives() -> Iterator[None]:
 
 
 #: Attributes that torch sets, including its schedulers and gradient scaler.
-_NOT_OURS = (
-    "_opt_called",
-    "_warned_capturable",
-    "_zero_grad_profile_name",
-    "_step_count",
-    "grad_scale",
-    "found_inf",
-)
+_NOT_OURS = ("_opt_called", "_warned_capturable", "_zero_grad_profile_name", "_step_count", "grad_scale", "found_inf")
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -117,11 +117,7 @@ def change_values(kind: str, operand: Any, values: torch.Tensor) -> torch.Tensor
 
 def _with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(
-        gradient._indices(),
-        values,
-        gradient.shape,
-        is_coalesced=gradient.is_coalesced(),
-        check_invariants=False,
+        gradient._indices(), values, gradient.shape, is_coalesced=gradient.is_coalesced(), check_invariants=False
     )
 
 

@@ -285,10 +285,7 @@ def test_an_empty_run_directory_is_named_and_is_not_the_current_one() -> None:
         ({"peers": {"kind": "erasure", "copies": 4}}, "peers.copies: expected one of data, tolerate, backend,"),
         ({"peers": {"kind": "erasure", "data": 0}}, "peers.data: expected a whole number, 1 to 32, found 0"),
         ({"compression": {"ratio": 0.1}}, "compression.kind: expected 'topk' or 'randomk' or 'quantized8' or"),
-        (
-            {"compression": {"kind": "topk", "rank": 2}},
-            "compression.rank: expected one of min_elements,",
-        ),
+        ({"compression": {"kind": "topk", "rank": 2}}, "compression.rank: expected one of min_elements,"),
     ],
 )
 def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str) -> None:

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from memckpt.errors import DamagedStateError
 from memckpt.state.encodings import decode, fits, quantized_parts, sample, sparse_parts, views
 from memckpt.state.optimizers import dtype_name
-from memckpt.state.spec import (
-    INDEX_BLOCK,
-    PART_ALIGN,
-    GradientEncoding,
-    encoded_bytes,
-    encoded_parts,
-    is_possible,
-)
+from memckpt.state.spec import INDEX_BLOCK, PART_ALIGN, GradientEncoding, encoded_bytes, encoded_parts, is_possible
 from memckpt.state.tensors import bits_of
 
 SIZES = [1, 7, 1000, INDEX_BLOCK, INDEX_BLOCK + 1, 3 * INDEX_BLOCK - 5]
