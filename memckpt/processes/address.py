@@ -1,7 +1,7 @@
 """Address of a run's agent on a node: a file in the run directory that names its sockets, and a lock for its start.
 
-The file is the only source. The environment of a later trainer may differ from that of the one that started the agent,
-and directories such as XDG_RUNTIME_DIR go when the user logs out. The file also names its directory: in a copy of that
+The file is the only source. A later trainer may have another environment than the one that started the agent, and
+directories such as XDG_RUNTIME_DIR go when the user logs out. The file also names its directory: in a copy of that
 directory it names an agent of another run.
 
 No path leads to the sockets, so none can be removed: one has a name in the abstract namespace, which belongs to the

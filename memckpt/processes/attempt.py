@@ -1,8 +1,8 @@
 """Attempts and their fencing: making sure that what an earlier attempt left behind can write no more.
 
 Launchers leave orphans, and an orphan's mapping stays writable whatever happens to its socket. So a new attempt first
-makes sure that the old one is dead, process by process, then reads what the old ones had sent, and only then looks at
-what is held.
+makes sure that the old one is dead, process by process. It then reads what the old ones had sent, and only then what is
+held.
 """
 
 from __future__ import annotations

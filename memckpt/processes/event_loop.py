@@ -4,7 +4,7 @@ Deadlines are asked for in each turn, and not kept in timers: their owner comput
 nothing has to be cancelled or set anew when that changes.
 
 asyncio was tried and is as fast. It has no single turns that a test could step through, no work at the end of a turn,
-and no end of the loop by an error, and its transports take neither seqpacket sockets nor descriptors.
+and no end of the loop by an error. Its transports take neither seqpacket sockets nor descriptors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A typed message channel over a Unix seqpacket socket.
 
 Each message is one packet: atomic, and it survives its sender. What exceeds the packet limit travels in an anonymous
-memory file whose descriptor goes with the packet, so there is no limit on size and still only one packet.
+memory file whose descriptor goes with the packet. So there is no limit on size.
 """
 
 from __future__ import annotations
