@@ -13,8 +13,7 @@ from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import AuditorProcess
-from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, ForgetAudits
-from memckpt.protocol.messages import AuditorToAgent
+from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorToAgent, ForgetAudits
 from memckpt.protocol.status import AuditStatus
 from memckpt.protocol.trainer import Configure, Drift
 from memckpt.state.layout import Layout, Piece

@@ -15,8 +15,7 @@ from memckpt.processes.address import AgentAddress, Listener, ServingAgent, peer
 from memckpt.processes.attempt import TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
-from memckpt.protocol.channel import AgentChannel
-from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
+from memckpt.protocol.channel import AgentChannel, AgentToTrainer, TrainerToAgent
 from memckpt.protocol.trainer import Leaving, Refused
 
 _log = logging.getLogger("memckpt.agent")

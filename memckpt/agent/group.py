@@ -18,7 +18,7 @@ from memckpt.memory.pending_generation import Difference, PendingGeneration
 from memckpt.memory.region import Allowance
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.log import Seldom
-from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.trainer import (
     Advance,
     Advanced,

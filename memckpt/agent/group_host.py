@@ -8,7 +8,8 @@ from typing import Literal, Protocol
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.redo_news import RedoNews
 from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
+from memckpt.protocol.channel import AgentToTrainer
+from memckpt.protocol.storing import WriterToAgent
 from memckpt.state.records import RankGroup
 
 

@@ -49,7 +49,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.log import Seldom
 from memckpt.protocol import trainer as said
-from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
+from memckpt.protocol.channel import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.status import Status
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.state.records import RankGroup

@@ -37,13 +37,13 @@ from memckpt.processes.control import relieve
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.processes.launch import extend_search_path
+from memckpt.protocol.channel import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.descriptors import raise_limit
-from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent
 from memckpt.protocol.peer_job import AskPhases, Join, Listen
 from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, StopRequest
-from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, SnapshotTaken
+from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, SnapshotTaken, WriterToAgent
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
     Advance,

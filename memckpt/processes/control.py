@@ -9,8 +9,7 @@ import time
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError, NothingHeldError
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.handles import ProcessHandle
-from memckpt.protocol.channel import TrainerChannel
-from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
+from memckpt.protocol.channel import AgentToTrainer, TrainerChannel, TrainerToAgent
 from memckpt.protocol.status import Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import Saved, SaveFailed, SaveTo
 from memckpt.protocol.trainer import Leaving

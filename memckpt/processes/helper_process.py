@@ -21,16 +21,10 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.launch import environment_with_package
-from memckpt.protocol.channel import Channel, encode
+from memckpt.protocol.audit import AgentToAuditor, AuditorToAgent
+from memckpt.protocol.channel import AgentToReplicator, Channel, ReplicatorToAgent, encode
 from memckpt.protocol.descriptors import writable
-from memckpt.protocol.messages import (
-    AgentToAuditor,
-    AgentToReplicator,
-    AgentToWriter,
-    AuditorToAgent,
-    ReplicatorToAgent,
-    WriterToAgent,
-)
+from memckpt.protocol.storing import AgentToWriter, WriterToAgent
 
 _log = logging.getLogger("memckpt.agent")
 #: Longest time, in seconds, for a killed process to end, and for one to read a message.

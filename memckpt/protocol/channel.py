@@ -1,4 +1,4 @@
-"""A typed message channel over a Unix seqpacket socket.
+"""A typed message channel over a Unix seqpacket socket, and the messages of each connection, in each direction.
 
 Each message is one packet: atomic, and it survives its sender. What exceeds the packet limit travels in an anonymous
 memory file whose descriptor goes with the packet. So there is no limit on size.
@@ -18,18 +18,32 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from memckpt.errors import MALFORMED, AgentError, AgentGoneError
+from memckpt.protocol import peer_job, recovery, replication, status, storing, trainer
+from memckpt.protocol.audit import AgentToAuditor, AuditorToAgent
 from memckpt.protocol.descriptors import readable, writable
-from memckpt.protocol.messages import (
-    AgentToAuditor,
-    AgentToReplicator,
-    AgentToTrainer,
-    AgentToWriter,
-    AuditorToAgent,
-    Message,
-    ReplicatorToAgent,
-    TrainerToAgent,
-    WriterToAgent,
+from memckpt.protocol.storing import AgentToWriter, WriterToAgent
+
+#: What trainers and visitors, such as the command line, say to an agent.
+TrainerToAgent = (
+    peer_job.TrainerToAgent | recovery.TrainerToAgent | status.TrainerToAgent | storing.TrainerToAgent
+    | trainer.TrainerToAgent
+)  # fmt: skip
+#: What an agent says to trainers and visitors.
+AgentToTrainer = (
+    peer_job.AgentToTrainer | recovery.AgentToTrainer | replication.AgentToTrainer | status.AgentToTrainer
+    | storing.AgentToTrainer | trainer.AgentToTrainer
+)  # fmt: skip
+#: What an agent says to its replicator, and the replicator to its agent.
+AgentToReplicator = peer_job.AgentToReplicator | recovery.AgentToReplicator | replication.AgentToReplicator
+ReplicatorToAgent = (
+    peer_job.ReplicatorToAgent | recovery.ReplicatorToAgent | replication.ReplicatorToAgent | status.ReplicatorToAgent
 )
+#: Any of these, as a channel decodes them.
+Message = (
+    TrainerToAgent | AgentToTrainer | AgentToWriter | WriterToAgent | AgentToAuditor | AuditorToAgent
+    | AgentToReplicator | ReplicatorToAgent
+)  # fmt: skip
+
 
 INLINE_BYTES = 64 << 10
 _MAX_FDS = 8

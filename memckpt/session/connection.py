@@ -24,9 +24,8 @@ from memckpt.memory.region import GenerationRegions, Region
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.launch import spawn_agent
-from memckpt.protocol.channel import TrainerChannel, encode
+from memckpt.protocol.channel import AgentToTrainer, TrainerChannel, TrainerToAgent, encode
 from memckpt.protocol.descriptors import readable, writable
-from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.recovery import Recovered, RecoveryProgress
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import Status, StatusRequest, StopRequest

@@ -18,7 +18,7 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.launch import user_search_path
-from memckpt.protocol.messages import TrainerToAgent
+from memckpt.protocol.channel import TrainerToAgent
 from memckpt.protocol.peer_job import AskPhases, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
 from memckpt.protocol.status import MetricsSettings

@@ -16,8 +16,7 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import TrainerHandle
 from memckpt.processes.event_loop import EventLoop
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Channel, Message
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import Commit, Goodbye, Launcher, Leaving, Protected
 

@@ -25,7 +25,7 @@ from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.recovery import FromNode, WantedState
 from memckpt.protocol.storing import Append, LogRecord, OpenLog
 from memckpt.protocol.trainer import Commit, GenerationCommit

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memckpt.memory.generation import Generation, make_generation
 from memckpt.memory.region import Allowance
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at

@@ -15,7 +15,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.memory.generation import Generation
 from memckpt.memory.region import Region
 from memckpt.processes.attempt import Attempt, TrainerHandle
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.trainer import (
     Commit,
     Gap,

@@ -11,7 +11,7 @@ import torch
 from memckpt.errors import AgentError
 from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state import codec
 from memckpt.state.optimizers import attributes, hyperparameters

@@ -13,8 +13,7 @@ from memckpt.agent.saving.record_log import RecordLog
 from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Channel, Message
 from memckpt.protocol.storing import (
     Append,
     Appended,

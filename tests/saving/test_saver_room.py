@@ -13,7 +13,7 @@ from memckpt.agent.saving import jobs, record_log, run_storage, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.agent.saving.writer import record_writer as records
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.storing import Appended, LookForRoom, OpenLog, Room, Save, SaveFailed
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from memckpt.config import AgentConfig
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Channel, Message
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Goodbye, HoldingOn, Leaving, OthersStay
 from memckpt.session import connection

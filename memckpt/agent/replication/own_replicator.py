@@ -13,7 +13,7 @@ from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import ReplicatorProcess
-from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
+from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peer_job import Listen, Listening
 from memckpt.protocol.replication import (
     Drain,

@@ -18,7 +18,7 @@ from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.memory.phases import PhasesPage
 from memckpt.processes.event_loop import EventLoop
-from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
+from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PhasesAre
 from memckpt.protocol.recovery import (
     BadSourceSeen,

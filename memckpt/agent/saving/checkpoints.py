@@ -17,7 +17,7 @@ from memckpt.agent.saving.snapshots import Export, Peers, Run, Snapshot, Snapsho
 from memckpt.errors import MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.storing import Saved, SaveFailed
 
 _log = logging.getLogger("memckpt.agent")

@@ -16,7 +16,7 @@ from memckpt.config import StorageConfig, StorageMode
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.status import StorageStatus
 from memckpt.protocol.storing import Appended, Logged, Room, Save, Saved, SaveFailed
 from memckpt.state.layout import Layout

@@ -26,7 +26,7 @@ from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
+from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.status import StorageStatus
 from memckpt.protocol.storing import (
     Announce,
@@ -37,6 +37,7 @@ from memckpt.protocol.storing import (
     Room,
     Saved,
     SaveFailed,
+    WriterToAgent,
 )
 from memckpt.protocol.trainer import Observed
 from memckpt.state.records import Timeline

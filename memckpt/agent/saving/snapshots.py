@@ -16,7 +16,7 @@ from memckpt.memory.budget import check_budget
 from memckpt.memory.generation import Generation
 from memckpt.memory.redo_news import ReplicaCopied
 from memckpt.memory.region import Region
-from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken, TakeSnapshot
 
 _log = logging.getLogger("memckpt.agent")

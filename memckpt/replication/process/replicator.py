@@ -16,8 +16,7 @@ from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
-from memckpt.protocol.channel import ReplicatorChannel
-from memckpt.protocol.messages import AgentToReplicator
+from memckpt.protocol.channel import AgentToReplicator, ReplicatorChannel
 from memckpt.protocol.peer_job import Join, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Describe, Fill, FromFragments
 from memckpt.protocol.replication import (

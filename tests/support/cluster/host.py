@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memckpt.journal.events import AnyEvent
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 
 
 class QuietHost:

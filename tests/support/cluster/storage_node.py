@@ -20,7 +20,7 @@ from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.attempt import Attempt
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.storing import (
     Append,
     OpenLog,

@@ -8,7 +8,7 @@ from typing import Any, cast
 from memckpt.agent.saving.saver import Saver
 from memckpt.config import StorageConfig
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Message
 from memckpt.protocol.storing import (
     Save,
     Saved,
