@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,17 +77,17 @@ def auditing_of(watched: _Watched, monkeypatch: pytest.MonkeyPatch) -> tuple[Aud
     return auditing, process, found
 
 
-def watched_piece(metas: Callable[[int], bytes | None]) -> tuple[_Watched, Piece]:
+def watched_piece(metas: dict[int, bytes]) -> tuple[_Watched, Piece]:
     piece = Piece(0, 0, 4, 0, 16)
     layout = SimpleNamespace(state_bytes=64, due=lambda record: [piece])
     generation: Any = SimpleNamespace(
-        number=3, base=0, spec=SimpleNamespace(period=4), layout=layout, ledger=SimpleNamespace(meta_of=metas)
+        number=3, base=0, spec=SimpleNamespace(period=4), layout=layout, ledger=SimpleNamespace(metas=metas)
     )
     return _Watched(7, generation, False, frozenset({(0, 0)}), hurried=True, known=True), piece
 
 
 def test_audits_that_it_is_too_late_for_are_ended_and_due_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched, piece = watched_piece(lambda record: None)
+    watched, piece = watched_piece({})
     auditing, process, found = auditing_of(watched, monkeypatch)
     watched.began, watched.sent, watched.running = 1, 12, {12: [piece]}
     auditing._go_on(watched, 20)
@@ -102,7 +101,7 @@ def test_audits_that_it_is_too_late_for_are_ended_and_due_again(monkeypatch: pyt
 
 
 def test_a_redo_that_raises_is_a_finding_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched, piece = watched_piece(lambda record: b"meta")
+    watched, piece = watched_piece(dict.fromkeys(range(20), b"meta"))
     auditing, _, found = auditing_of(watched, monkeypatch)
     watched.running = {12: [piece]}
     auditing._received(Audited(7, 12, 0.0, tensor="weight", ulp=math.inf, problem="KeyError: 'exp_avg'"))

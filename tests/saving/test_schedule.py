@@ -64,7 +64,7 @@ class Run:
             self.schedule.pace.add_record(self.newest, self.clock.now)
 
     def due(self, lead: int = 2, unbased: bool = False) -> int | None:
-        ledger = SimpleNamespace(step_of=lambda record: record + self.offset)
+        ledger = SimpleNamespace(steps={self.newest: self.newest + self.offset})
         held = SimpleNamespace(spec=self.spec, newest=self.newest, ledger=ledger)
         attempt = Steps("n", self.spec.world_size, self.spec.local_ranks, at=self.newest)
         return self.schedule.due_record(cast(Generation, held), attempt, lead, unbased)
@@ -125,7 +125,7 @@ def test_by_steps_no_checkpoint_is_forgotten_on_any_node(offset: int, every: int
 
 def test_by_steps_a_record_without_a_known_step_counts_as_its_own_number(clock: Clock) -> None:
     run = Run(clock, newest=7, every_steps=5)
-    held = SimpleNamespace(spec=LONE, newest=7, ledger=SimpleNamespace(step_of=lambda record: None))
+    held = SimpleNamespace(spec=LONE, newest=7, ledger=SimpleNamespace(steps={}))
     attempt = Steps("n", 1, (0,), at=7)
     assert run.schedule.due_record(cast(Generation, held), attempt, 2, False) == 10
 
