@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memckpt.config import MemckptConfig
+from memckpt.config import CompressionConfig, MemckptConfig
 from memckpt.config.settings import KIND, to_mapping, variant_name
 
 
@@ -69,8 +69,8 @@ def as_python(config: MemckptConfig) -> str:
     """The configuration as Python: imports, and one assignment."""
     found: set[type] = set()
     call = _call(config, MemckptConfig(), found, "")
-    own = sorted(kind.__name__ for kind in found if not kind.__module__.endswith(".compression"))
-    compressors = sorted(kind.__name__ for kind in found if kind.__module__.endswith(".compression"))
+    own = sorted(kind.__name__ for kind in found if not issubclass(kind, CompressionConfig))
+    compressors = sorted(kind.__name__ for kind in found if issubclass(kind, CompressionConfig))
     lines = [f"from memckpt import {', '.join(own)}"]
     if compressors:
         lines.append(f"from memckpt.compression import {', '.join(compressors)}")
