@@ -316,7 +316,7 @@ class MemckptConfig(Checked):
     tuning: TuningChoice = "auto"
     overhead_budget: Share = 0.03
     audit_budget: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    mtbf_seconds: Annotated[float, Meta(ge=1, le=3_200_000_000)] | None = None
+    mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)] | None = None
     accept_changes: bool = False
     log_metrics: bool = True
 
