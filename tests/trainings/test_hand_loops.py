@@ -196,6 +196,26 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
     assert "the loop took 2 batches before its first commit and 1 before each later one" in in_child(lab, body)
 
 
+def test_a_loop_that_fetches_ahead_of_several_batches_a_commit_is_told_at_first(lab: Lab) -> None:
+    def body(dies: tuple[str, int] | None) -> None:
+        process = Process(lab.run_dir, lab.directory / "found", dies, "off")
+        batches = _forever(process.session.loader(make("shuffle", NONE)))
+        report = process.session.restore()
+        assert report is None or "may have waited for the next step" in report.reasons[0]
+        following = next(batches)
+        for step in range(4):
+            batch, following = following, next(batches)
+            process.backward(f"step {step}", batch)
+            process.step()
+            if step % 2:
+                process.session.commit()
+                process.at("committed")
+        process.session.close()
+
+    in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
+    in_child(lab, lambda: body(None))
+
+
 @pytest.mark.parametrize(("kill", "said"), [(2, "may have waited for the next step"), (4, "not always as many")])
 def test_a_loop_that_fetches_ahead_and_leaves_a_batch_out_is_told(lab: Lab, kill: int, said: str) -> None:
     def body(dies: tuple[str, int] | None) -> None:

@@ -15,7 +15,7 @@ _UNCLEAR = (
     "again, as a loop needs it that fetches ahead of its steps; if yours left some out, it trains them twice"
 )
 _AMBIGUOUS = (
-    "when the training died, its loop had taken {0} batches for each commit, of which the last one may have waited for "
+    "when the training died, its loop had taken {0} batches for each commit, of which the last may have waited for "
     "the next step; the third commit tells, and none had come"
 )
 _IRREGULAR = (
@@ -91,15 +91,15 @@ class Prefetch:
 
     def _learn(self, since: int) -> None:
         alive = sum(each() is not None for each in self._batches)
-        both = since == 2 and alive >= 2  # fetched ahead, or accumulated out of a list
+        waits = since >= 2 and alive >= 2  # fetched ahead, or accumulated out of a list
         if not self._first:
             self._first = since
             self._seen_alive = alive >= 2
             if since == 1:
                 self.depth = 0
-            self.ahead = int(both)
-            self._unclear = _AMBIGUOUS.format(since) if both else ""
-        elif both and self._first == since and not self._taken:
+            self.ahead = int(waits)
+            self._unclear = _AMBIGUOUS.format(since) if waits else ""
+        elif waits and self._first == since and not self._taken:
             self._taken, self._commits = 2 * since, 2  # a loop that fetches ahead may have left out a batch
             self.ahead = 0
         elif since:
