@@ -56,27 +56,17 @@ def _all_pieces(spec: StateSpec, layout: Layout, accelerated: bool) -> frozenset
 
 @dataclass
 class _Watched:
-    """A generation that is audited.
+    """A generation that is audited."""
 
-    Attributes:
-        key: that the auditor knows it by.
-        pieces: that can be audited, each by parameter and first element.
-        hurried: whether the first round is on, in which audits follow each other without a pause.
-        began: newest record when that began; None: it has not.
-        due: pieces that this round has still to audit.
-        running: audits on their way, by the record whose anchors they begin with.
-        sent: newest record whose scalars the auditor has.
-    """
-
-    key: int
+    key: int  #: that the auditor knows it by
     generation: Generation
     accelerated: bool
-    pieces: frozenset[tuple[int, int]]
-    hurried: bool
-    began: int | None = None
-    due: set[tuple[int, int]] = field(default_factory=set)
-    running: dict[int, list[Piece]] = field(default_factory=dict)
-    sent: int = 0
+    pieces: frozenset[tuple[int, int]]  #: that can be audited, each by parameter and first element
+    hurried: bool  #: whether the first round is on, in which audits follow each other without a pause
+    began: int | None = None  #: newest record when that began
+    due: set[tuple[int, int]] = field(default_factory=set)  #: pieces that this round has still to audit
+    running: dict[int, list[Piece]] = field(default_factory=dict)  #: by the record whose anchors they begin with
+    sent: int = 0  #: newest record whose scalars the auditor has
     seen: int = 0
     known: bool = False
 
@@ -84,9 +74,7 @@ class _Watched:
 class Auditing:
     """Belongs to the agent's event loop. Owns the auditor's process; :meth:`close` it.
 
-    Args:
-        loop: the agent's.
-        found: called with the ranks of a group, and what differs in its newest generation.
+    `found` is called with the ranks of a group, and what differs in its newest generation.
     """
 
     def __init__(self, loop: EventLoop, found: Callable[[RankGroup, Drift], None]) -> None:
@@ -114,19 +102,19 @@ class Auditing:
         return AuditStatus(self._pieces, self._record, self._findings, self._cpu_seconds, self._late, self._problem)
 
     def configure(self, message: Configure) -> None:
-        """What the attempt's configuration says."""
+        """Take the attempt's configuration."""
         self._share, self._settings = message.audit, message
         if not self._share:
             self.close()
 
     def drop_group(self, ranks: RankGroup) -> None:
-        """The slots of these ranks are about to be let go of, or to be written by another attempt."""
+        """Audit the slots of these ranks no more: they are about to be dropped, or written by another attempt."""
         watched = self._watched.pop(ranks, None)
         if watched is not None and watched.known:
             self._send(ForgetAudits(watched.key))
 
     def committed(self, group: Group, accelerated: bool) -> None:
-        """Something of a group is committed: audits may begin, and may go on."""
+        """Begin audits of a group that has committed something, or go on with them."""
         generation = group.held
         watched = self._watched.get(group.ranks)
         if watched is not None and watched.generation is not generation:
@@ -194,14 +182,9 @@ class Auditing:
         told, fds = None, []
         if not watched.known:
             watched.known, fds = True, [generation.regions.slots.fd]
-            settings = self._settings
+            ours, number, spec = self._settings, generation.number, generation.spec
             told = AuditedGeneration(
-                generation.number,
-                generation.spec,
-                watched.accelerated,
-                settings.arithmetic,
-                settings.compute_threads,
-                settings.search_path,
+                number, spec, watched.accelerated, ours.arithmetic, ours.compute_threads, ours.search_path
             )
         names = tuple((piece.param, piece.start) for piece in pieces)
         self._send(Audit(watched.key, metas, first if pieces else None, names, told), fds)
@@ -280,15 +263,8 @@ class Auditing:
         self._record = last - 1
         if message.tensor:
             self._findings += 1
-            drift = Drift(
-                last,
-                message.ulp,
-                message.tensor,
-                watched.generation.number,
-                message.first,
-                sure=True,
-                problem=message.problem,
-            )
+            number = watched.generation.number
+            drift = Drift(last, message.ulp, message.tensor, number, message.first, sure=True, problem=message.problem)
             self._found(ranks, drift)
 
     def _ended(self, reason: str) -> None:

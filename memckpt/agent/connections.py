@@ -36,14 +36,10 @@ class Connection:
 
 
 class Connections:
-    """All of one agent's.
+    """All connections of an agent.
 
-    Args:
-        address: where it listens.
-        loop: the agent's.
-        handle: called with each message that arrives. A MemckptError from it is sent back as a refusal; after an
-            AgentError the connection ends, too.
-        left: called with each trainer whose connection has ended.
+    `handle` gets each message that arrives. A MemckptError from it is sent back as a refusal; after an AgentError the
+    connection ends, too. `left` gets each trainer whose connection has ended.
     """
 
     def __init__(
@@ -95,11 +91,11 @@ class Connections:
         return self._listener is not None
 
     def stop_listening(self) -> None:
-        """From here on a trainer that looks for an agent starts another one."""
+        """Answer no more: from here on a trainer that looks for an agent starts another one."""
         if self._listener is None:
             return
         address, serving = self.address, self._listener.serving
-        # The file goes first: as long as it names this process, whoever reads it gets through.
+        # The file goes first: as long as it names this process, its readers get through.
         try:
             with contextlib.ExitStack() as stack:
                 try:
@@ -111,10 +107,6 @@ class Connections:
         except (AgentError, OSError) as error:  # what it holds still has to be saved
             _log.error("the run directory still names this agent, which answers no more: %s", error)
         finally:
-            self._close_listener()
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
             self._forget_listener()
             self._listener.close()
             self._listener = None
@@ -152,9 +144,8 @@ class Connections:
             return
         pid, uid = peer(sock)
         if uid != os.getuid() or pid == 0:
-            _log.warning(
-                "refused a connection of uid %d, pid %d: expected this user's process, in this PID namespace", uid, pid
-            )
+            expected = "expected this user's process, in this PID namespace"
+            _log.warning("refused a connection of uid %d, pid %d: %s", uid, pid, expected)
             sock.close()
             return
         try:
@@ -174,7 +165,7 @@ class Connections:
         self._loop.attend(process, lambda: self._died(connection))
 
     def _note_refusal(self, error: OSError) -> None:
-        """Log why nobody can connect, once in a row: the loop may come here again at once."""
+        """Log why no connection is accepted, once in a row: the loop may come here again at once."""
         if str(error) != self._refusal:
             self._refusal = str(error)
             _log.error("a connection cannot be accepted: %s", error)
@@ -192,7 +183,7 @@ class Connections:
             self._left(connection)
 
     def _died(self, connection: Connection) -> None:
-        """The trainer is dead: read what it had sent (no end of file may come), then let go of it."""
+        """Read what a dead trainer had sent (no end of file may come), then drop it."""
         self.read(connection)
         self.drop(connection)
 

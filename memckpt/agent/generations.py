@@ -19,22 +19,17 @@ _log = logging.getLogger("memckpt.agent")
 class HeldGenerations:
     """Belongs to the agent's event loop. Owns the generations; iterating yields them, oldest first.
 
-    Args:
-        ranks: whose they are.
-        forget: called with a generation that ceases to be the newest.
-
-    Attributes:
-        newest: None while nothing is held.
-        before: those before it, oldest first, until it is known that every rank of the job has got past them: a rank
-            that is killed while it writes a generation leaves only what it had before, and all go back to that.
-        redo_limit: the record up to which peers let redo go on; None: as far as it likes.
+    `forget` is called with a generation that ceases to be the newest.
     """
 
     def __init__(self, ranks: RankGroup, forget: Callable[[Generation], None]) -> None:
         self._ranks = ranks
         self._forget = forget
         self.newest: Generation | None = None
+        #: Those before it, oldest first, until every rank of the job is known to have got past them: a rank that is
+        #: killed while it writes a generation leaves only what it had before, and all go back to that.
         self.before: list[Generation] = []
+        #: The record up to which peers let redo go on; None: as far as it likes.
         self.redo_limit: int | None = None
 
     def __iter__(self) -> Iterator[Generation]:
@@ -71,11 +66,7 @@ class HeldGenerations:
         return generation.why_not_repeated(record) if generation is not None else f"record {record} is not held"
 
     def stand_at(self, record: int, behind: int = 0) -> Generation:
-        """Go back to a record that can be produced; later records are dropped.
-
-        Args:
-            behind: by how many records the replica stays behind it.
-        """
+        """Go back to a record that can be produced, and drop later ones; the replica stays `behind` it."""
         generation = self.able_to_produce(record)
         if generation is not self.newest:
             _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
@@ -131,7 +122,7 @@ class HeldGenerations:
             self.drop_passed(self.newest.newest)
 
     def drop_passed(self, record: int) -> None:
-        """The group's ranks have got to `record`: let go of generations that nobody in the job can need any more.
+        """Drop generations that no rank of the job can need any more, once the group's ranks have got to `record`.
 
         They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
         where it could not stage it and begins a generation with the next; then the job goes back to the one before.

@@ -15,19 +15,7 @@ _ORPHAN_SECONDS = 120.0
 class Lifetime:
     """Belongs to the agent's event loop.
 
-    Args:
-        groups: what it holds.
-        host: the agent.
-        linger_seconds: how long it holds the state with no trainer.
-        by_operator: as for the agent.
-        clock: monotonic, in seconds.
-
-    Attributes:
-        started: when it did, by the clock.
-        idle_since: since when no trainer is here; None while one is, or is awaited.
-        over: why it ends; None as long as it does not.
-        finishing: training has finished, and its final step has to be in storage first, whatever time that takes.
-        linger_seconds: as above; an attempt may bring its own.
+    `linger_seconds` is how long the agent holds the state with no trainer; an attempt may bring its own.
     """
 
     def __init__(
@@ -44,8 +32,11 @@ class Lifetime:
         self.linger_seconds = linger_seconds
         self.by_operator = by_operator
         self.started = clock()
+        #: Since when no trainer is here; None while one is, or is awaited.
         self.idle_since: float | None = self.started
+        #: Why the agent ends; None as long as it does not.
         self.over: str | None = None
+        #: Training has finished, and its final step has to be in storage first, whatever time that takes.
         self.finishing = False
         self._had_attempt = False
         #: Why it ends as soon as what it holds is in storage; None: it stays.
@@ -56,15 +47,15 @@ class Lifetime:
     # What happens
 
     def trainer_came(self) -> None:
-        """A trainer is here, or waits until others are dead."""
+        """Note that a trainer is here, or waits until others are dead."""
         self.idle_since = None
 
     def trainers_left(self) -> None:
-        """The last trainer has gone."""
+        """Note that the last trainer has gone."""
         self.idle_since = self._clock()
 
     def begin_attempt(self, first: bool) -> None:
-        """Trainers of a new attempt have come: who was about to end stays for them, unless the end was ordered."""
+        """Stay for the trainers of a new attempt, unless the end was ordered."""
         self._had_attempt = True
         if not first and not self._ordered:
             self.over = self._over_when_saved = None
@@ -74,17 +65,15 @@ class Lifetime:
     def end_when_saved(self, reason: str, finishing: bool = False, ordered: bool = False) -> None:
         """End as soon as what is held is in storage.
 
-        Args:
-            reason: why.
-            finishing: training has finished: then that may take any time.
-            ordered: somebody wants the end: it comes with the grace period, whether training finishes meanwhile or not.
+        `finishing`: training has finished: then that may take any time. `ordered`: the end comes with the grace period,
+        whether training finishes meanwhile or not.
         """
         self._ordered = self._ordered or ordered
         self._over_when_saved, self.finishing = reason, finishing and not self._ordered
         self._save(as_checkpoint=finishing)
 
     def checkpoint_failed(self) -> bool:
-        """What is held is not in storage after all, and is tried again; whether trainers that have finished wait."""
+        """Try again what is not in storage after all; returns whether trainers that have finished wait for it."""
         if not self._saved_alone:
             return False
         self._saved_alone = False

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 
-from memckpt.agent.saving.writer.complaints import Complaints
+from memckpt.agent.saving.writer.record_writer import Complaints
 from memckpt.errors import (
     MALFORMED,
     AgentError,
@@ -113,7 +113,7 @@ def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
 
 
 def save(job: Save, regions: list[Region]) -> Saved:
-    """Write and verify a part of a checkpoint; let go of what retention no longer keeps."""
+    """Write and verify a part of a checkpoint; delete what retention no longer keeps."""
     started, cpu = time.perf_counter(), time.process_time()
     store = open_store(job.url, job.witness)
     layout = Layout(job.spec)
@@ -144,9 +144,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
 def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
     """Make room for a part, and write it.
 
-    Raises:
-        StorageFullError: there is no room.
-        ForeignStateError: a part of other ranks is there under the same name.
+    Raises StorageFullError where there is no room, ForeignStateError where other ranks' part has the same name.
     """
     _refuse_other_ranks(store, job.part)
     what = f"step {job.part.step}"
@@ -236,12 +234,7 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
 
 
 def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
-    """The catalog of the part's run.
-
-    Raises:
-        ForeignStateError: the store is another's.
-        StorageAwayError: it is not there.
-    """
+    """The catalog of the part's run; ForeignStateError: the store is another run's. StorageAwayError: it is away."""
     catalog = read_catalog(store, _known.setdefault(store.url, {}))
     refuse_other(store.url, catalog.owner, part.run)
     if witness and not catalog.claimed and CLAIM not in catalog.damaged:
@@ -270,11 +263,7 @@ def _claimed_by(store: Store) -> str:
 
 
 def _refuse_other_ranks(store: Store, part: Part) -> None:
-    """See that no committed part of other ranks is replaced.
-
-    Raises:
-        ForeignStateError: it would be.
-    """
+    """See that no committed part of other ranks is replaced; else raise ForeignStateError."""
     path = part.commit_path
     if path not in store.find(path.rpartition("/")[0]):
         return
@@ -310,10 +299,7 @@ def _is_last(store: Store, part: Part) -> bool:
 
 
 class Untidy:
-    """Refusals while tidying up, in words: the first one, and the number of others.
-
-    A refusal inside ``with`` is counted, and the rest goes on.
-    """
+    """Refusals while tidying up: one inside ``with`` is counted, and the rest goes on. Its text is the first."""
 
     def __init__(self) -> None:
         self._first = ""

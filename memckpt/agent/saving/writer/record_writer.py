@@ -1,7 +1,7 @@
 """The writer of records: from an agent's slots into batches in a store. Needs no torch.
 
-Nobody waits for it. A slot may be filled anew while it is being copied; its stamps, checked before and after, say
-whether the copy is good. A record that could not be copied leaves a hole, and the log goes on behind it.
+Training does not wait for it. A slot may be filled anew while it is being copied; its stamps, checked before and after,
+say whether the copy is good. A record that could not be copied leaves a hole, and the log goes on behind it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from memckpt.agent.saving.writer.complaints import Complaints
 from memckpt.errors import AgentError, DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
@@ -28,9 +27,30 @@ from memckpt.storage.retention import no_room
 from memckpt.storage.urls import open_store
 
 _log = logging.getLogger("memckpt.writer")
-_complaints = Complaints(_log)
 #: The longest time between two looks for room, in seconds.
 _ROOM_SECONDS = 10.0
+
+
+class Complaints:
+    """Log of the failures of one kind of work: one traceback for each new one."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._last: object = None
+
+    def log_failure(self, what: str, error: BaseException) -> None:
+        """Log an error that is being handled; `what` has failed, in words."""
+        cause = error.__cause__
+        kind = (type(error), type(cause), getattr(cause, "errno", None))
+        self._log.error("%s: %s: %s", what, type(error).__name__, error, exc_info=kind != self._last)
+        self._last = kind
+
+    def reset(self) -> None:
+        """Take the next failure for a new one: the work has succeeded."""
+        self._last = None
+
+
+_complaints = Complaints(_log)
 
 
 def serve(channel: WriterChannel) -> None:
@@ -66,12 +86,9 @@ class _Taken:
 
 
 class RecordWriter:
-    """Writes the records of one generation on one timeline. Owns the region; :meth:`close` it.
+    """Writes the records of one generation on one timeline. Owns the region of its slots; :meth:`close` it.
 
-    Args:
-        opened: the agent's terms.
-        slots: the region with the records.
-        hole: an earlier loss, to be reported with the first answer.
+    `hole` is an earlier loss, to be reported with the first answer.
     """
 
     def __init__(self, opened: OpenLog, slots: Region, hole: str = "") -> None:
@@ -102,22 +119,11 @@ class RecordWriter:
                 self._not_before = float("-inf")
                 nbytes += self._write_if_there_is_room()
         except (MemckptError, OSError, MemoryError) as error:
-            if not self._short:
-                _complaints.log_failure("a batch of records was not written", error)
-            self._lose(f"{type(error).__name__}: {error}")
+            self._lose_to(error)
         hole, late, self._hole, self._late = self._hole, self._late, "", False
-        written = self._written
-        return Appended(
-            self._last,
-            written.record if written is not None else None,
-            written.step if written is not None else 0,
-            nbytes,
-            time.perf_counter() - started,
-            hole,
-            self._short,
-            self._batch_size.records,
-            late,
-        )
+        newest, step = (self._written.record, self._written.step) if self._written is not None else (None, 0)
+        seconds = time.perf_counter() - started
+        return Appended(self._last, newest, step, nbytes, seconds, hole, self._short, self._batch_size.records, late)
 
     def seconds_left(self) -> float | None:
         """Seconds until the oldest taken record has waited long enough; None while there is none."""
@@ -132,15 +138,12 @@ class RecordWriter:
             try:
                 self._write_if_there_is_room()
             except (MemckptError, OSError, MemoryError) as error:
-                if not self._short:
-                    _complaints.log_failure("a batch of records was not written", error)
-                self._lose(f"{type(error).__name__}: {error}")
+                self._lose_to(error)
 
     def _write_if_there_is_room(self) -> int:
         """Write the taken records as one batch, if the storage has room; returns its bytes.
 
-        Raises:
-            StorageError: there is no room, or the storage is away, and there is no memory to wait in.
+        Raises StorageError where there is no room, or the storage is away, and there is no memory to wait in.
         """
         if time.monotonic() >= self._not_before:
             try:
@@ -166,7 +169,9 @@ class RecordWriter:
             self._check(record.record)
         except DamagedStateError as error:
             self._late = not self._hole
-            return nbytes + self._write_before_hole(f"it is not logged in time: {error}")
+            nbytes += self._write() if self._taken else 0
+            self._lose(f"it is not logged in time: {error}")
+            return nbytes
         self._taken.append(_Taken(copy, record, time.monotonic()))
         self._last = record.record
         held = sum(taken.copy.nbytes for taken in self._taken)
@@ -179,10 +184,11 @@ class RecordWriter:
         self._ring.check(record, self._opened.spec.local_ranks)
         self._ring.check_by_value(record, self._opened.spec.local_ranks)
 
-    def _write_before_hole(self, reason: str) -> int:
-        nbytes = self._write() if self._taken else 0
-        self._lose(reason)
-        return nbytes
+    def _lose_to(self, error: BaseException) -> None:
+        """Lose the taken records to an error that is being handled."""
+        if not self._short:
+            _complaints.log_failure("a batch of records was not written", error)
+        self._lose(f"{type(error).__name__}: {error}")
 
     def _lose(self, reason: str) -> None:
         self._hole = self._hole or reason
@@ -262,11 +268,8 @@ class BatchSize:
     """As few records as leave the writer idle for 95% of the time, and a second between batches.
 
     A crash costs few steps then. Batches of b records are written every b steps, and take a time that depends little on
-    b: flushes of files and directories. LowDiff (section IV-B) weighs the same two.
-
-    Args:
-        most: the largest number, also before anything is measured: a writer that falls behind leaves a hole.
-        fixed: whether it is always `most`.
+    b: flushes of files and directories. LowDiff (section IV-B) weighs the same two. `most` is the largest number, also
+    before anything is measured: a writer that falls behind leaves a hole.
     """
 
     def __init__(self, most: int, fixed: bool) -> None:
@@ -278,13 +281,7 @@ class BatchSize:
         self._last: float | None = None
 
     def wrote(self, records: int, seconds: float, now: float) -> None:
-        """Note a batch that has been written.
-
-        Args:
-            records: its records.
-            seconds: time that writing took.
-            now: time when that was over, in seconds.
-        """
+        """Note a batch of records, whose writing took `seconds` until `now`."""
         self._writes.append(seconds)
         if self._last is not None:
             self._intervals.append((now - self._last) / records)
