@@ -42,18 +42,9 @@ _log = logging.getLogger("memckpt.agent")
 
 
 class Group:
-    """Belongs to the agent's event loop. Owns its generations and its saver; :meth:`close` it.
+    """Belongs to the agent's event loop. Owns its complete generations and its saver; :meth:`close` it.
 
-    Args:
-        node: the node's name.
-        ranks: which share it.
-        name: what its parts of a checkpoint are called.
-        host: the agent.
-        siblings: the other groups of the node.
-
-    Attributes:
-        generations: those that are complete.
-        saver: their way to storage.
+    `name` is that of its parts of a checkpoint.
     """
 
     def __init__(self, node: str, ranks: RankGroup, name: str, host: Host, siblings: Siblings) -> None:
@@ -67,21 +58,11 @@ class Group:
         self._resumed: ResumedState | None = None
         self._wanted = SlotsWanted()
         self._history: tuple[Branch, ...] = ()
-        self.saver = Saver(
-            name,
-            lambda message, fd: self._tell_trainers(message, fd=fd),
-            self._tell_trainers,
-            host.start_writer,
-            host.checkpoint_failed,
-            lambda record: siblings.announce(ranks, record),
-            siblings.hurry,
-            host.note_event,
-        )
+        self.saver = Saver(name, ranks, host, siblings)
         self.generations = HeldGenerations(ranks, self.saver.drop_generation)
 
-    def _tell_trainers(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
-        """Send a message to the trainers of these ranks."""
-        self._host.tell_ranks(self.ranks, message, besides=besides, fd=fd)
+    def _tell_trainers(self, message: AgentToTrainer, besides: int | None = None) -> None:
+        self._host.tell_ranks(self.ranks, message, besides=besides)
 
     def _beside(self) -> int:
         return self._siblings.bytes_beside(self.ranks)
@@ -108,7 +89,7 @@ class Group:
         self._pending.drop_generation()
 
     def begin_attempt(self) -> None:
-        """The trainers of the last attempt are dead, and all that they had sent is read."""
+        """Prepare for new trainers: those of the last attempt are dead, and all that they had sent is read."""
         self.saver.abort()
         if self._pending.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
@@ -117,17 +98,11 @@ class Group:
         self._wanted.clear()
 
     def inventory(self, fingerprint: tuple[str, ...] | None) -> HeldRecords:
-        """Its part of what the recovery plan is made from.
-
-        Args:
-            fingerprint: of a rank that holds the same tensors; None: there is none to compare with.
-        """
+        """Its part of the recovery plan; `fingerprint` is of a rank that holds the same tensors, where there is one."""
         held = self.held
-        if held is None:
-            return HeldRecords(node=self._node, ranks=self.ranks)
-        difference = held.spec.difference(fingerprint) if fingerprint is not None else None
-        if difference is not None:
-            return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
+        difference = held.spec.difference(fingerprint) if held is not None and fingerprint is not None else None
+        if held is None or difference is not None:
+            return HeldRecords(node=self._node, ranks=self.ranks, problem=difference or "")
         steps = {record: one.ledger.steps.get(record, 0) for record, one in self.generations.standing_still().items()}
         return describe(held.spec, self._node, self.ranks, self._history, steps, held.common)
 
@@ -145,7 +120,7 @@ class Group:
         return generation
 
     def _bring_together(self, record: int, differing: Difference) -> None:
-        """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.
+        """Order one generation of ranks that are about to begin differing ones, of which none could be complete.
 
         The rank that has just asked waits for its answer, and no other one gets past the next record without it.
         """
@@ -162,7 +137,7 @@ class Group:
         self._tell_trainers(Gap(reason))
 
     def discard(self) -> None:
-        """What is held is not wanted any more."""
+        """Drop what is held."""
         self.generations.drop_all()
         self._resumed, self._history = None, ()
         self.saver.begin_anew()
@@ -173,7 +148,8 @@ class Group:
         if self._resumed is None or record < self._resumed.record:
             if self._history and self._history[-1].timeline == message.timeline:
                 self._history = self._history[:-1]
-            self._resumed = self._go_back(record, message.repeat)
+            self._resumed = ResumedState(self.generations.able_to_produce(record), record, message.repeat)
+            self.generations.stand_at(record, self._resumed.behind)
             self.saver.resumed(record, timeline_of(self._history, record))
             self._history = branch_off(self._history, record, message.timeline)
             _log.info("ranks %s resume at record %d", list(self.ranks), record)
@@ -181,13 +157,8 @@ class Group:
             raise AgentError(f"ranks of one node resume at different records: {self._resumed.record} and {record}")
         return self.held, self._resumed.prepared()
 
-    def _go_back(self, record: int, repeat: bool) -> ResumedState:
-        resumed = ResumedState(self.generations.able_to_produce(record), record, repeat)
-        self.generations.stand_at(record, resumed.behind)
-        return resumed
-
     def advance(self, rank: int, message: Advance) -> Advanced | None:
-        """A rank does not need the state before the resumed record any more; the answer once no rank does."""
+        """Note that a rank needs the state before the resumed record no more; the answer once no rank does."""
         if self._resumed is None or self.held is None:
             raise AgentError(f"expected to have been resumed, found a wish to advance to record {message.record}")
         return self._resumed.advance(rank, message.record)
@@ -195,10 +166,9 @@ class Group:
     # What peers have given back
 
     def make_room_for(self, spec: StateSpec, budget: int | None) -> Generation:
-        """Room for a state that is fetched from peers. What is held stays until that is here, if both fit.
+        """Make room for a state that is fetched from peers. What is held stays until that is here, if both fit.
 
-        Raises:
-            MemoryBudgetError: there is none.
+        Raises MemoryBudgetError where it does not fit.
         """
         number = self._pending.next_number()
 
@@ -215,14 +185,14 @@ class Group:
             return make()
 
     def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
-        """What was fetched is held from now on, in the place of what was."""
+        """Hold what was fetched in the place of what was held."""
         self.generations.take_over(generation)
         self._history = history
 
     # A generation that has begun
 
     def generation_committed(self, rank: int, message: GenerationCommit) -> None:
-        """A rank has written its part of a new generation."""
+        """Take a rank's part of a new generation."""
         generation = self._generation(message.generation)
         if generation is None:
             return
@@ -233,7 +203,7 @@ class Group:
             self._take_built(generation, message.record)
 
     def _take_built(self, generation: Generation, record: int) -> None:
-        """A new generation is complete after a record: it is what is held."""
+        """Hold a new generation, which is complete after a record."""
         self._pending.give_away()
         self.generations.follow_with(generation, record)
         if (more := self._seldom_complete.count()) is not None:
@@ -241,20 +211,15 @@ class Group:
         self._tell_trainers(Protected(generation.number, record))
 
     def want_slots(self, rank: int, message: NeedSlots) -> None:
-        """A rank has written its part of a start, and waits for :meth:`make_slots`."""
+        """Note that a rank has written its part of a start, and waits for :meth:`make_slots`."""
         self._wanted.add(rank, message.generation)
 
     def make_slots(self, attempt: Attempt, elsewhere: Callable[[int], bool | None], now: bool = False) -> None:
         """Make the generation whole that ranks wait for, once the one before it has gone.
 
         That one goes as soon as all ranks of the job can go back to the new one's base. Where that cannot be known,
-        both are held; where they do not fit, the old one goes all the same, and that is said.
-
-        Args:
-            attempt: whose ranks wait. One that has gone, or is through the record without a start, is not waited for.
-            elsewhere: whether all ranks that do not share this group can go back to a record; None while a moment's
-                patience will tell.
-            now: do not wait.
+        both are held; where they do not fit, the old one goes all the same, and that is said. `elsewhere` tells
+        whether all ranks that do not share this group can go back to a record; None: not known yet, wait unless `now`.
         """
         number = self._wanted.number
         if number is None or not self._wanted.has_living(attempt):
@@ -283,7 +248,7 @@ class Group:
             self._answer_slots(SlotsMade(generation.number))
 
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
-        """`or_gap`: without room for both the old one goes. Not so while ranks die: it may be what counts."""
+        """With `or_gap` the old one goes where both do not fit. Not so while ranks die: it may be what counts."""
         try:
             generation.regions.make_whole(self._beside() + self.nbytes - generation.nbytes)
         except MemckptError as error:
@@ -299,7 +264,7 @@ class Group:
         self._tell_trainers(answer)
 
     def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
-        """A rank's part of a record is whole."""
+        """Take a rank's part of a record, which is whole."""
         generation = self._generation(message.generation)
         if generation is None:
             return
@@ -327,24 +292,18 @@ class Group:
 
 
 class SlotsWanted:
-    """The ranks of one group, and the generation for which they wait.
-
-    Attributes:
-        number: of the generation; None while nobody waits.
-    """
+    """The ranks of one group, and the number of the generation for which they wait; None while none waits."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._ranks: set[int] = set()
 
     def add(self, rank: int, number: int) -> None:
-        """A rank has begun to wait."""
         if self.number != number:
             self.number, self._ranks = number, set()
         self._ranks.add(rank)
 
     def clear(self) -> None:
-        """Nobody waits any more."""
         self.number = None
 
     def has_living(self, attempt: Attempt) -> bool:
@@ -359,14 +318,9 @@ class SlotsWanted:
 
 
 class ResumedState:
-    """One record, the same for all ranks of a group.
+    """A record to which all ranks of a group go back, and the generation that can produce it.
 
     With `repeat` the replica stays one record behind it, if its step can be repeated from there.
-
-    Args:
-        generation: which can produce the record; belongs to the caller.
-        record: to go back to.
-        repeat: whether ranks repeat its step.
     """
 
     def __init__(self, generation: Generation, record: int, repeat: bool) -> None:
@@ -381,10 +335,8 @@ class ResumedState:
         self._generation = generation
         self._advanced: set[int] = set()
 
-    @property
-    def behind(self) -> int:
-        """By how many records the replica stays behind."""
-        return int(self._before is not None)
+        #: By how many records the replica stays behind.
+        self.behind = int(self._before is not None)
 
     def prepared(self) -> Prepared:
         """The message with all that a rank needs to restore it."""
@@ -417,11 +369,7 @@ class ResumedState:
         )
 
     def advance(self, rank: int, record: int) -> Advanced | None:
-        """Note that a rank does not need the state before the record any more; the answer once no rank does.
-
-        Raises:
-            AgentError: it is not the record that was resumed.
-        """
+        """Note that a rank needs the state before the record no more; the answer once no rank does."""
         if record != self.record:
             raise AgentError(f"expected to advance to record {self.record}, found {record}")
         self._advanced.add(rank)

@@ -11,6 +11,7 @@ import msgspec
 
 from memckpt.agent.group import Group
 from memckpt.agent.group_host import Host
+from memckpt.agent.saving.saver import Saver
 from memckpt.agent.saving.snapshots import Done
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
@@ -50,12 +51,7 @@ class _Answers:
 
 
 class Groups:
-    """Belongs to the agent's event loop.
-
-    Args:
-        node: the node's name.
-        host: the agent.
-    """
+    """Belongs to the agent's event loop."""
 
     def __init__(self, node: str, host: Host) -> None:
         self._node = node
@@ -74,21 +70,18 @@ class Groups:
         return self._all.get(ranks)
 
     def introduce(self, hello: Hello) -> None:
-        """Ranks that share a group have come."""
+        """Have a group for ranks that have come."""
         alone = hello.unit == hello.local_ranks
         self._names[hello.unit] = self._node if alone else self._name_beside_others(hello.unit)
         if hello.unit not in self._all:
             self._add(hello.unit, self._names[hello.unit])
 
     def adopt(self, ranks: RankGroup) -> Group:
-        """A group of ranks of the run's last attempt that were on another node.
+        """Have a group for ranks of the run's last attempt that were on another node.
 
-        What is fetched of them is written from here, for other ranks to go on from, as parts of that attempt. The
-        node's own unit may have the bare name among these, so no adopted one gets it. Trainers that have just come may
-        be of the same ranks: their own name is theirs from :meth:`configure` on.
-
-        Raises:
-            AgentError: no trainers of the run's last attempt were here.
+        What is fetched of them is written from here as parts of that attempt, for other ranks to go on from. Their
+        name is not the node's, which its own unit may have. Trainers of the same ranks get theirs in :meth:`configure`.
+        Raises AgentError where no trainers of the run's last attempt were here.
         """
         last = max((one.saver for one in self), key=lambda saver: saver.attempt_number, default=None)
         if last is None or not last.attempt_number:
@@ -101,25 +94,16 @@ class Groups:
         return adopted
 
     def _name_beside_others(self, ranks: RankGroup) -> str:
-        """No two units of one attempt have the same: they have no rank in common."""
+        """A name that no other unit of an attempt has: units have no rank in common."""
         return f"{self._node}.rank{ranks[0]}"
 
     def _add(self, ranks: RankGroup, name: str) -> None:
         self._all[ranks] = Group(self._node, ranks, name, self._host, self)
 
     def make_slots(self, attempt: Attempt, now: RankGroup = ()) -> None:
-        """Something has been committed, or somebody has gone: let ranks go on that wait for slots.
-
-        Args:
-            attempt: whose ranks they are.
-            now: the ranks of a group that waits no longer.
-        """
+        """Let ranks go on that wait for slots, after a commit or a death; `now`: the group that waits no longer."""
         for group in self:
-            group.make_slots(
-                attempt,
-                partial(self._others_reach, group, attempt),
-                now=group.ranks == now,
-            )
+            group.make_slots(attempt, partial(self._others_reach, group, attempt), now=group.ranks == now)
 
     def _others_reach(self, group: Group, attempt: Attempt, record: int) -> bool | None:
         """Whether all ranks that do not share a group can go back to a record; None while some are not through it."""
@@ -134,13 +118,13 @@ class Groups:
     # What groups tell each other
 
     def announce(self, ranks: RankGroup, record: int) -> None:
-        """The group of these ranks takes a checkpoint after a record: the others do, too."""
+        """Have the other groups take a checkpoint after a record, as that of these ranks does."""
         for group in self:
             if group.ranks != ranks:
                 group.saver.announced(record)
 
     def hurry(self, lead: int) -> None:
-        """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
+        """Have all give orders `lead` records ahead from now on: one for a snapshot was too late for some ranks."""
         for group in self:
             group.saver.hurry(lead)
 
@@ -149,35 +133,25 @@ class Groups:
         return self._host.bytes_for_peers() + sum(one.nbytes for one in self if one.ranks != ranks)
 
     def configure(self, ranks: RankGroup, message: Configure, run_dir: Path) -> None:
-        """What the attempt's configuration says for these ranks."""
+        """Take the attempt's configuration for these ranks."""
         if message.timeline is not None:
-            self._all[ranks].saver.rename(self._names[ranks])
-            self._all[ranks].saver.configure(
-                message.storage,
-                run_dir,
-                message.timeline,
-                message.compute_threads,
-                message.search_path,
-                message.claimed,
-            )
+            self._all[ranks].saver.configure(message, run_dir, self._names[ranks])
 
     def discard(self, attempt: Attempt) -> None:
-        """What is held is not wanted any more."""
+        """Drop what is held."""
         units = attempt.units
         for group in self:
             group.discard()
             if group.ranks not in units:
-                del self._all[group.ranks]
-                group.close()
+                self._all.pop(group.ranks).close()
 
     def begin_attempt(self) -> None:
-        """The trainers of the last attempt are dead, and all that they had sent is read."""
+        """Prepare for new trainers: those of the last attempt are dead, and all that they had sent is read."""
         self._names.clear()
         for group in self:
             group.begin_attempt()
             if group.held is None:  # of ranks that have got nowhere, and may never come again
-                del self._all[group.ranks]
-                group.close()
+                self._all.pop(group.ranks).close()
 
     def close(self) -> None:
         for group in self:
@@ -234,7 +208,7 @@ class Groups:
             one.saver.look_at_clock()
 
     def preempt(self, ending: bool = False) -> bool:
-        """Somebody got SIGTERM, if `ending` the agent: save at once. False where there is no storage to save to."""
+        """Save at once: a trainer got SIGTERM, or with `ending` the agent. False where there is no storage."""
         told = [one.saver.preempt(ending) for one in self]
         return any(told)
 
@@ -253,27 +227,25 @@ class Groups:
         return next((one.saver.alarm for one in self if one.saver.alarm), "")
 
     def save_held(self, as_checkpoint: bool) -> None:
-        """No trainer runs: what is held goes to storage, too. Of all ranks the same record, where all are here."""
-        record = self.common() if len(self.complete_generations) > 1 else None
-        for one in self:
-            if one.held is not None:
-                generation = one.held if record is None else one.generations.standing_still()[record]
-                one.saver.save_held(generation, as_checkpoint, record)
+        """Save what is held, as no trainer runs. Of all ranks the same record, where all are here."""
+        for saver, generation, record in self._standing():
+            saver.save_held(generation, as_checkpoint, record)
 
     def save_asked(self) -> None:
-        """No trainer runs: whoever has asked for the state gets what stands still."""
+        """Write exports of what stands still, as no trainer runs."""
+        for saver, generation, record in self._standing():
+            saver.save_asked(generation, record)
+
+    def _standing(self) -> Iterator[tuple[Saver, Generation, int | None]]:
         record = self.common() if len(self.complete_generations) > 1 else None
         for one in self:
             if one.held is not None:
-                one.saver.save_asked(one.held if record is None else one.generations.standing_still()[record], record)
+                yield one.saver, one.held if record is None else one.generations.standing_still()[record], record
 
     def save_to(self, url: str, done: Done, training: bool, ahead: int) -> None:
-        """Write the newest record to a place that somebody has named; training goes on beside it.
+        """Export the newest record to an empty store; `done` is called once, with the result.
 
-        Args:
-            url: of an empty store.
-            done: called once, with what has become of it.
-            training: whether a trainer runs; `ahead` is then a record that every rank still has time to copy.
+        `training`: a trainer runs, and goes on; `ahead` is then a record that every rank still has time to copy.
         """
         held = [(one, one.held) for one in self if one.held is not None and one.held.complete]
         if not held:

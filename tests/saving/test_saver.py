@@ -11,15 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.saving import jobs, record_log, run_storage, schedule
+from memckpt.agent.saving import checkpoints, jobs, record_log, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import (
-    Appended,
-    Saved,
-    SaveFailed,
-    SnapshotTaken,
-)
+from memckpt.protocol.storing import Appended, Saved, SaveFailed, SnapshotTaken
+from memckpt.protocol.trainer import Configure
 from memckpt.state.records import Timeline
 from tests.support.cluster.storage_node import Clock, Filled, spec_of
 from tests.support.storage.saver_node import Node
@@ -31,7 +27,7 @@ SEVERAL_NODES = spec_of((0,), world_size=2)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (record_log, run_storage, saver_module, schedule, jobs):
+    for module in (record_log, checkpoints, saver_module, schedule, jobs):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -390,7 +386,7 @@ def test_an_agent_that_ends_bounds_what_it_writes_already_and_what_waits_behind_
 def test_a_sigterm_promises_storage_only_where_there_is_one(make: Any, tmp_path: Path) -> None:
     node = logging_node(make)
     assert node.saver.preempt()
-    node.saver.configure(None, tmp_path, Timeline(2, "b"), 1)
+    node.saver.configure(Configure(0.0, Timeline(2, "b")), tmp_path, "n")
     assert not node.saver.preempt()
 
 

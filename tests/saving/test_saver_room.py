@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from memckpt.agent.saving import jobs, record_log, run_storage, schedule
+from memckpt.agent.saving import checkpoints, jobs, record_log, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.agent.saving.writer import record_writer as records
 from memckpt.processes.helper_process import HelperProcess
@@ -26,7 +26,7 @@ from tests.support.storage.saver_node import Node
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (record_log, run_storage, saver_module, schedule, jobs, records):
+    for module in (record_log, checkpoints, saver_module, schedule, jobs, records):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -1,4 +1,4 @@
-"""Checkpoints on their way from memory to storage: copied, described, written, told.
+"""Checkpoints on their way from memory to storage: copied, described, written, told; and what storage has of them.
 
 While training runs, a checkpoint begins with a snapshot (:mod:`memckpt.agent.saving.snapshots`), which costs trainers
 one copy of the state at most. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
@@ -7,57 +7,93 @@ one copy of the state at most. When no trainer runs, nothing is copied: the repl
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
+
+from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.jobs import Job, JobMaker, WriterJobs
-from memckpt.agent.saving.run_storage import RunStorage
+from memckpt.agent.saving.record_log import RecordLog, room_to_log
+from memckpt.agent.saving.schedule import Schedule
 from memckpt.agent.saving.snapshots import Export, Peers, Run, Snapshot, Snapshots
-from memckpt.errors import MemckptError
+from memckpt.config import StorageConfig
+from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
-from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.channel import AgentToTrainer
-from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.protocol.storing import (
+    Announce,
+    Announced,
+    LookForAnnounced,
+    LookForRoom,
+    Room,
+    Save,
+    Saved,
+    SaveFailed,
+    WriterToAgent,
+)
+from memckpt.protocol.trainer import Configure
+from memckpt.state.layout import Layout
+from memckpt.state.records import RankGroup, Timeline
+from memckpt.storage.owner import CLAIM
 
 _log = logging.getLogger("memckpt.agent")
+#: Seconds between two looks whether a full storage has room again.
+_ROOM_SECONDS = 2.0
 
 
 class Checkpoints:
-    """Belongs to the agent's event loop. Each checkpoint is one flow: :meth:`save_ahead` or :meth:`save_standing`.
+    """Belongs to the agent's event loop. Each checkpoint is one flow: :meth:`save_ahead` or :meth:`save_standing`."""
 
-    Args:
-        node: name of this node's parts.
-        storage: the run's storage.
-        order: sends a message, with a descriptor, to all trainers of the attempt.
-        open_writer: starts the writer process.
-        failed: called when one of the run's could not be written, and nothing that is held is still to be written.
-        hurried: called with the records that an order has to be ahead when one was too late.
-
-    Attributes:
-        maker: describes what is to be written; replaced with each attempt.
-        asked: exports that wait for the next commit.
-        held: what is still to be written of a generation that stands still, oldest first: its record; whether
-            training has ended.
-    """
-
-    def __init__(
-        self,
-        node: str,
-        storage: RunStorage,
-        order: Callable[[AgentToTrainer, int], None],
-        open_writer: Callable[[], WriterProcess],
-        failed: Callable[[], None],
-        hurried: Callable[[int], None],
-    ) -> None:
-        self.maker = JobMaker(node)
-        self._storage = storage
-        self._failed = failed
-        self.snapshots = Snapshots(order, hurried)
-        self.jobs = WriterJobs(open_writer)
+    def __init__(self, name: str, ranks: RankGroup, host: Host, siblings: Siblings, log: RecordLog) -> None:
+        self._ranks, self._host, self._siblings, self._log = ranks, host, siblings, log
+        #: Describes what is to be written; replaced with each attempt.
+        self.maker = JobMaker(name)
+        self.schedule = Schedule(self._announce, self._look_for_announced, host.note_event)
+        self.snapshots = Snapshots(lambda message, fd: host.tell_ranks(ranks, message, fd=fd), siblings.hurry)
+        self.jobs = WriterJobs(lambda: host.start_writer("checkpoints", self._writer_said, self.jobs.ended))
+        #: Exports that wait for the next commit.
         self.asked: deque[Export] = deque()
+        #: Generations that stand still, each with a record that is still to be written, and whether training has ended.
         self.held: deque[tuple[Generation, int, bool]] = deque()
         self._saving_held = False
+        #: The attempt's settings (None: nothing is written), its store, and the file without which the store is away.
+        self.config: StorageConfig | None = None
+        self.url = self.witness = ""
+        #: The timeline that the attempt trains on.
+        self.timeline: Timeline | None = None
+        #: The newest checkpoint; why the last one could not be written, or empty.
+        self.last: Saved | None = None
+        self.alarm = ""
+        self._saved_record: tuple[Timeline, int] | None = None
+        #: Bytes that have to be free before the next checkpoint is tried; None: as far as is known there are.
+        self._missing: int | None = None
+        self._looked_for_room = float("-inf")
+
+    def configure(self, message: Configure, run_dir: Path, name: str) -> None:
+        """Take a new attempt's configuration; its parts get this name."""
+        assert message.timeline is not None
+        config = self.config = message.storage
+        self.maker = JobMaker(name, message)
+        self.witness = CLAIM if message.claimed else ""
+        self.schedule.configure(config)
+        self.url = (config.url if config is not None else None) or str(run_dir / "storage")
+        if message.timeline != self.timeline:
+            self.timeline = message.timeline
+            self.held.clear()
+            self.schedule.restart()
+            # The state that the last attempt has left could not be written; a copy by trainers may succeed.
+            self.schedule.at_once = bool(self.alarm)
+            self._missing = None
+        if config is not None:
+            self.jobs.warm()
+
+    def configure_like(self, other: Checkpoints, name: str) -> None:
+        """Write for the attempt that another one knows, under this name."""
+        self._saved_record = None
+        self.maker = replace(other.maker, node=name)
 
     @property
     def busy(self) -> bool:
@@ -70,23 +106,23 @@ class Checkpoints:
         current = self.jobs.held_record
         return max(waiting if current is None else [*waiting, current], default=None)
 
+    def has(self, record: int) -> bool:
+        """Whether the newest checkpoint is the one after a record of this attempt."""
+        return self.last is not None and self._saved_record == (self.timeline, record)
+
     # While training runs
 
     async def save_ahead(self, asker: Run | Export, generation: Generation, record: int) -> None:
         """Save the state after a record that lies ahead."""
-        try:
-            snapshot = await self.snapshots.take_snapshot(asker, generation, record)
-        except (MemckptError, OSError, RuntimeError) as error:
-            snapshot = SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
-        match snapshot:
-            case Snapshot():
+        match await self._take_snapshot(asker, generation, record):
+            case Snapshot() as snapshot:
                 if isinstance(asker, Run):
-                    self._storage.schedule.copied(snapshot.seconds)
+                    self.schedule.copied(snapshot.seconds)
                 await self._write(asker, self.maker.of_snapshot(snapshot, asker.url))
-            case SaveFailed():
-                self._report_outcome(asker, snapshot)
+            case SaveFailed() as failed:
+                self._report_outcome(asker, failed)
             case None if isinstance(asker, Run):
-                self._storage.schedule.again()
+                self.schedule.again()
             case None:
                 self.asked.appendleft(replace(asker, record=None))
 
@@ -97,14 +133,52 @@ class Checkpoints:
         if self.snapshots.asker is not None:
             taken(None)
             return
-        try:
-            snapshot = await self.snapshots.take_snapshot(Peers(), generation, record)
-        except (MemckptError, OSError, RuntimeError) as error:
-            snapshot = SaveFailed(generation.newest_step or 0, str(error))
+        snapshot = await self._take_snapshot(Peers(), generation, record)
         if isinstance(snapshot, SaveFailed):
             _log.warning("no state is copied for peers: %s", snapshot.reason)
-            snapshot = None
-        taken(snapshot)
+        taken(snapshot if isinstance(snapshot, Snapshot) else None)
+
+    async def _take_snapshot(
+        self, asker: Run | Export | Peers, generation: Generation, record: int
+    ) -> Snapshot | SaveFailed | None:
+        try:
+            return await self.snapshots.take_snapshot(asker, generation, record)
+        except (MemckptError, OSError, RuntimeError) as error:
+            return SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
+
+    def _announce(self, record: int, elsewhere: bool) -> None:
+        assert self.timeline is not None
+        self._siblings.announce(self._ranks, record)
+        if elsewhere:
+            self.jobs.announce(Announce(self.url, self.timeline, record, self.witness))
+
+    def _look_for_announced(self) -> None:
+        assert self.timeline is not None
+        self.jobs.look_into_store(LookForAnnounced(self.url, self.timeline))
+
+    def look_for_room(self) -> None:
+        """Look if a full storage has room again, if it is time. That costs nothing, and a snapshot does."""
+        now = time.monotonic()
+        if self._missing is not None and now >= self._looked_for_room + _ROOM_SECONDS:
+            self._looked_for_room = now
+            self.jobs.look_into_store(LookForRoom(self.url, self.witness))
+
+    def _writer_said(self, message: WriterToAgent) -> None:
+        match message:
+            case Saved() | SaveFailed():
+                self.jobs.finished(message)
+            case Announced():
+                self.jobs.looked()
+                if message.timeline == self.timeline:
+                    self.schedule.announced(message.record)
+            case Room():
+                self.jobs.looked()
+                found = message.free if message.url == self.url else None
+                if self._missing is not None and found is not None and found >= self._missing:
+                    self._missing = None
+                    self.schedule.now_it_may_work()
+            case _:
+                raise AgentError(f"it sent an unexpected {type(message).__name__}")
 
     # When no trainer runs
 
@@ -125,33 +199,65 @@ class Checkpoints:
         try:
             while self.held:
                 generation, record, last = self.held.popleft()
-                await self.save_standing(Run(self._storage.url), generation, record, last)
+                await self.save_standing(Run(self.url), generation, record, last)
         finally:
             self._saving_held = False
 
     # How each of them ends
 
     async def _write(self, asker: Run | Export, job: Job) -> None:
-        """Have the writer process write and commit a checkpoint, and tell who asked for it."""
-        storage = self._storage
-        outcome = await self.jobs.write(
-            replace(job, save=storage.add_terms(job)), asker, storage.schedule.limit_seconds
-        )
+        """Have the writer process write and commit a checkpoint, and tell its asker."""
+        outcome = await self.jobs.write(replace(job, save=self._add_terms(job)), asker, self.schedule.limit_seconds)
         if outcome is not None:
             self._report_outcome(asker, outcome)
         elif isinstance(asker, Export):  # a checkpoint of the run itself was not waited for: memory has its state
             asker.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
+
+    def _add_terms(self, job: Job) -> Save:
+        """Add a job's urgency, and this store's room for the log and witness."""
+        save, ours = job.save, job.save.url == self.url
+        steps = self.config.batch_steps if self.config is not None else None
+        return msgspec.structs.replace(
+            save,
+            urgent=save.urgent or job.own is None or self.schedule.preempted,
+            reserve=room_to_log(Layout(save.spec), steps) if ours and self.schedule.logged else 0,
+            witness=self.witness if ours else "",
+        )
 
     def _report_outcome(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:
         match asker, outcome:
             case Export(), _:
                 asker.done(outcome)
             case Run(), Saved():
-                self._storage.saved(outcome)
+                self._saved(outcome)
             case Run(), SaveFailed():
-                self._storage.not_saved(outcome)
+                self._not_saved(outcome)
                 if self.newest_held is None:  # else what is held is still to come
-                    self._failed()
+                    self._host.checkpoint_failed()
+
+    def _saved(self, message: Saved) -> None:
+        """Note a checkpoint that is there, and tell trainers."""
+        if message.untidy and (self.last is None or not self.last.untidy):
+            _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
+        self.last, self.alarm, self._missing = message, "", None
+        if message.timeline is not None and message.timeline == self.timeline:
+            self._saved_record = message.timeline, message.record
+            self._log.checkpoint_saved(message.record)
+        self.schedule.wrote(message)
+        _log.info("step %d is in storage: %.3g MiB, %.2f s", message.step, message.nbytes / 2**20, message.seconds)
+        self._host.tell_ranks(self._ranks, message)
+
+    def _not_saved(self, message: SaveFailed) -> None:
+        """Note a checkpoint that could not be written, and tell trainers if that is news."""
+        _log.error("step %d is not in storage: %s", message.step, message.reason)
+        # Trainers are told once: of a full disk the message says each time how full.
+        again = message.reason == self.alarm or (message.missing is not None and self._missing is not None)
+        self.alarm = message.reason
+        self._missing = message.missing
+        self._looked_for_room = time.monotonic()
+        self.schedule.failed()
+        if not again:
+            self._host.tell_ranks(self._ranks, message)
 
     # What takes their memory away
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -19,28 +19,25 @@ from memckpt.memory.generation import Generation
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.storing import Announce, LookForAnnounced, LookForRoom, Save, Saved, SaveFailed
-from memckpt.state.records import Timeline
+from memckpt.protocol.trainer import Configure
 from memckpt.storage.format import FORMAT_VERSION, Part
 
 _log = logging.getLogger("memckpt.agent")
+
+
+#: Settings where no attempt is known.
+_UNKNOWN = Configure(linger_seconds=0.0)
 
 
 @dataclass(frozen=True)
 class JobMaker:
     """Describes what the writer process is to write in an attempt.
 
-    Attributes:
-        node: name of this node's parts; no other part of the checkpoint may have it.
-        timeline: the one that the attempt trains on; None: no attempt is known.
-        threads: of the process that redoes.
-        search_path: where the trainers find modules.
+    `node` is the name of this node's parts; no other part of the checkpoint may have it.
     """
 
     node: str
-    config: StorageConfig = field(default_factory=StorageConfig)
-    timeline: Timeline | None = None
-    threads: int = 1
-    search_path: tuple[str, ...] = ()
+    settings: Configure = _UNKNOWN
 
     def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
         """A whole snapshot, whose region the job owns."""
@@ -52,10 +49,7 @@ class JobMaker:
         """The state after `record`, while no trainer changes the replica or the ring that hold it.
 
         A node without the parameters writes what is private to its ranks, from the ring. `last`: training has ended, so
-        that no resume repeats the record's step from the state before it.
-
-        Raises:
-            MemckptError: redo has failed.
+        that no resume repeats the record's step from the state before it. Raises MemckptError where redo has failed.
         """
         replica = generation.replica
         if replica is None or not generation.spec.full:
@@ -114,12 +108,13 @@ class JobMaker:
         plain: bytes = b"",
         metas: tuple[bytes, ...] = (),
     ) -> Save:
-        config, spec = self.config, generation.spec
-        assert self.timeline is not None
+        settings, spec = self.settings, generation.spec
+        config = settings.storage or StorageConfig()
+        assert settings.timeline is not None
         step = generation.ledger.steps.get(record)
         part = Part(
             format=FORMAT_VERSION,
-            timeline=self.timeline,
+            timeline=settings.timeline,
             record=record,
             step=step if step is not None else record,
             world_size=spec.world_size,
@@ -144,8 +139,8 @@ class JobMaker:
             missing=missing,
             plain=plain,
             metas=metas,
-            threads=self.threads,
-            search_path=self.search_path,
+            threads=settings.compute_threads,
+            search_path=settings.search_path,
         )
 
 
@@ -170,22 +165,24 @@ _LOOK_LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """One part of a checkpoint, to be written.
+    """One part of a checkpoint, to be written: a message to the writer process, and memory whose descriptors go along.
 
-    Attributes:
-        save: message to the writer process.
-        regions: memory whose descriptors go along.
-        own: the region among them that is only there for this job, and is closed with it; None: it reads what is held.
+    `own` is the region that is only there for this job, and is closed with it; None: the job reads what is held.
     """
 
     save: Save
     regions: list[Region]
     own: Region | None = None
 
+    def close(self) -> None:
+        """Close the region that it owns, if any."""
+        if self.own is not None:
+            self.own.close()
+
 
 @dataclass(frozen=True)
 class _Queued:
-    """A job on its way; `limit`: seconds that it may take, asked when it begins."""
+    """A job on its way; `limit` gives the seconds that it may take, once it begins."""
 
     job: Job
     asker: Run | Export
@@ -236,10 +233,9 @@ class WriterJobs:
             _log.info("the writer process is started later: %s", error)
 
     async def write(self, job: Job, asker: Run | Export, limit: Callable[[], float]) -> Saved | SaveFailed | None:
-        """Have a job written and committed once the writer is done with what it has.
+        """Have a job written and committed once the writer is done with what it has; returns its answer.
 
-        Returns:
-            The writer's answer. None: it was given up, since the memory that it reads is about to change.
+        None: the job was given up, since the memory that it reads is about to change.
         """
         queued = _Queued(job, asker, limit, Answer())
         self._waiting.append(queued)
@@ -288,7 +284,8 @@ class WriterJobs:
             return
         if isinstance(message, Saved):
             self._abandoned = [one for one in self._abandoned if one[0] != queued.job.save.url]
-        self._close_current()
+        self._current = None
+        queued.job.close()
         queued.answer.give(message)
         self._begin_job()
 
@@ -296,13 +293,10 @@ class WriterJobs:
         """End the writer process, which is gone or has to go: its jobs fail."""
         self._end_writer()
         failed = self._all
-        if self._current is not None:
-            self._abandon(self._current.job)
-        self._current = None
+        self._abandon_current()
         self._waiting.clear()
         for one in failed:
-            if one.job.own is not None:
-                one.job.own.close()
+            one.job.close()
             one.answer.give(SaveFailed(one.job.save.part.step, reason))
 
     def give_up_held(self) -> None:
@@ -311,21 +305,17 @@ class WriterJobs:
         self._waiting = deque(one for one in self._waiting if one.job.own is not None)
         if self._current is not None and self._current.job.own is None:
             _log.info("the checkpoint of step %d is not needed any more", self._current.job.save.part.step)
-            self._abandon(self._current.job)
             given_up.append(self._current)
-            self._close_current()
+            self._abandon_current()
             self._end_writer()
         for one in given_up:
             one.answer.give(None)
         self._begin_job()
 
-    def _abandon(self, job: Job) -> None:
-        self._abandoned.append((job.save.url, job.save.part))
-
-    def _close_current(self) -> None:
+    def _abandon_current(self) -> None:
         queued, self._current = self._current, None
-        if queued is not None and queued.job.own is not None:
-            queued.job.own.close()
+        if queued is not None:
+            self._abandoned.append((queued.job.save.url, queued.job.save.part))
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -334,9 +324,8 @@ class WriterJobs:
             writer.close()
 
     def close(self) -> None:
-        for one in self._waiting:
-            if one.job.own is not None:
-                one.job.own.close()
+        for one in self._all:
+            one.job.close()
         self._waiting.clear()
-        self._close_current()
+        self._current = None
         self._end_writer()

@@ -33,7 +33,7 @@ def batch_steps_for(layout: Layout, asked: int | None) -> int:
 
 
 def room_to_log(layout: Layout, asked: int | None) -> int:
-    """Bytes that a log takes at least: two batches of as many records as asked for, and the checkpoint behind."""
+    """Bytes that a log takes at least: two batches of as many records as asked for, and a checkpoint."""
     return layout.checkpoint_bytes + 2 * batch_steps_for(layout, asked) * layout.logged_bytes
 
 
@@ -41,8 +41,8 @@ def room_to_log(layout: Layout, asked: int | None) -> int:
 class _Stretch:
     """Records `first` to `last`, collected without a hole.
 
-    `checkpoint`: the newest in storage of the records ``first - 1`` to `last`, and the timeline that it is stored
-    under; without one the stretch is of no use yet.
+    `checkpoint`: the newest in storage of the records ``first - 1`` to `last`, and its timeline; without one the
+    stretch is of no use yet.
     """
 
     first: int
@@ -63,16 +63,7 @@ class _Waiting:
 class RecordLog:
     """The log of one run on one node. Belongs to the agent's event loop, and never waits.
 
-    Args:
-        node: name of this node's parts.
-        open_writer: starts the process that writes records.
-        broken: called when a hole follows records that storage can produce.
-
-    Attributes:
-        taken: the newest record copied out of its slot.
-        written: the newest record of this attempt in storage, and its step.
-        alarm: reason of a hole; empty once records are being written again.
-        short: reason why records wait for room in the storage; empty: they do not.
+    `node` is the name of this node's parts; `broken` is called when a hole follows records that storage can produce.
     """
 
     def __init__(self, node: str, open_writer: Callable[[], WriterProcess], broken: Callable[[], None]) -> None:
@@ -96,9 +87,12 @@ class RecordLog:
         self._stretch: _Stretch | None = None
         self._stretch_before: _Stretch | None = None
         self._not_before = float("-inf")
+        #: The newest record copied out of its slot; the newest one of this attempt in storage, and its step.
         self.taken: int | None = None
         self.written: tuple[int, int] | None = None
+        #: Reason of a hole; empty once records are being written again.
         self.alarm = ""
+        #: Why records wait for room in the storage; empty: they do not.
         self.short = ""
         #: Whether the process has answered.
         self._heard = False
@@ -301,7 +295,7 @@ class RecordLog:
     def deadline(self, preempted_until: float) -> float | None:
         """Time by which the process has to be done (monotonic clock); None while it is idle.
 
-        `preempted_until`: the end of a grace period; in the past where none runs.
+        `preempted_until` is the end of a grace period, in the past where none runs.
         """
         if self._busy_since is None:
             return None

@@ -10,37 +10,23 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
+from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.checkpoints import Checkpoints
-from memckpt.agent.saving.jobs import JobMaker
-from memckpt.agent.saving.run_storage import RunStorage
-from memckpt.agent.saving.schedule import Schedule, alone
+from memckpt.agent.saving.record_log import RecordLog
+from memckpt.agent.saving.schedule import alone
 from memckpt.agent.saving.snapshots import Answer, Done, Export, Peers, Run, Snapshot, carry_on
-from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
-from memckpt.journal.events import Decision
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.backoff import Backoff
-from memckpt.processes.helper_process import WriterProcess
-from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.status import StorageStatus
-from memckpt.protocol.storing import (
-    Announce,
-    Announced,
-    Appended,
-    LookForAnnounced,
-    LookForRoom,
-    Room,
-    Saved,
-    SaveFailed,
-    WriterToAgent,
-)
-from memckpt.protocol.trainer import Observed
-from memckpt.state.records import Timeline
+from memckpt.protocol.storing import Appended, Logged, SaveFailed, WriterToAgent
+from memckpt.protocol.trainer import Configure, Observed
+from memckpt.state.records import RankGroup, Timeline
+from memckpt.storage.batch import not_loggable
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds in which a trainer that died may be back: then memory serves, and nothing need be written.
@@ -50,96 +36,52 @@ _RETRY_SECONDS = 60.0
 #: Seconds, at most, before it is tried again in a grace period.
 _HURRIED_SECONDS = 4.0
 
-#: Starts a process that writes; its messages go to the first function, the reason of its end to the second.
-StartWriter = Callable[
-    [Literal["checkpoints", "records"], Callable[[WriterToAgent], None], Callable[[str], None]], WriterProcess
-]
-
 
 class Saver:
     """Belongs to the agent's event loop. It waits for a replica that has to stand still, and for nothing else.
 
-    Args:
-        node: this node's name, or the name of its parts of a checkpoint where others of the same node have theirs.
-        order: sends a message, with a descriptor, to all trainers of the attempt.
-        tell: sends them one without.
-        start_writer: starts a process that writes.
-        failed: called when a checkpoint could not be written, and nothing that is held is still to be written.
-        announce: tells the savers of other shards on this node that a checkpoint is taken after a record.
-        decided: gets each change of the interval that measurements have made.
-        hurried: tells them how many records ahead an order has to be.
+    Its parts of a checkpoint have the node's name, or another one where other groups of the node have theirs.
     """
 
-    def __init__(
-        self,
-        node: str,
-        order: Callable[[AgentToTrainer, int], None],
-        tell: Callable[[AgentToTrainer], None],
-        start_writer: StartWriter,
-        failed: Callable[[], None],
-        announce: Callable[[int], None] = lambda record: None,
-        hurried: Callable[[int], None] = lambda lead: None,
-        decided: Callable[[Decision], None] = lambda decision: None,
-    ) -> None:
-        self._tell_siblings = announce
-        self._schedule = Schedule(self._announce, self._look_for_announced, decided)
-        self._storage = RunStorage(
-            node, self._schedule, lambda: start_writer("records", self._records_said, self._records_ended), tell
-        )
-        self._log = self._storage.log
-        self._checkpoints = Checkpoints(
-            node,
-            self._storage,
-            order,
-            lambda: start_writer("checkpoints", self._checkpoints_said, self._jobs.ended),
-            failed,
-            hurried,
-        )
+    def __init__(self, name: str, ranks: RankGroup, host: Host, siblings: Siblings) -> None:
+        self._ranks, self._host = ranks, host
+        open_writer = partial(host.start_writer, "records", self._records_said, self._records_ended)
+        self._log = RecordLog(name, open_writer, self._log_broken)
+        self._checkpoints = Checkpoints(name, ranks, host, siblings, self._log)
+        self._schedule = self._checkpoints.schedule
         self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
+        #: Why records are not logged though that is configured, in words.
+        self._not_logged = ""
         self._retry_at = float("-inf")
         #: Pauses before what could not be saved is tried again in a grace period.
         self._hurried = Backoff(at_once=0, longest=_HURRIED_SECONDS, steady=math.inf)
         #: The generation whose records are being flushed to the log because it stands still; the answer: they are.
         self._flushing: tuple[Generation, Answer[None]] | None = None
 
-    def configure(
-        self,
-        config: StorageConfig | None,
-        run_dir: Path,
-        timeline: Timeline,
-        threads: int,
-        search_path: tuple[str, ...] = (),
-        claimed: bool = False,
-    ) -> None:
-        """Take a new attempt's configuration (None: nothing is written), and the timeline it trains on.
-
-        `claimed`: the run has claimed its store, so that one without a claim is not it.
-        """
-        if timeline != self._storage.timeline:
+    def configure(self, message: Configure, run_dir: Path, name: str) -> None:
+        """Take a new attempt's configuration, with its timeline; its parts get this name."""
+        timeline, config = message.timeline, message.storage
+        assert timeline is not None
+        if timeline != self._checkpoints.timeline:
             self._retry_at = float("-inf")
             self._flushing = None
-            self._checkpoints.held.clear()
-        self._storage.configure(config, run_dir, timeline, claimed)
-        node = self._checkpoints.maker.node
-        self._checkpoints.maker = JobMaker(node, config or StorageConfig(), timeline, threads, search_path)
-        if config is not None:
-            self._jobs.warm()
+        self._checkpoints.configure(message, run_dir, name)
+        self._log.rename(name)
+        if config is None:
+            self._log.pause()
+        else:
+            url, witness = self._checkpoints.url, self._checkpoints.witness
+            self._log.configure(url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", witness)
 
     @property
     def attempt_number(self) -> int:
         """Number of the attempt whose parts are written; 0: none is known."""
-        timeline = self._checkpoints.maker.timeline
+        timeline = self._checkpoints.maker.settings.timeline
         return timeline.number if timeline is not None else 0
 
     def configure_like(self, other: Saver, name: str) -> None:
         """Write for the attempt that another saver knows, under this name; for ranks that are not here."""
-        self._storage.forget_saved()
-        self._checkpoints.maker = replace(other._checkpoints.maker, node=name)
-
-    def rename(self, name: str) -> None:
-        """Take a name for the parts of the next attempt, which :meth:`configure` then tells of."""
-        self._checkpoints.maker = replace(self._checkpoints.maker, node=name)
-        self._log.rename(name)
+        self._checkpoints.configure_like(other._checkpoints, name)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
         """Note that the attempt goes on behind a record that memory holds, made on the timeline `follows`."""
@@ -152,7 +94,7 @@ class Saver:
 
     @property
     def enabled(self) -> bool:
-        return self._storage.config is not None
+        return self._checkpoints.config is not None
 
     @property
     def saving(self) -> bool:
@@ -161,7 +103,7 @@ class Saver:
     @property
     def alarm(self) -> str:
         """Why the last checkpoint could not be written; empty if it could."""
-        return self._storage.alarm
+        return self._checkpoints.alarm
 
     def observe(self, observed: Observed) -> None:
         """Follow what the job has measured: the interval of checkpoints depends on it."""
@@ -170,12 +112,12 @@ class Saver:
     def preempt(self, ending: bool = False) -> bool:
         """Save at once, within the grace period: a trainer got SIGTERM, or with `ending` the agent.
 
-        Returns:
-            False where nothing is to be written.
+        Returns False where nothing is to be written.
         """
-        if self._storage.config is None:
+        config = self._checkpoints.config
+        if config is None:
             return False
-        self._schedule.preempt(self._storage.config.grace_seconds, ending)
+        self._schedule.preempt(config.grace_seconds, ending)
         self._hurried.reset()
         return True
 
@@ -190,26 +132,47 @@ class Saver:
         """Log a record that was committed, and begin with a checkpoint if one is due."""
         if not generation.complete:
             return
-        self._storage.log_records(generation)
-        if self._checkpoints.busy:
+        checkpoints = self._checkpoints
+        if checkpoints.config is not None:
+            self._log_records(generation)
+        if checkpoints.busy:
             return
-        if self._checkpoints.asked:
-            export = self._checkpoints.asked.popleft()
-            record = export.record or attempt.newest_record + self.snapshots.lead
-            carry_on(self._checkpoints.save_ahead(export, generation, record))
+        lead = self.snapshots.lead
+        if checkpoints.asked:
+            export = checkpoints.asked.popleft()
+            carry_on(checkpoints.save_ahead(export, generation, export.record or attempt.newest_record + lead))
             return
-        if self._storage.look_is_due():
-            self._jobs.look_into_store(LookForRoom(self._storage.url, self._storage.witness))
-        due = self._storage.due_record(generation, attempt, self.snapshots.lead)
+        checkpoints.look_for_room()
+        # Without a checkpoint to redo it on, the log is of no use yet; one may also make room for it.
+        unbased = self._schedule.logged and (not self._log.based or bool(self._log.short))
+        if self._schedule.logged and self._log.too_large(generation.layout.checkpoint_bytes):
+            self._schedule.at_once = True
+        due = self._schedule.due_record(generation, attempt, lead, unbased)
         if due is not None:
-            carry_on(self._checkpoints.save_ahead(Run(self._storage.url), generation, due))
+            self._schedule.began()
+            carry_on(checkpoints.save_ahead(Run(checkpoints.url), generation, due))
 
-    def _announce(self, record: int, elsewhere: bool) -> None:
-        storage = self._storage
-        assert storage.timeline is not None
-        self._tell_siblings(record)
-        if elsewhere:
-            self._jobs.announce(Announce(storage.url, storage.timeline, record, storage.witness))
+    def _log_records(self, generation: Generation) -> None:
+        """Log what has been committed, where that is configured and the generation's tensors permit it."""
+        assert self._checkpoints.config is not None
+        schedule, configured = self._schedule, self._checkpoints.config.mode == "log"
+        schedule.pace.add_record(generation.common, time.monotonic())
+        problem = not_loggable(generation.spec) if configured else ""
+        if problem and problem != self._not_logged:
+            _log.info("records are not logged, only checkpoints are written: %s", problem)
+        logged = configured and not problem
+        if logged != schedule.logged:
+            self._log.pause()
+        schedule.logged, self._not_logged = logged, problem
+        if logged:
+            self._log.collect(generation)
+            if schedule.at_once and self._log.based and alone(generation):
+                schedule.at_once = False
+                self._log.flush()
+
+    def _log_broken(self) -> None:
+        """Have a checkpoint in the log's place where it was to be flushed in a grace period, and has a hole."""
+        self._schedule.at_once = self._schedule.at_once or self._schedule.preempted
 
     def hurry(self, lead: int) -> None:
         """Give orders so many records ahead, if not earlier: parts of one checkpoint are chosen alike."""
@@ -218,10 +181,6 @@ class Saver:
     def announced(self, record: int) -> None:
         """Note the record after which the saver of the first rank takes a checkpoint."""
         self._schedule.announced(record)
-
-    def _look_for_announced(self) -> None:
-        assert self._storage.timeline is not None
-        self._jobs.look_into_store(LookForAnnounced(self._storage.url, self._storage.timeline))
 
     def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
         """Have the state after a record that lies ahead copied; `taken` gets the copy, which it then owns, or None."""
@@ -237,8 +196,8 @@ class Saver:
             as_checkpoint: write it as a whole, though the log could do with a few records: training has ended.
             record: the one that all ranks of the job have, where that is known; a later one is not written.
         """
-        storage, spec = self._storage, generation.spec
-        if storage.config is None or storage.timeline is None:
+        checkpoints, spec = self._checkpoints, generation.spec
+        if checkpoints.config is None or checkpoints.timeline is None:
             return
         self.snapshots.drop(again=True)
         records = [one for one in generation.standing_still() if record is None or one <= record]
@@ -246,11 +205,11 @@ class Saver:
         if generation.ring.disagreed(committed):
             _log.warning("record %d does not go to storage: its ranks do not agree on what is held once", committed)
         # A commit may have come since: an agent that is told to end takes it while it writes the one before.
-        coming = self._checkpoints.newest_held or 0
+        coming = checkpoints.newest_held or 0
         records = [one for one in records if one > coming]
-        if not records or storage.has(records[-1]):
+        if not records or checkpoints.has(records[-1]):
             return
-        if storage.mode == "log":
+        if self._schedule.logged:
             self._log.collect(generation)
             # One of several nodes knows its own part only: a checkpoint is the surer way.
             enough = alone(generation) and self._log.reaches(records[-1])
@@ -260,13 +219,13 @@ class Saver:
         if not spec.full:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
             for each in reversed(records):
-                carry_on(self._checkpoints.save_standing(Run(storage.url), generation, each))
+                carry_on(checkpoints.save_standing(Run(checkpoints.url), generation, each))
             return
         # Where others hold other shards, they may stand one record before; a replica goes forward only.
         sharded = len(spec.serves) < spec.world_size
         newest = records[-1 - (sharded and record is None) :]
-        self._checkpoints.held.extend((generation, each, as_checkpoint) for each in newest)
-        carry_on(self._checkpoints.save_all_held())
+        checkpoints.held.extend((generation, each, as_checkpoint) for each in newest)
+        carry_on(checkpoints.save_all_held())
 
     async def _flush_held(self, generation: Generation, record: int) -> None:
         """Save what stands still as records of the log; as a checkpoint if that fails."""
@@ -285,16 +244,17 @@ class Saver:
 
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
         """Write one record that stands still in memory to any store; `done` gets the result."""
-        if url == self._storage.url and self._storage.last is not None and self._storage.has(record):
-            done(self._storage.last)
+        checkpoints = self._checkpoints
+        if url == checkpoints.url and checkpoints.last is not None and checkpoints.has(record):
+            done(checkpoints.last)
         else:
-            carry_on(self._checkpoints.save_standing(Export(url, done), generation, record))
+            carry_on(checkpoints.save_standing(Export(url, done), generation, record))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
-        """Write the newest record to a place that a command or the script has named; training goes on beside it.
+        """Export the newest record to an empty store; training goes on beside it.
 
         Args:
-            url: of an empty store.
+            url: of the store.
             done: called once, with the result.
             generation: the one that is held.
             training: whether a trainer runs.
@@ -308,12 +268,7 @@ class Saver:
                 self.save_asked(generation)
 
     def save_asked(self, generation: Generation, record: int | None = None) -> None:
-        """Write what stands still to the places that were asked for; no trainer runs.
-
-        Args:
-            generation: the one that is held.
-            record: the one that all ranks of the job have, where that is known.
-        """
+        """Write exports of what stands still, as no trainer runs; `record`: the one that all ranks of the job have."""
         if isinstance(self.snapshots.asker, (Export, Peers)):
             self.snapshots.drop(again=True)  # its order has died with the trainers
         while self._checkpoints.asked:
@@ -335,24 +290,14 @@ class Saver:
 
     # The processes that write
 
-    def _checkpoints_said(self, message: WriterToAgent) -> None:
-        match message:
-            case Saved() | SaveFailed():
-                self._jobs.finished(message)
-            case Announced():
-                self._jobs.looked()
-                if message.timeline == self._storage.timeline:
-                    self._schedule.announced(message.record)
-            case Room():
-                self._jobs.looked()
-                self._storage.found_room(message)
-            case _:
-                raise AgentError(f"it sent an unexpected {type(message).__name__}")
-
     def _records_said(self, message: WriterToAgent) -> None:
         if not isinstance(message, Appended):
             raise AgentError(f"it sent an unexpected {type(message).__name__}")
-        self._storage.appended(message)
+        before = self._log.written
+        self._log.appended(message)
+        written = self._log.written
+        if written is not None and written != before and self._log.based:
+            self._host.tell_ranks(self._ranks, Logged(written[1], written[0]))
         self._look_at_flush()
 
     def _records_ended(self, reason: str) -> None:
@@ -397,4 +342,31 @@ class Saver:
 
     def status(self, newest_step: int | None) -> StorageStatus | None:
         """What the command line shows; `newest_step` is the newest that memory holds."""
-        return self._storage.status(newest_step, self.snapshots.lead, self.saving)
+        config, last, log, schedule = self._checkpoints.config, self._checkpoints.last, self._log, self._schedule
+        if config is None:
+            return None
+        steps = [last.step] if last is not None else []
+        if log.based and log.written is not None:
+            steps.append(log.written[1])
+        stored = max(steps, default=None)
+        if schedule.logged and log.based:
+            at_most = log.unwritten_at_most
+        else:
+            at_most = schedule.loses_at_most(last, self.snapshots.lead)
+        if at_most is not None and stored is not None and newest_step is not None:
+            at_most = max(at_most, newest_step - stored)
+        return StorageStatus(
+            url=self._checkpoints.url,
+            step=stored,
+            interval_seconds=None if config.every_steps is not None else schedule.interval_seconds(),
+            every_steps=config.every_steps,
+            bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
+            saving=self.saving,
+            alarm=self.alarm or log.alarm,
+            mode="log" if schedule.logged else "replica",
+            reason=self._not_logged,
+            batch_steps=log.batch_steps if schedule.logged else None,
+            logged=log.taken,
+            loses_at_most=at_most,
+            untidy=last.untidy if last is not None else "",
+        )

@@ -1,8 +1,8 @@
 """Times and records of checkpoints; steps that may be lost until one is there.
 
-Ranks that hold other shards, or that run on other nodes, are saved apart and have to be saved after the same record.
-Where steps decide, that is so by itself. Else the saver of the first rank chooses. Savers on its own node are told; the
-agents of other nodes look in the storage, where the record is announced long before.
+Ranks that hold other shards, or that run on other nodes, are saved apart, after the same record. Where steps decide,
+that is so by itself. Else the saver of the first rank chooses: savers on its own node are told, and the agents of other
+nodes look in the storage, where the record is announced long before.
 """
 
 from __future__ import annotations
@@ -38,14 +38,10 @@ _BAND, _LARGEST_STEP, _LOOKS = 1.25, 4.0, 2
 
 
 class Follower:
-    """A value that follows a noisy target in steps.
+    """A `value` (None before the first look) that follows a noisy target in steps.
 
     It moves where the target has been more than 25% above it, or below it, in two looks in a row; then to the target,
-    by a factor of four at most. Targets that stay within 25% of each other move it in one direction only, and once it
-    has got there no more.
-
-    Attributes:
-        value: the value; None before the first look.
+    by a factor of four at most. Targets within 25% of each other move it in one direction only, and then no more.
     """
 
     def __init__(self, value: float | None = None) -> None:
@@ -70,16 +66,10 @@ class Follower:
 def checkpoint_interval(
     cost_seconds: float, failures_per_second: float, repeated_share: float, least_seconds: float
 ) -> float:
-    """Best time from one checkpoint to the next, in seconds.
+    """Best time from one checkpoint to the next, in seconds, but not below the least that the budget allows.
 
-    Source: Young (1974), sqrt(2 x cost x MTTF), with the part of an interval that a failure costs: all of it where
-    steps are trained again, the time of their redo where records between checkpoints are logged.
-
-    Args:
-        cost_seconds: training time that a checkpoint costs.
-        failures_per_second: rate of failures.
-        repeated_share: seconds that a lost second of training costs, above 0.
-        least_seconds: interval below which checkpoints cost more than their budget.
+    Source: Young (1974), sqrt(2 x cost x MTTF). `repeated_share` is what a lost second of training costs, in seconds,
+    above 0: all of it where steps are trained again, their redo where records between checkpoints are logged.
     """
     mttf_seconds = 1 / (failures_per_second * repeated_share)
     return min(_LONGEST_SECONDS, max(least_seconds, math.sqrt(2 * cost_seconds * mttf_seconds)))
@@ -118,14 +108,9 @@ class Pace:
 class Schedule:
     """The schedule of a run's checkpoints.
 
-    Args:
-        announce: tells savers on the same node that a checkpoint is taken after a record; with True, also notes it
-            where other nodes' agents look.
-        look: asks for what has been noted there; the answer goes to :meth:`announced`.
-        decided: gets each change of the interval that measurements have made.
-
-    Attributes:
-        logged: whether records between checkpoints are logged, so that a failure costs their redo only.
+    `announce` tells savers on the same node that a checkpoint is taken after a record; with True, other nodes, too.
+    `look` asks what other nodes have announced; the answer goes to :meth:`announced`. `decided` gets each change of the
+    interval that measurements have made.
     """
 
     def __init__(
@@ -148,11 +133,13 @@ class Schedule:
         self._backoff = Backoff(lambda: time.monotonic(), at_once=1)
         self._not_before = float("-inf")
         self._copy_seconds = self._cost_seconds = 0.0
+        #: Whether records between checkpoints are logged, so that a failure costs their redo only.
         self.logged = False
         #: Measurements of the job; None: none yet, or it does not tune.
         self._observed: Observed | None = None
         self._tuned = Follower()
-        self._preempted_until, self._ending = float("-inf"), False
+        #: End of the newest grace period (monotonic clock); whether the agent ends with it.
+        self.preempted_until, self._ending = float("-inf"), False
         #: Whether records are chosen by what the first rank's node announces.
         self._by_announcement = False
         self._announced: int | None = None
@@ -164,7 +151,7 @@ class Schedule:
     def restart(self) -> None:
         self.pace.restart()
         self._began = time.monotonic()
-        self._preempted_until, self._ending, self.at_once = float("-inf"), False, False
+        self.preempted_until, self._ending, self.at_once = float("-inf"), False, False
         self._not_before = float("-inf")
         self._backoff.reset()
         self._announced = None
@@ -173,29 +160,22 @@ class Schedule:
     def preempt(self, grace_seconds: float, ending: bool = False) -> None:
         """Want a checkpoint at once, and have it written in this time: the machine may then be gone.
 
-        Args:
-            grace_seconds: length of the grace period.
-            ending: whether the agent ends with it. Such a period is not made longer by another one.
+        `ending`: the agent ends with this grace period, which another one does not make longer.
         """
         if not self._ending:
-            self._preempted_until = time.monotonic() + grace_seconds
+            self.preempted_until = time.monotonic() + grace_seconds
         self._ending = self._ending or ending
         self.at_once = True
 
     @property
     def preempted(self) -> bool:
         """Whether a grace period runs."""
-        return time.monotonic() < self._preempted_until
-
-    @property
-    def preempted_until(self) -> float:
-        """End of the newest grace period (monotonic clock)."""
-        return self._preempted_until
+        return time.monotonic() < self.preempted_until
 
     @property
     def ends_at(self) -> float:
         """Time at which the agent ends, and all writing with it (monotonic clock); infinite while it stays."""
-        return self._preempted_until if self._ending else math.inf
+        return self.preempted_until if self._ending else math.inf
 
     def limit_seconds(self) -> float:
         """Seconds that writing a checkpoint may take."""
@@ -216,15 +196,11 @@ class Schedule:
         return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
 
     def observe(self, observed: Observed) -> None:
-        """Take what the job measures, for the interval behind the next checkpoint.
-
-        Nothing follows from it where the user has set an interval or its limits.
-        """
-        config = self._config
-        if config is None or config.every_steps is not None:
-            return
-        if (config.min_seconds, config.overhead) == (_DEFAULTS.min_seconds, _DEFAULTS.overhead):
-            self._observed = observed
+        """Take what the job measures, for the interval behind the next checkpoint, unless the user has set limits."""
+        if self._config is not None:
+            limits = self._config.every_steps, self._config.min_seconds, self._config.overhead
+            if limits == (None, _DEFAULTS.min_seconds, _DEFAULTS.overhead):
+                self._observed = observed
 
     def _follow(self) -> None:
         """Look at the best interval, once for each checkpoint: its cost is as good as the last measurement."""
@@ -263,11 +239,8 @@ class Schedule:
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
         """The record after which to take a snapshot, so that every rank learns of it in time; None: not now.
 
-        Args:
-            generation: the complete one that is held.
-            attempt: the ranks that are to copy.
-            lead: records that an order must be ahead.
-            unbased: whether a log is kept that has no checkpoint yet, without which it is of no use, or no room.
+        `lead`: records that an order must be ahead. `unbased`: a log is kept that is of no use without a checkpoint, or
+        has no room.
         """
         config = self._config
         if config is None or (time.monotonic() < self._not_before and not self.preempted):
@@ -348,10 +321,7 @@ class Schedule:
         self._follow()
 
     def loses_at_most(self, last: Saved | None, lead: int) -> int | None:
-        """Steps from one checkpoint until the next is written; None before that can be told.
-
-        `last`: the newest checkpoint. `lead`: as for :meth:`due_record`.
-        """
+        """Steps from the newest checkpoint until the next is written; None before that can be told."""
         steps, seconds = self.interval_steps(), self.pace.seconds
         if last is None or steps is None or seconds is None:
             return None

@@ -39,10 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Export:
-    """Somebody who waits for an answer: `done` is called once.
-
-    `record`: the one to save, where other groups of ranks save the same; None: the newest.
-    """
+    """An export, for which `done` is called once; `record`: the one to save where other groups save the same."""
 
     url: str
     done: Done
@@ -92,20 +89,14 @@ def carry_on(flow: Coroutine[Answer[Any], None, None]) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a generation after a record.
-
-    Attributes:
-        region: memory with the state as a replica has it, then the by-value tensors.
-        missing, plain: as in RecordMeta, of all optimizer state.
-        seconds: time that trainers took to copy it.
-    """
+    """The state of a generation after a record; `missing` and `plain` as in RecordMeta, of all optimizer state."""
 
     generation: Generation
     record: int
-    region: Region
+    region: Region  #: memory with the state as a replica has it, then the by-value tensors
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
-    seconds: float = 0.0
+    seconds: float = 0.0  #: that trainers took to copy it
 
 
 @dataclass(frozen=True)
@@ -124,9 +115,7 @@ class _Order:
 class Snapshots:
     """Takes one at a time.
 
-    Args:
-        order: sends a message, with a descriptor, to all trainers of the attempt.
-        hurried: called with the new :attr:`lead` when an order was too late.
+    `order` sends a message, with a descriptor, to all trainers; `hurried` gets the new :attr:`lead` when one was late.
     """
 
     def __init__(
@@ -144,14 +133,10 @@ class Snapshots:
         return self._current.asker if self._current is not None else None
 
     async def take_snapshot(self, asker: Asker, generation: Generation, record: int) -> Snapshot | SaveFailed | None:
-        """Have the state after `record` copied, which lies ahead.
+        """Have the state after `record` copied, which lies ahead; the caller owns the snapshot's region.
 
-        Returns:
-            The snapshot, whose region the caller owns. None: the order was too late, or its trainers have gone; a
-            later record may do.
-
-        Raises:
-            MemoryBudgetError, OSError, RuntimeError: there is no memory for a copy.
+        None: the order was too late, or its trainers have gone; a later record may do. Raises MemoryBudgetError,
+        OSError or RuntimeError where there is no memory for a copy.
         """
         order = self._order_copy(asker, generation, record)
         taken = await order.answer if order is not None else None
@@ -185,7 +170,7 @@ class Snapshots:
     def taken(self, rank: int, message: SnapshotTaken) -> None:
         """Take a trainer's part. It has none where the order came too late, or its layout has changed.
 
-        The answer to an order that was dropped meanwhile is none to a later one, whose region it has not filled.
+        The answer to a dropped order is none to a later one, whose region it has not filled.
         """
         order = self._current
         if order is None or message.order != order.number:
@@ -231,7 +216,7 @@ class Snapshots:
         order.answer.give(Snapshot(order.generation, order.record, order.region, missing, plain, seconds))
 
     def drop(self, again: bool) -> None:
-        """Take none after all; with `again` who asked for it may order another one."""
+        """Take none after all; with `again` its asker may order another one."""
         order, self._current = self._current, None
         if order is None:
             return

@@ -7,16 +7,12 @@ from typing import Any, cast
 
 from memckpt.agent.saving.saver import Saver
 from memckpt.config import StorageConfig
+from memckpt.journal.events import AnyEvent
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Message
-from memckpt.protocol.storing import (
-    Save,
-    Saved,
-    SaveFailed,
-    SnapshotTaken,
-    TakeSnapshot,
-)
-from memckpt.state.records import Timeline
+from memckpt.protocol.storing import Save, Saved, SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.protocol.trainer import Configure
+from memckpt.state.records import RankGroup, Timeline
 from tests.support.cluster.storage_node import Clock, Filled, Process, RecordsProcess, Steps
 
 T1 = Timeline(1, "a")
@@ -39,7 +35,8 @@ class Node:
         self.checkpoints: list[Process] = []
         self.records: list[RecordsProcess] = []
         self.failures = 0
-        self.saver = Saver("n", self._order, self.told.append, self._start, self._failed)
+        host: Any = self
+        self.saver = Saver("n", (0,), host, host)
         self.attempt = Steps("n", self.held.spec.world_size, self.held.spec.local_ranks)
         self.config = StorageConfig(**settings)
         self.begin_attempt(T1)
@@ -49,20 +46,31 @@ class Node:
         return self.filled.held
 
     def begin_attempt(self, timeline: Timeline) -> None:
-        self.saver.configure(self.config, self._directory, timeline, 1)
+        self.saver.configure(Configure(0.0, timeline, self.config), self._directory, "n")
 
-    def _order(self, message: Message, fd: int) -> None:
-        assert isinstance(message, TakeSnapshot)
-        self.orders.append(message)
+    # What the agent does for it
 
-    def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
+    def tell_ranks(self, ranks: RankGroup, message: Message, fd: int | None = None) -> None:
+        if fd is None:
+            self.told.append(message)
+        else:
+            assert isinstance(message, TakeSnapshot)
+            self.orders.append(message)
+
+    def note_event(self, event: AnyEvent) -> None: ...
+
+    def announce(self, ranks: RankGroup, record: int) -> None: ...
+
+    def hurry(self, lead: int) -> None: ...
+
+    def start_writer(self, what: str, received: Any, ended: Any) -> HelperProcess:
         if what == "records":
             self.records.append(RecordsProcess(received, ended))
             return cast("HelperProcess", self.records[-1])
         self.checkpoints.append(Process(received, ended))
         return cast("HelperProcess", self.checkpoints[-1])
 
-    def _failed(self) -> None:
+    def checkpoint_failed(self) -> None:
         self.failures += 1
 
     # What trainers do
