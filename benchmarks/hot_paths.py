@@ -23,8 +23,7 @@ from memckpt import Session
 from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import Candidate, decode_stripe, seal_stripe
+from memckpt.replication.coding.code import STRIPE_BYTES, Candidate, Code, decode_stripe, seal_stripe
 from memckpt.replication.transport.keys import Keys
 from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Transport
 from memckpt.state import codec, rng

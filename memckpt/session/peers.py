@@ -128,7 +128,7 @@ class Peers:
         return self._link.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
-        from memckpt.replication.transport.envelope import WIRE_VERSION
+        from memckpt.replication.transport.links import WIRE_VERSION
 
         own = None if self._config is None else f"{_common(self._config)!r}, protocol {WIRE_VERSION}"
         everybody = self._ranks.gather(own)

@@ -32,7 +32,7 @@ from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.recovery.restore import Restorer
 from memckpt.replication.coding.blob import BlobReader, Extent, Room
 from memckpt.replication.coding.code import Code
-from memckpt.replication.process.source import rooms_for
+from memckpt.replication.keeping.outgoing import rooms_for
 from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at

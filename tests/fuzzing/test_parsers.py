@@ -33,7 +33,7 @@ from memckpt.protocol import channel
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import Status
 from memckpt.protocol.trainer import Alarm
-from memckpt.replication.transport import envelope, wire
+from memckpt.replication.transport import links, wire
 from memckpt.state import codec
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.state.spec import read_spec
@@ -123,7 +123,7 @@ PARSERS = {
     "pins": Parser(_file(read_pins, "pinned.json"), b'[[1,"abc",3]]'),
     "message between nodes": Parser(lambda data, _: wire.decode(data), b"\x92\x01\x02", (ValueError,)),
     "envelope": Parser(
-        lambda data, _: envelope.decode(data), envelope.encode(envelope.Data("a", "b", "c", 1, 2)), (ValueError,)
+        lambda data, _: links.decode(data), links.encode(links.Data("a", "b", "c", 1, 2)), (ValueError,)
     ),
 }
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from memckpt.errors import DamagedFragmentsError, DamagedStateError
 from memckpt.memory.slots import SlotRing
 from memckpt.replication.coding.blob import Blob, BlobReader, Extent, RecordTail, Room
-from memckpt.replication.coding.code import Code
-from memckpt.replication.coding.fragments import Candidate, decode_stripe, seal_stripe
+from memckpt.replication.coding.code import Candidate, Code, decode_stripe, seal_stripe
 from memckpt.state import encodings
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, SubStep, Timeline

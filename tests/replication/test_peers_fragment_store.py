@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
 from memckpt.replication.coding.blob import STATIC
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import Fragment, seal_stripe
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import SLOTS, Keeper, Place, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window

@@ -14,8 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import DamagedFragmentsError, DamagedStateError
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import Candidate, Fragment, _checksum, check, decode_stripe, seal_stripe
+from memckpt.replication.coding.code import (
+    STRIPE_BYTES,
+    Candidate,
+    Code,
+    Fragment,
+    _checksum,
+    check,
+    decode_stripe,
+    seal_stripe,
+)
 
 CODES = [(1, 1), (3, 1), (2, 2), (4, 2), (3, 3), (1, 3)]
 WHICH: dict[str, Any] = {"generation": "g1", "owner": (2, 3), "record": 7, "stripe": 1, "stripes": 4}

@@ -13,7 +13,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.replication.transport import envelope as envelopes
+from memckpt.replication.transport import links
 from memckpt.replication.transport.directory import MAX_PEERS
 from memckpt.replication.transport.keys import Keys
 from memckpt.replication.transport.transport import Delivery
@@ -56,8 +56,8 @@ class Stage:
         """Send messages as the intruder, and wait until all have been looked at: then its last one, a greeting, was."""
         self.number += 1
         name = f"last {self.number}"
-        said = envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
-        greeting = envelopes.encode(said)
+        said = links.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
+        greeting = links.encode(said)
         with self.intruder() as sock:
             for frames in (*messages, [greeting]):
                 sock.send_multipart(frames)
@@ -126,7 +126,7 @@ def envelope_of(draw: st.DrawFn, incarnations: Sequence[str]) -> bytes:
     fields += [draw(NUMBERS), draw(NUMBERS)]
     if fields[0] == 2:
         fields += [draw(NUMBERS), draw(NUMBERS), draw(st.booleans()), draw(st.booleans()), draw(ADDRESSES)]
-        fields.append(envelopes.WIRE_VERSION if draw(st.integers(0, 5)) else draw(NUMBERS))
+        fields.append(links.WIRE_VERSION if draw(st.integers(0, 5)) else draw(NUMBERS))
     elif draw(st.booleans()):
         fields.append(draw(NUMBERS))  # parts of a body
     if draw(st.integers(0, 3)) == 0:
@@ -159,9 +159,9 @@ def test_states_out_of_any_order(stage: Stage) -> None:
 
     def state(**fields: Any) -> bytes:
         said = {"meant": "", "turn": 0, "number": 0, "expected": 0, "seen": 0, "gap": False, "ask": True} | fields
-        said.setdefault("version", envelopes.WIRE_VERSION)
-        return envelopes.encode(
-            envelopes.State(node=name, incarnation=own, address="tcp://127.0.0.1:1", **said)  # type: ignore[arg-type]
+        said.setdefault("version", links.WIRE_VERSION)
+        return links.encode(
+            links.State(node=name, incarnation=own, address="tcp://127.0.0.1:1", **said)  # type: ignore[arg-type]
         )
 
     stage.throw([state()])
@@ -172,7 +172,7 @@ def test_states_out_of_any_order(stage: Stage) -> None:
         stage.throw([state(meant=link.own, **{field: far})], [state(meant=link.own, **{field: 0})])
     stage.throw([state(meant=link.own, gap=True)])
     for turn, number in ((far, far), (far, 0), (0, far), (0, 0)):
-        stage.throw([envelopes.encode(envelopes.Data(name, own, link.own, turn, number)), b"", b""])
+        stage.throw([links.encode(links.Data(name, own, link.own, turn, number)), b"", b""])
     assert link.met == own
     # It has taken nothing, whatever it has said.
     assert link.unacknowledged_messages == 1
@@ -183,13 +183,13 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
     name, own = "miscounter", "miscounter.1"
 
     def state(meant: str) -> bytes:
-        return envelopes.encode(
-            envelopes.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+        return links.encode(
+            links.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
         )
 
     stage.throw([state("")])
     link = stage.a.transport._directory.peers[name].link
-    data = envelopes.encode(envelopes.Data(name, own, link.own, 0, 0))
+    data = links.encode(links.Data(name, own, link.own, 0, 0))
     before = stage.a.transport.refused["malformed"]
     wrong = [[data], [data, b""], [data, b"", b"", b""], [state(link.own), b""], [state(link.own), b"", b""]]
     stage.throw(*wrong)
@@ -203,8 +203,8 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
 
 def test_lists_in_lists(stage: Stage) -> None:
     """What does not belong into an envelope is skipped, however deep it is."""
-    state = envelopes.encode(
-        envelopes.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+    state = links.encode(
+        links.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
     )
     longer = bytes([state[0] + 1]) + state[1:] + b"\x91" * 1900 + b"\x90"
     before = stage.a.transport.refused["malformed"]
@@ -247,8 +247,8 @@ def test_a_conversation_is_cut_off_and_its_bytes_come_once_more(stage: Stage, cu
     """All that a proper client says, up to some byte; then the same, as who has listened sends it."""
     stage.number += 1
     name, heard = f"cut {stage.number}", bytearray()
-    greeting = envelopes.encode(
-        envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+    greeting = links.encode(
+        links.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
     )
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import PeerOverrunError
-from memckpt.replication.transport import envelope as envelopes
 from memckpt.replication.transport import links
-from memckpt.replication.transport.envelope import Data, State
-from memckpt.replication.transport.links import Link, Payload
+from memckpt.replication.transport.links import Data, Link, Payload, State
 
 ADDRESS = "tcp://127.0.0.1:1"
 WINDOW = 1000
@@ -65,7 +63,7 @@ class Side:
         self.link.send(body, b"")
 
     def take(self, frames: tuple[Payload, ...]) -> None:
-        envelope = envelopes.decode(bytes(frames[0]))
+        envelope = links.decode(bytes(frames[0]))
         before = self.link.met
         if isinstance(envelope, State):
             self.link.take_state(envelope)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
 from memckpt.recovery.plan import RestoreRecord
-from memckpt.replication.coding import blob, fragments
+from memckpt.replication.coding import blob, code
 from memckpt.replication.keeping import fragment_store as holder
-from memckpt.replication.keeping import windows
+from memckpt.replication.keeping import kept_window
 from memckpt.replication.keeping.kept_window import BeingReservedError
 from memckpt.replication.process import send, states_by_value
 from memckpt.replication.transport.wire import Put
@@ -60,9 +60,9 @@ SETTINGS = [
 def _short_stripes() -> Iterator[None]:
     """So that a record of a few hundred bytes has several, and is sometimes more than was expected."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blob, fragments, holder, windows):
+        for module in (blob, code, holder, kept_window):
             patch.setattr(module, "STRIPE_BYTES", 128)
-        patch.setattr(windows, "_TAIL_BYTES", 64)
+        patch.setattr(kept_window, "_TAIL_BYTES", 64)
         patch.setattr(send, "PUMP_BYTES", 200)
         patch.setattr(states_by_value, "_StateCopy", Taken)
         yield

@@ -16,8 +16,7 @@ from memckpt.protocol.peer_job import Join
 from memckpt.protocol.recovery import BadSourceSeen, Describe, Fill, Filled, FromFragments, WantedState
 from memckpt.protocol.replication import Holds, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
-from memckpt.replication.coding.code import STRIPE_BYTES
-from memckpt.replication.coding.fragments import Fragment
+from memckpt.replication.coding.code import STRIPE_BYTES, Fragment
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.process import answer
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.replication.coding.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import check
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, check
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage

@@ -14,7 +14,7 @@ import zmq
 
 from memckpt.errors import PeerError, PeerOverrunError, UsageError
 from memckpt.protocol.descriptors import readable
-from memckpt.replication.transport import directory, envelope, links
+from memckpt.replication.transport import directory, links
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Endpoint, Transport
 from tests.support.cluster.peer_sender import PAYLOAD, Sender, payload_of
@@ -378,7 +378,7 @@ def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: Keys 
     with nodes_of(Node("a", keys)) as (a,), socket.create_connection(("127.0.0.1", a.port)) as stranger:
         stranger.settimeout(20.0)
         stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
-        stranger.sendall(b"\x06" + (envelope.FRAME_BYTES * 2).to_bytes(8, "big"))  # a command's header
+        stranger.sendall(b"\x06" + (links.FRAME_BYTES * 2).to_bytes(8, "big"))  # a command's header
         while True:  # until it is cut off, having sent nothing of that yet
             try:
                 if not stranger.recv(4096):
@@ -388,7 +388,7 @@ def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: Keys 
 
 
 def test_bodies_larger_than_a_frame_arrive_whole(keys: Keys | Password) -> None:
-    bodies = [bytes([number]) * (number * envelope.FRAME_BYTES // 2 + number) for number in range(7)]
+    bodies = [bytes([number]) * (number * links.FRAME_BYTES // 2 + number) for number in range(7)]
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         for body in bodies:
@@ -405,7 +405,7 @@ def test_who_speaks_another_version_is_not_met(
 ) -> None:
     keys = Keys.make()
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
-        monkeypatch.setattr(links, "WIRE_VERSION", envelope.WIRE_VERSION + 1)
+        monkeypatch.setattr(links, "WIRE_VERSION", links.WIRE_VERSION + 1)
         for one, other in ((a, b), (b, a)):
             one.transport.connect(other.name, other.transport.address)
         drive(a, b, until=lambda: min(one.transport.refused["version"] for one in (a, b)) > 0)

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from memckpt.errors import MemckptError
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import Fragment, check
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, KeptWindow, Reserve, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldFragments, RankGroup

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
 
+from memckpt.errors import DamagedStateError
+from memckpt.memory.region import GenerationRegions, Region
+from memckpt.memory.slots import SlotRing
+from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
 from memckpt.replication.transport.wire import Window
+from memckpt.state.layout import Layout
+from memckpt.state.records import RecordMeta, decode_meta, encode_meta
+from memckpt.state.spec import ITEM_BYTES, StateSpec
 
 
 class Stripes(Protocol):
@@ -89,3 +98,167 @@ class Outgoing:
         for record in list(self._blobs):
             self.release_record(record)
         self.source.close()
+
+
+_log = logging.getLogger("memckpt.replicator")
+#: Bytes of a record: all of them; those of its ranks alone; or those that every replica has.
+Part = Literal["all", "private", "shared"]
+
+
+class RegionSource:
+    """The records of one generation, read from its regions; closes them.
+
+    Args:
+        spec: layout of the generation.
+        number: number with which its slots are stamped.
+        base: the record that it begins with.
+        regions: slots, then static and replica where present.
+        missing, plain: what the replica's state at `base` lacks, and has beside tensors (eager).
+        by_value_from: the first record whose by-value tensors are read, too; None: `base`.
+    """
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        number: int,
+        base: int,
+        regions: list[Region],
+        missing: tuple[tuple[int, int, str], ...],
+        plain: bytes,
+        by_value_from: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.layout = Layout(spec)
+        self._base = base
+        self._by_value_from = base if by_value_from is None else by_value_from
+        self._regions = GenerationRegions.of(self.layout, regions)
+        self._ring = SlotRing(self._regions.slots, self.layout, number)
+        self._missing, self._plain = missing, plain
+        self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
+
+    def note_record(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
+        """Note what belongs to a whole record beside the bytes of its slot."""
+        self._records[record] = (step, meta, rank_states)
+        for old in [number for number in self._records if number < record - 2 * self.layout.ring - self.spec.period]:
+            del self._records[old]
+
+    def step(self, record: int) -> int:
+        return self._records[record][0] if record in self._records else 0
+
+    def intact(self, record: int) -> bool:
+        """Whether the bytes of a record are still there."""
+        if record == STATIC or (self._regions.replica is not None and record < self._base):
+            return True  # the replica stands still until the agent has been told that this is over
+        try:
+            self._ring.check(record, self.spec.local_ranks)
+            if record >= self._by_value_from:
+                self._ring.check_by_value(record, self.spec.local_ranks)
+        except DamagedStateError:
+            return False
+        return True
+
+    def open(self, record: int, part: Part = "all") -> Blob | None:
+        """The bytes of a record; None if they are not there any more."""
+        if record == STATIC:
+            if self._regions.static is None:
+                return None
+            everything = (Extent(0, self._regions.static.nbytes),)
+            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._regions.static.map)])
+        if record not in self._records or not self.intact(record):
+            return None
+        step, meta, rank_states = self._records[record]
+        virtual = record <= self._base
+        extents: list[Extent] = []
+        views: list[memoryview] = []
+        if part != "private":
+            if virtual and self._regions.replica is not None:
+                meta = encode_meta(RecordMeta(record, self._base, True, (), self._missing, self._plain))
+                self._add_from_replica(record, extents, views)
+            else:
+                self._add_from_slot(record, meta, extents, views)
+        if part != "shared" and record >= self._by_value_from:
+            offset, nbytes = self.layout.by_value_area()
+            start = self.layout.by_value_base(record)
+            self._add_from(extents, views, Extent(offset, nbytes), start)
+        tail = RecordTail(
+            step, b"" if part == "private" else meta, rank_states if part != "shared" else {}, tuple(extents)
+        )
+        return Blob(tail, views)
+
+    def _add(self, extents: list[Extent], views: list[memoryview], record: int, offset: int, nbytes: int) -> None:
+        self._add_from(extents, views, Extent(offset, nbytes), self.layout.slot_offset(record) + offset)
+
+    def _add_from(self, extents: list[Extent], views: list[memoryview], extent: Extent, start: int) -> None:
+        if extent.nbytes:
+            extents.append(extent)
+            views.append(memoryview(self._regions.slots.map)[start : start + extent.nbytes])
+
+    def _add_from_slot(self, record: int, meta: bytes, extents: list[Extent], views: list[memoryview]) -> None:
+        for sub_step in decode_meta(meta).sub_steps:
+            self._add(extents, views, record, *self.layout.gradient_area(sub_step.optimizer, sub_step.index))
+        self._add(extents, views, record, *self.layout.anchor_area(record))
+
+    def _add_from_replica(self, record: int, extents: list[Extent], views: list[memoryview]) -> None:
+        """A virtual record of the replica's state: the anchors that such a record carries."""
+        assert self._regions.replica is not None
+        source = memoryview(self._regions.replica.map)
+        for target, start, nbytes in replica_parts(self.layout, record):
+            if nbytes:
+                extents.append(Extent(target, nbytes))
+                views.append(source[start : start + nbytes])
+
+    def close(self) -> None:
+        self._regions.close()
+
+
+class PartSource:
+    """The part of a generation's records that a unit's holders get. Closes the source.
+
+    Args:
+        source: the records.
+        part: bytes of each record.
+    """
+
+    def __init__(self, source: RegionSource, part: Part) -> None:
+        self._source, self._part = source, part
+
+    def open(self, record: int) -> Blob | None:
+        return self._source.open(record, self._part)
+
+    def intact(self, record: int) -> bool:
+        return self._source.intact(record)
+
+    def step(self, record: int) -> int:
+        return self._source.step(record)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
+    """Memory for the bytes of a record from elsewhere: its slot, and that of its by-value tensors."""
+    whole = memoryview(slots)
+    begin, nbytes = layout.by_value_area()
+    start = layout.slot_offset(record)
+    rooms = [Room(0, whole[start : start + begin])]
+    if nbytes:
+        start = layout.by_value_base(record)
+        rooms.append(Room(begin, whole[start : start + nbytes]))
+    return rooms
+
+
+def replica_parts(layout: Layout, record: int) -> Iterator[tuple[int, int, int]]:
+    """Parts of a record's anchors: offset in a slot, offset in the replica, and bytes of each."""
+    for piece in layout.due(record):
+        param = layout.spec.params[piece.param]
+        value, states = layout.replica_offsets[piece.param]
+        length = piece.stop - piece.start
+        for owner, state, target in layout.piece_parts(piece):
+            if owner is None or state is None:
+                item = ITEM_BYTES[param.tensor.dtype]
+                yield target, value + piece.start * item, length * item
+            elif state.elementwise:
+                item = ITEM_BYTES[state.dtype]
+                yield target, states[owner.optimizer, state.key] + piece.start * item, length * item
+            else:
+                yield target, states[owner.optimizer, state.key], state.nbytes

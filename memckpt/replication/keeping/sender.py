@@ -15,8 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from memckpt.replication.coding.blob import STATIC
-from memckpt.replication.coding.code import STRIPE_BYTES, Code, Payload
-from memckpt.replication.coding.fragments import Fragment, seal_stripe
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
 from memckpt.replication.transport.wire import BEING_MADE, Abandon, NotStored, Open, Put, Stored, Window, WireMessage

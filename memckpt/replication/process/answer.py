@@ -12,9 +12,9 @@ from memckpt.memory.region import Region
 from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.outgoing import RegionSource
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.process.send import Mail
-from memckpt.replication.process.source import RegionSource
 from memckpt.replication.transport.wire import (
     AskManifest,
     AskWindow,

@@ -13,14 +13,13 @@ from memckpt.protocol.peer_job import PeerJob
 from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
-from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.pacing.watermark import Cadence, Leader, LinkMeter
-from memckpt.replication.process.node_plan import NodePlan
-from memckpt.replication.process.send import Mail, OwnGenerations, Pump
+from memckpt.replication.process.send import Mail, NodePlan, OwnGenerations, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
 from memckpt.replication.process.wait import Laggards, RunAhead
 from memckpt.replication.transport.transport import Transport

@@ -12,9 +12,8 @@ from memckpt.errors import DamagedFragmentsError, DamagedStateError
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import Fragment, decode_stripe
-from memckpt.replication.process.source import rooms_for
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, decode_stripe
+from memckpt.replication.keeping.outgoing import rooms_for
 from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup

@@ -17,14 +17,12 @@ from memckpt.errors import MemckptError
 from memckpt.memory.region import Region
 from memckpt.protocol.replication import CopyState, StateCopied
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail
-from memckpt.replication.coding.code import Code
-from memckpt.replication.coding.fragments import seal_stripe
+from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow
-from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.outgoing import Outgoing, replica_parts
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.process.node_plan import NodePlan
-from memckpt.replication.process.source import replica_parts
+from memckpt.replication.process.send import NodePlan
 from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup, RecordMeta, encode_meta

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import zmq
 
 from memckpt.errors import PeerError, UsageError
-from memckpt.replication.transport.envelope import Data, State, is_address
-from memckpt.replication.transport.links import Link, Traffic
+from memckpt.replication.transport.links import Data, Link, State, Traffic, is_address
 from memckpt.replication.transport.sockets import Socket, hand_to
 
 #: In place of an incarnation that has said its address; what the peer itself says then counts for more, whoever it is.

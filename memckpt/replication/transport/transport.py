@@ -19,11 +19,19 @@ from typing import NamedTuple
 import zmq
 
 from memckpt.errors import PeerError, UsageError
-from memckpt.replication.transport import envelope as envelopes
 from memckpt.replication.transport.directory import Directory, PeerState
-from memckpt.replication.transport.envelope import Data, State
 from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.links import Link, Payload
+from memckpt.replication.transport.links import (
+    ENVELOPE_BYTES,
+    FRAME_BYTES,
+    WIRE_VERSION,
+    Data,
+    Link,
+    Payload,
+    State,
+    decode,
+    is_address,
+)
 from memckpt.replication.transport.sockets import Context, Doorkeeper, receiving_socket, sending_socket
 
 _log = logging.getLogger("memckpt.replicator")
@@ -120,7 +128,7 @@ class Transport:
         self.silent: frozenset[str] = frozenset()
         self.bytes_received = 0
         self._limits = limits
-        self._most_frames = math.ceil(limits.max_body / envelopes.FRAME_BYTES) + 2
+        self._most_frames = math.ceil(limits.max_body / FRAME_BYTES) + 2
         self._heartbeat_seconds = heartbeat_seconds
         self._retry_seconds = min(0.05, heartbeat_seconds / 4)
         self._now = 0.0
@@ -132,13 +140,13 @@ class Transport:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
-            frame = min(limits.max_body, envelopes.FRAME_BYTES)
-            largest = max(frame, limits.max_payload, envelopes.ENVELOPE_BYTES) + 1024
+            frame = min(limits.max_body, FRAME_BYTES)
+            largest = max(frame, limits.max_payload, ENVELOPE_BYTES) + 1024
             self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in endpoint.host)
             self._doorkeeper.watch(self._router)
             bound = self._bind(endpoint.host, endpoint.port)
             self.address = bound if endpoint.advertise is None else endpoint.advertise
-            if not envelopes.is_address(self.address):
+            if not is_address(self.address):
                 raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
             self._directory = Directory(
                 node,
@@ -301,15 +309,15 @@ class Transport:
         return frames if count <= self._most_frames else []
 
     def _take_frames(self, frames: Sequence[zmq.Frame]) -> str | None:
-        if len(frames[0].buffer) > envelopes.ENVELOPE_BYTES:
+        if len(frames[0].buffer) > ENVELOPE_BYTES:
             return "oversized"
         try:
-            envelope = envelopes.decode(frames[0].bytes)
+            envelope = decode(frames[0].bytes)
         except ValueError:
             return "malformed"
         if len(frames) != (envelope.parts + 2 if isinstance(envelope, Data) else 1):
             return "malformed"
-        if isinstance(envelope, State) and envelope.version != envelopes.WIRE_VERSION:
+        if isinstance(envelope, State) and envelope.version != WIRE_VERSION:
             return self._refuse_version(envelope)
         known = self._directory.find(envelope)
         if isinstance(known, str):
@@ -346,7 +354,7 @@ class Transport:
                 "on all nodes",
                 state.node,
                 state.version,
-                envelopes.WIRE_VERSION,
+                WIRE_VERSION,
             )
         return "version"
 

@@ -8,7 +8,7 @@ from typing import Union
 
 import msgspec
 
-from memckpt.replication.coding.fragments import Fragment
+from memckpt.replication.coding.code import Fragment
 from memckpt.state.records import Branch, RankGroup
 
 

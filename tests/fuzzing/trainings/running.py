@@ -34,7 +34,7 @@ _ALSO = (
     "torch.nn.utils.prune",
     "torch.utils.checkpoint",
     "torchdata.stateful_dataloader",
-    "memckpt.replication.transport.envelope",
+    "memckpt.replication.transport.links",
 )
 
 Class = Literal["exact", "said", "refused", "wrong", "invalid"]

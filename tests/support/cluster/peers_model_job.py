@@ -14,11 +14,10 @@ from memckpt.protocol.replication import CopyState, GiveUp, StateCopied
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
 from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room
-from memckpt.replication.coding.code import Code
-from memckpt.replication.coding.fragments import decode_stripe
+from memckpt.replication.coding.code import Code, decode_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing
-from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.transport.wire import Window, decode
 from memckpt.state.records import Branch, HeldFragments

@@ -18,12 +18,11 @@ from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.kept_window import sizes_of
+from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.answer import Serving
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
-from memckpt.replication.process.source import Part, RegionSource
 from memckpt.replication.transport.wire import (
     AskManifest,
     AskWindow,

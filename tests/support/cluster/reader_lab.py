@@ -12,8 +12,7 @@ import xxhash
 from memckpt.memory.region import Region
 from memckpt.protocol.recovery import Filled, FromFragments, WantedState
 from memckpt.replication.coding.blob import STATIC
-from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.coding.fragments import _checksum
+from memckpt.replication.coding.code import STRIPE_BYTES, Code, _checksum
 from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread
 

@@ -11,8 +11,7 @@ import msgspec
 from memckpt.protocol.peer_job import Join, PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import STATIC
-from memckpt.replication.coding.code import Code
-from memckpt.replication.coding.fragments import seal_stripe
+from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.replicator import Replicator

@@ -17,7 +17,7 @@ from memckpt.config import (
     TopK,
 )
 from memckpt.replication.coding.code import STRIPE_BYTES
-from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.state.layout import Layout
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec
 from memckpt_tools.planning.footprint import (
