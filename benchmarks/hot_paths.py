@@ -24,8 +24,8 @@ from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.replication.coding.code import STRIPE_BYTES, Candidate, Code, decode_stripe, seal_stripe
-from memckpt.replication.transport.keys import Keys
-from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Transport
+from memckpt.replication.transport.sockets import make_keys
+from memckpt.replication.transport.transport import Delivery, Limits, Transport
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import hyperparameters, rebuild_like
@@ -194,10 +194,10 @@ def add_write(report: Report, size: str, repetitions: int) -> None:
 
 def add_wire(report: Report, repetitions: int) -> None:
     """Messages from one transport to another one."""
-    keys, payload, body = Keys.make(), memoryview(bytes(_PAYLOAD_BYTES)), bytes(64)
+    keys, payload, body = make_keys(), memoryview(bytes(_PAYLOAD_BYTES)), bytes(64)
     limits = Limits(window_bytes=32 << 20)
     with ExitStack() as stack:
-        ends = [Transport(name, Endpoint("127.0.0.1"), keys=keys, limits=limits) for name in ("sender", "receiver")]
+        ends = [Transport(name, "127.0.0.1", keys=keys, limits=limits) for name in ("sender", "receiver")]
         poller = zmq.Poller()
         for end in ends:
             stack.callback(end.close)

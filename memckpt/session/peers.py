@@ -88,12 +88,12 @@ class Peers:
             )
         ranks.together(lambda: _try_code(config))
         from memckpt.replication.coding.placement import choose_level, find_domain
-        from memckpt.replication.transport.keys import Keys, Password
+        from memckpt.replication.transport.sockets import make_keys, make_password
 
-        made: Keys | Password | None = None
+        made: tuple[str, ...] | None = None
         if ranks.rank == 0:
-            made = Keys.make() if config.security == "curve" else Password.make()
-        first = ranks.gather(None if made is None else msgspec.structs.astuple(made))[0]
+            made = msgspec.structs.astuple(make_keys()) if config.security == "curve" else (make_password(),)
+        first = ranks.gather(made)[0]
         assert first is not None
         keys = PeerKeys(*first) if config.security == "curve" else str(first[0])
         if ranks.rank == 0 and config.security == "plain":

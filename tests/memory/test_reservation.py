@@ -11,9 +11,8 @@ from contextlib import closing
 import pytest
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.memory import region as region_module
 from memckpt.memory.region import Reservation
-from memckpt.replication.process import fragment_memory
+from memckpt.replication.keeping import fragment_store
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.replicator_node import Node
@@ -93,7 +92,7 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
 
 
 def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragment_memory, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(fragment_store, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
         node.fragment_store._reserve = node.replicator._memory.reserve
         opened = Open(node.window("a"))
@@ -113,7 +112,7 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
 
 
 def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragment_memory, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(fragment_store, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
         node.fragment_store._reserve = node.replicator._memory.reserve
         node.says("a", Open(node.window("a")))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from memckpt.protocol.recovery import BadSourceSeen, Described, FromFragments, FromNode, WantedState
-from memckpt.replication.process.ask import Asking
+from memckpt.replication.process.questions import Asking
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.replication.transport.wire import (
     AskWindow,

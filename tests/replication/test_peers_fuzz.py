@@ -13,9 +13,10 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport import links
 from memckpt.replication.transport.directory import MAX_PEERS
-from memckpt.replication.transport.keys import Keys
+from memckpt.replication.transport.sockets import make_keys
 from memckpt.replication.transport.transport import Delivery
 from tests.support.cluster.peers_harness import Node, acquaint, drive, nodes_of
 
@@ -28,7 +29,7 @@ LIMIT = 4096
 class Stage:
     """Two nodes that have met, and somebody who connects to the first one, with its keys if there are any."""
 
-    def __init__(self, a: Node, b: Node, keys: Keys | None, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, a: Node, b: Node, keys: PeerKeys | None, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.a, self.b = a, b
         self.number = 0
         self._keys = keys
@@ -84,7 +85,7 @@ class Stage:
 
 @pytest.fixture(scope="module", params=["plain", "curve"])
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    keys = Keys.make() if request.param == "curve" else None
+    keys = make_keys() if request.param == "curve" else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with nodes_of(Node("a", keys, max_body=LIMIT, max_payload=LIMIT), Node("b", keys)) as (a, b):
         try:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from memckpt.replication.transport.keys import Keys
+from memckpt.protocol.peer_job import PeerKeys
+from memckpt.replication.transport.sockets import make_keys
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peer_sender import PAYLOAD, Sender
@@ -18,8 +19,8 @@ WINDOW = 4 << 20
 
 
 @pytest.fixture(params=["curve", "plain"])
-def keys(request: pytest.FixtureRequest) -> Keys | None:
-    return Keys.make() if request.param == "curve" else None
+def keys(request: pytest.FixtureRequest) -> PeerKeys | None:
+    return make_keys() if request.param == "curve" else None
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def network() -> Iterator[Network]:
         yield network
 
 
-def node_on(network: Network, number: int, keys: Keys | None) -> Node:
+def node_on(network: Network, number: int, keys: PeerKeys | None) -> Node:
     with network.inside(number):
         return Node("ab"[number], keys, host=network.addresses[number], window_bytes=WINDOW)
 
@@ -37,7 +38,7 @@ def node_on(network: Network, number: int, keys: Keys | None) -> Node:
 @pytest.mark.promise("over an interrupted or slow network everything is delivered once, in order, with bounded memory")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", ["cut", "unplug"])
-def test_a_network_that_was_away_loses_nothing(network: Network, keys: Keys | None, way: str) -> None:
+def test_a_network_that_was_away_loses_nothing(network: Network, keys: PeerKeys | None, way: str) -> None:
     lose, find = (network.cut, network.mend) if way == "cut" else (network.unplug, network.plug)
     with nodes_of(node_on(network, 0, keys), node_on(network, 1, keys)) as (a, b):
         acquaint(a, b)
@@ -79,7 +80,7 @@ def test_a_network_that_was_away_loses_nothing(network: Network, keys: Keys | No
 
 
 def test_a_slow_cable_loses_nothing(network: Network) -> None:
-    keys = Keys.make()
+    keys = make_keys()
     network.limit(1, 400_000_000)
     with nodes_of(node_on(network, 0, keys), node_on(network, 1, keys)) as (a, b):
         acquaint(a, b)

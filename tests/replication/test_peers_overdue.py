@@ -12,8 +12,8 @@ from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.protocol.peer_job import Join
 from memckpt.protocol.replication import Deserted, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.pacing.watermark import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.process.replicator import describe
-from memckpt.replication.process.wait import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
 from tests.support.cluster.replicator_node import Node
 

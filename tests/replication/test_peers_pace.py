@@ -119,7 +119,7 @@ def test_any_marks_are_borne(marks: list[tuple[int, Phase, int]]) -> None:
         assert ended is None or ended.seconds > 0
         pacer.mark_phase(step, phase, at)
         pacer.delay(1, at * 1e-9)
-        pacer.state()
+        assert pacer.reason
 
 
 # Phases
@@ -133,11 +133,11 @@ def test_bulk_goes_in_forward_and_waits_in_backward() -> None:
         assert pacer.delay(MIB, now + 0.01) == 0
         pacer.mark_phase(step, B, ns(now + 0.1))
         assert 0 < pacer.delay(MIB, now + 0.11) <= 0.01
-        assert pacer.state().holding
+        assert pacer.holding
         pacer.mark_phase(step, S, ns(now + 0.2))
         assert pacer.delay(MIB, now + 0.21) == 0
         pacer.sent(MIB, now + 0.21)
-        assert not pacer.state().holding
+        assert not pacer.holding
         now += 0.3
 
 
@@ -152,7 +152,7 @@ def test_the_backward_of_any_rank_counts() -> None:
 
 def test_without_marks_nothing_is_held() -> None:
     assert Pacer(None).delay(MIB, 5.0) == 0
-    assert Pacer(None).state().phase == "unknown"
+    assert Pacer(None).clock.phase is None
 
 
 @settings(deadline=None)
@@ -216,7 +216,7 @@ def test_where_no_step_is_running_no_limit_holds() -> None:
 def limited_pacer() -> tuple[Pacer, float]:
     """A training that was slowed down by half, and the time."""
     pacer, now, step = Pacer(None), 100.0, 1000
-    while pacer.state().rate_limit_bytes_per_second is None:
+    while pacer.rate_limit is None:
         pacer.mark_phase(step, F, ns(now))
         sends = step >= 1010 and pacer.delay(1, now) < 0.002
         for piece in range(4 if sends else 0):
@@ -230,7 +230,7 @@ def test_a_limit_leaves_records_what_they_need() -> None:
     pacer, now = limited_pacer()
     pacer.needs(16 * MIB, 0)
     pacer.mark_phase(5000, F, ns(now + 5000 * 0.15))
-    limit = pacer.state().rate_limit_bytes_per_second
+    limit = pacer.rate_limit
     assert limit is not None
     assert limit == pytest.approx(1.1 * 16 * MIB / 0.15, rel=0.1)
 
@@ -241,9 +241,8 @@ def test_where_training_waits_everything_goes_but_the_cap() -> None:
     assert pacer.delay(1000, now + 0.001) > 0
     pacer.waited(0.5)
     assert pacer.delay(1000, now + 0.001) == 0
-    state = pacer.state()
-    assert state.overruled
-    assert "waits for acknowledgements" in state.reason
+    assert pacer.governor.overruled
+    assert "waits for acknowledgements" in pacer.reason
     pacer.sent(MIB, now + 0.001)
     assert pacer.delay(MIB, now + 0.001) == pytest.approx(1.0, rel=0.05)  # the cap is the user's word
 
@@ -256,8 +255,8 @@ def test_what_went_while_training_waited_is_not_owed() -> None:
     for step in range(9001, 9020):
         now += 0.1
         pacer.mark_phase(step, F, ns(now))
-    assert not pacer.state().overruled
-    assert pacer.state().rate_limit_bytes_per_second is not None
+    assert not pacer.governor.overruled
+    assert pacer.rate_limit is not None
     assert pacer.delay(MIB // 4, now) == 0
 
 
@@ -268,7 +267,7 @@ def test_little_room_lets_records_go_in_backward() -> None:
     assert pacer.delay(1000, 0.001) > 0
     pacer.needs(MIB, waiting=3 * MIB, room=3 * MIB)
     assert pacer.delay(1000, 0.001) == 0
-    assert "room" in pacer.state().reason
+    assert "room" in pacer.reason
 
 
 # All of it, on a link
@@ -355,8 +354,8 @@ def test_records_go_while_the_network_is_idle() -> None:
     assert late_share(link, 200) < 0.03
     assert link.waited == 0
     assert link.most_waiting <= link.room
-    state = link.pacer.state()
-    assert state.baseline_step_seconds == pytest.approx(link.compute + link.reduced / link.bandwidth, rel=0.05)
+    state = link.pacer
+    assert state.governor.baseline.seconds == pytest.approx(link.compute + link.reduced / link.bandwidth, rel=0.05)
 
 
 @pytest.mark.parametrize("record", [5.3, 5.5, 5.7])
@@ -367,7 +366,7 @@ def test_the_baseline_is_learnt_where_records_are_on_their_way_in_all_of_a_step(
     link.run(160)
     assert link.waited < 0.2  # the first probe was too long
     alone = link.compute + link.reduced / link.bandwidth
-    learnt = link.pacer._governor.baseline.samples
+    learnt = link.pacer.governor.baseline.samples
     assert len(learnt) >= 5  # of the six probes that began
     assert learnt == pytest.approx([alone] * len(learnt), rel=0.05)
 
@@ -380,9 +379,9 @@ def test_without_marks_of_backward_the_governor_slows_down() -> None:
     governed.run(400)
     assert governed.waited < 0.01  # the first probe was too long
     assert governed.most_waiting <= governed.room
-    state = governed.pacer.state()
-    assert state.share is not None
-    assert state.rate_limit_bytes_per_second is not None
+    state = governed.pacer
+    assert state.governor.share is not None
+    assert state.rate_limit is not None
 
 
 def test_a_probe_in_which_training_waited_longer_than_it_took_is_none() -> None:
@@ -393,8 +392,8 @@ def test_a_probe_in_which_training_waited_longer_than_it_took_is_none() -> None:
         if pacer.delay(MIB, now - 0.09) > 0 and step % 11 == 0:
             pacer.waited(0.04 if step < 50 else 0.2)  # a replicator that was stopped for a while finds out late
         pacer.sent(MIB, now - 0.05)
-    assert len(pacer._governor.baseline.samples) >= 3
-    assert min(pacer._governor.baseline.samples) == pytest.approx(0.06)
+    assert len(pacer.governor.baseline.samples) >= 3
+    assert min(pacer.governor.baseline.samples) == pytest.approx(0.06)
 
 
 @pytest.mark.parametrize("records", [2, 3])
@@ -403,14 +402,14 @@ def test_the_baseline_is_learnt_where_a_probe_makes_training_wait(records: int) 
     link = Link(Pacer(None), record=3 * MIB, room=records * 3 * MIB - 1, reduced=6 * MIB)
     link.run(200)
     alone = link.compute + link.reduced / link.bandwidth
-    learnt = link.pacer._governor.baseline.samples
+    learnt = link.pacer.governor.baseline.samples
     assert len(learnt) == 12
     assert learnt == pytest.approx([alone] * 12, rel=0.03)
     assert link.waited < 13 * 2 * link.record / link.bandwidth
-    state = link.pacer.state()
-    assert state.share is not None
-    assert state.share < 0.03
-    assert not state.overruled
+    state = link.pacer
+    assert state.governor.share is not None
+    assert state.governor.share < 0.03
+    assert not state.governor.overruled
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.015])
@@ -435,9 +434,9 @@ def test_a_slow_link_that_training_uses_in_forward_too(noise: float) -> None:
 def test_more_than_the_link_takes_makes_training_wait_at_full_rate() -> None:
     link = Link(Pacer(None), record=12 * MIB, room=36 * MIB)
     link.run(200)
-    state = link.pacer.state()
-    assert state.overruled
-    assert state.rate_limit_bytes_per_second is None
+    state = link.pacer
+    assert state.governor.overruled
+    assert state.rate_limit is None
     # All that the link has left is used.
     seconds = link.now - 1000.0
     sent = 200 * link.record - link.waiting

@@ -18,7 +18,7 @@ from memckpt.protocol.replication import Holds, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Fragment
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.process import answer
+from memckpt.replication.process import questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.process.send import PUMP_BYTES, Pump
 from memckpt.replication.transport.transport import Delivery, Met
@@ -188,17 +188,17 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
 
 @pytest.mark.promise("a peer that asks and does not read gets answers only as it has room for them")
 def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "MOST_QUESTIONS", 3)
+    monkeypatch.setattr(questions, "MOST_QUESTIONS", 3)
     node.line.rooms["c"] = 0
-    questions = [AskManifest(number, (0,), "ga", 3) for number in range(5)]
-    assert node.says("c", *questions) == []
+    asked = [AskManifest(number, (0,), "ga", 3) for number in range(5)]
+    assert node.says("c", *asked) == []
     assert node.refused == 2
-    assert len(node.says("a", questions[0])) == 1, "others are answered"
+    assert len(node.says("a", asked[0])) == 1, "others are answered"
     node.line.rooms["c"] = 1
     node.replicator._answering.work(node.member.mail, node.fragment_store)
     assert [one.request for one in node.line.sent["c"]] == [0, 1, 2]  # type: ignore[union-attr]
     node.line.rooms["c"] = 0
-    node.says("c", questions[0])
+    node.says("c", asked[0])
     node.line.come.append(Met("c", "anew"))
     node.replicator._take_deliveries()
     assert node.replicator._answering._waiting == {}

@@ -14,21 +14,21 @@ import pytest
 import zmq
 
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS, raise_limit
-from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
+from memckpt.protocol.peer_job import PeerKeys
+from memckpt.replication.transport.sockets import make_keys, make_password
+from memckpt.replication.transport.transport import Delivery, Met, Transport
 
 #: A stand-in has a context of its own, of some 25 descriptors, so they are spread over several processes.
 _STAND_INS_EACH = 200
 _HEARTBEAT_SECONDS = 5.0
 
 
-def stand_ins(channel: Connection, names: list[str], leader: str, keys: Keys | Password) -> None:
+def stand_ins(channel: Connection, names: list[str], leader: str, keys: PeerKeys | str) -> None:
     """Be so many peers, each of which answers what it gets with its own name, until somebody says that it is over."""
     raise_limit()
     with ExitStack() as stack:
         transports = {
-            name: Transport(name, Endpoint("127.0.0.1"), keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
-            for name in names
+            name: Transport(name, "127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS) for name in names
         }
         for one in transports.values():
             stack.callback(one.close)
@@ -43,7 +43,7 @@ def stand_ins(channel: Connection, names: list[str], leader: str, keys: Keys | P
 
 
 @contextmanager
-def peers(count: int, leader: Transport, keys: Keys | Password) -> Iterator[dict[str, str]]:
+def peers(count: int, leader: Transport, keys: PeerKeys | str) -> Iterator[dict[str, str]]:
     """So many stand-ins run; their addresses by name."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
@@ -65,8 +65,8 @@ def peers(count: int, leader: Transport, keys: Keys | Password) -> Iterator[dict
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "curve"])
 def test_all_meet_and_each_message_arrives_once(count: int, encrypted: bool) -> None:
     raise_limit()
-    keys = Keys.make() if encrypted else Password.make()
-    leader = Transport("leader", Endpoint("127.0.0.1"), keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
+    keys = make_keys() if encrypted else make_password()
+    leader = Transport("leader", "127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
         poller = zmq.Poller()
         leader.register(poller)

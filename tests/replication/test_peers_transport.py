@@ -14,9 +14,10 @@ import zmq
 
 from memckpt.errors import PeerError, PeerOverrunError, UsageError
 from memckpt.protocol.descriptors import readable
+from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport import directory, links
-from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Endpoint, Transport
+from memckpt.replication.transport.sockets import make_keys, make_password
+from memckpt.replication.transport.transport import Transport
 from tests.support.cluster.peer_sender import PAYLOAD, Sender, payload_of
 from tests.support.cluster.peers_harness import (
     Node,
@@ -31,11 +32,11 @@ from tests.support.cluster.peers_harness import (
 
 
 @pytest.fixture(params=["curve", "plain"])
-def keys(request: pytest.FixtureRequest) -> Keys | Password:
-    return Keys.make() if request.param == "curve" else Password.make()
+def keys(request: pytest.FixtureRequest) -> PeerKeys | str:
+    return make_keys() if request.param == "curve" else make_password()
 
 
-def test_messages_arrive_in_order_both_ways(keys: Keys | Password) -> None:
+def test_messages_arrive_in_order_both_ways(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys, window_bytes=2 << 20), Node("b", keys, window_bytes=2 << 20)) as (a, b):
         acquaint(a, b)
         senders = (Sender(a, "b", 200), Sender(b, "a", 100))
@@ -44,18 +45,14 @@ def test_messages_arrive_in_order_both_ways(keys: Keys | Password) -> None:
         senders[1].check(a)
         assert not a.transport.refused
         assert not b.transport.refused
-        assert (
-            a.transport.bytes_sent
-            == b.transport.bytes_received
-            == 150 * PAYLOAD + sum(len(str(number)) for number in range(200))
-        )
+        assert a.transport.bytes_sent == 150 * PAYLOAD + sum(len(str(number)) for number in range(200))
         drive(a, b, until=lambda: a.transport.room("b") == 2 << 20)
         traffic = a.transport.peers()["b"].traffic
         assert (traffic.sent_messages, traffic.received_messages, traffic.resent_messages) == (200, 100, 0)
 
 
 @pytest.fixture
-def proxied(keys: Keys | Password) -> Iterator[tuple[Node, Node, Proxy, Proxy]]:
+def proxied(keys: PeerKeys | str) -> Iterator[tuple[Node, Node, Proxy, Proxy]]:
     """Two nodes that reach each other through proxies only."""
     ports = free_port(), free_port()
     with nodes_of(
@@ -108,7 +105,7 @@ def test_a_connection_that_brings_nothing_any_more_is_noticed(proxied: tuple[Nod
     drive(a, b, until=lambda: not b.transport.peers()["a"].silent)
 
 
-def test_whoever_does_not_read_is_sent_a_window_and_no_more(keys: Keys | Password) -> None:
+def test_whoever_does_not_read_is_sent_a_window_and_no_more(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys, window_bytes=1 << 20), Node("b", keys)) as (a, b):
         acquaint(a, b)
         sender = Sender(a, "b", 50)
@@ -132,7 +129,7 @@ def test_whoever_does_not_read_is_sent_a_window_and_no_more(keys: Keys | Passwor
 
 
 def test_small_messages_are_taken_without_room_up_to_a_number(
-    monkeypatch: pytest.MonkeyPatch, keys: Keys | Password
+    monkeypatch: pytest.MonkeyPatch, keys: PeerKeys | str
 ) -> None:
     monkeypatch.setattr(links, "MAX_MESSAGES", 3000)
     with nodes_of(Node("a", keys, window_bytes=1000), Node("b", keys)) as (a, b):
@@ -146,7 +143,7 @@ def test_small_messages_are_taken_without_room_up_to_a_number(
         assert b.bodies() == [b"%d" % number for number in range(3000)]
 
 
-def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: Keys | Password) -> None:
+def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         with pytest.raises(UsageError, match="no peer 'b'"):
             a.transport.send("b", b"")
@@ -162,7 +159,7 @@ def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: Keys | Password) -
 # Incarnations
 
 
-def test_who_comes_back_is_met_anew(keys: Keys | Password) -> None:
+def test_who_comes_back_is_met_anew(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys, window_bytes=1 << 20), Node("b", keys)) as (a, b):
         acquaint(a, b)
         b.reads = False
@@ -180,7 +177,7 @@ def test_who_comes_back_is_met_anew(keys: Keys | Password) -> None:
             assert again.bodies() == [b"first"]
 
 
-def test_who_comes_back_elsewhere_says_where(keys: Keys | Password) -> None:
+def test_who_comes_back_elsewhere_says_where(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         b.transport.close()
@@ -197,7 +194,7 @@ def test_who_comes_back_elsewhere_says_where(keys: Keys | Password) -> None:
             drive(a, again, until=lambda: again.bodies() == [b"x", b"y"])
 
 
-def test_two_that_come_back_elsewhere_find_each_other_by_what_a_third_one_says(keys: Keys | Password) -> None:
+def test_two_that_come_back_elsewhere_find_each_other_by_what_a_third_one_says(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         b.transport.close()
@@ -214,7 +211,7 @@ def test_two_that_come_back_elsewhere_find_each_other_by_what_a_third_one_says(k
                 drive(other, again, until=lambda: other.bodies() == [b"x"])
 
 
-def test_what_others_say_of_a_peer_counts_less_than_what_it_says(keys: Keys | Password) -> None:
+def test_what_others_say_of_a_peer_counts_less_than_what_it_says(keys: PeerKeys | str) -> None:
     nowhere = f"tcp://127.0.0.1:{free_port()}"
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
@@ -230,7 +227,7 @@ def test_what_others_say_of_a_peer_counts_less_than_what_it_says(keys: Keys | Pa
         drive(a, b, until=lambda: b.bodies() == [b"x", b"y"])
 
 
-def test_who_was_not_named_announces_itself(keys: Keys | Password) -> None:
+def test_who_was_not_named_announces_itself(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("c", keys)) as (a, c):
         c.transport.connect("a", a.transport.address)
         drive(a, c, until=lambda: bool(a.met) and bool(c.met))
@@ -247,7 +244,7 @@ def test_those_who_announce_themselves_are_bounded(monkeypatch: pytest.MonkeyPat
         assert len(a.transport.peers()) == 2
 
 
-def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: Keys | Password) -> None:
+def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         a.transport.send("b", b"before")
@@ -268,7 +265,7 @@ def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: Keys | Pass
         assert a.transport.bytes_sent == len(b"before" + b"again")
 
 
-def test_another_address_replaces_the_first(keys: Keys | Password) -> None:
+def test_another_address_replaces_the_first(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         a.transport.connect("b", f"tcp://127.0.0.1:{free_port()}")
         drive(a, b, until=lambda: not a.transport.peers()["b"].connected)
@@ -277,7 +274,7 @@ def test_another_address_replaces_the_first(keys: Keys | Password) -> None:
         drive(a, b, until=lambda: b.bodies() == [b"x"])
 
 
-def test_silence_is_shown_and_ends(keys: Keys | Password) -> None:
+def test_silence_is_shown_and_ends(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         drive(a, b, until=lambda: not a.transport.peers()["b"].silent)
@@ -295,7 +292,7 @@ def test_silence_is_shown_and_ends(keys: Keys | Password) -> None:
     "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
 )
 def test_an_outsider_can_neither_write_nor_read() -> None:
-    keys, others = Keys.make(), Keys.make()
+    keys, others = make_keys(), make_keys()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
@@ -347,7 +344,7 @@ def test_an_outsider_can_neither_write_nor_read() -> None:
 @pytest.mark.promise(
     "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
 )
-def test_a_stranger_gets_no_message_in_however_many_frames_it_has(keys: Keys | Password) -> None:
+def test_a_stranger_gets_no_message_in_however_many_frames_it_has(keys: PeerKeys | str) -> None:
     """A message of many frames is buffered until it is whole, so strangers are stopped before their first."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -373,8 +370,8 @@ def test_a_stranger_gets_no_message_in_however_many_frames_it_has(keys: Keys | P
 @pytest.mark.promise(
     "a process without keys can neither read, write nor stop a replicator, and gets at most 1 MiB buffered"
 )
-def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: Keys | Password) -> None:
-    mechanism = b"CURVE" if isinstance(keys, Keys) else b"PLAIN"
+def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: PeerKeys | str) -> None:
+    mechanism = b"CURVE" if isinstance(keys, PeerKeys) else b"PLAIN"
     with nodes_of(Node("a", keys)) as (a,), socket.create_connection(("127.0.0.1", a.port)) as stranger:
         stranger.settimeout(20.0)
         stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
@@ -387,7 +384,7 @@ def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: Keys 
                 break
 
 
-def test_bodies_larger_than_a_frame_arrive_whole(keys: Keys | Password) -> None:
+def test_bodies_larger_than_a_frame_arrive_whole(keys: PeerKeys | str) -> None:
     bodies = [bytes([number]) * (number * links.FRAME_BYTES // 2 + number) for number in range(7)]
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
@@ -403,7 +400,7 @@ def test_bodies_larger_than_a_frame_arrive_whole(keys: Keys | Password) -> None:
 def test_who_speaks_another_version_is_not_met(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = Keys.make()
+    keys = make_keys()
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         monkeypatch.setattr(links, "WIRE_VERSION", links.WIRE_VERSION + 1)
         for one, other in ((a, b), (b, a)):
@@ -414,7 +411,7 @@ def test_who_speaks_another_version_is_not_met(
         assert "install the same memckpt on all nodes" in caplog.text
 
 
-def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy], keys: Keys | Password) -> None:
+def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy], keys: PeerKeys | str) -> None:
     a, b, _, to_b = proxied
     sender = Sender(a, "b", 4)
     drive(a, b, until=lambda: sender.done(b))
@@ -432,7 +429,7 @@ def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy]
                 answer_bytes -= len(said)
         replay.sendall(captured[begin:])
         # Who listens has the password, which lets it in: what it repeats is known.
-        encrypted = isinstance(keys, Keys)
+        encrypted = isinstance(keys, PeerKeys)
         drive(a, b, until=lambda: refused["handshake" if encrypted else "duplicate"] >= (1 if encrypted else 4))
     sender.check(b)
     assert len(b.met) == 1
@@ -440,7 +437,7 @@ def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy]
 
 
 def test_the_secrets_are_not_shown() -> None:
-    keys = Keys.make()
+    keys = make_keys()
     assert keys.server_secret not in repr(keys)
     assert keys.client_secret not in repr(keys)
 
@@ -448,7 +445,7 @@ def test_the_secrets_are_not_shown() -> None:
 # Errors, and the end
 
 
-def test_messages_too_large_are_the_senders_mistake(keys: Keys | Password) -> None:
+def test_messages_too_large_are_the_senders_mistake(keys: PeerKeys | str) -> None:
     with nodes_of(Node("a", keys, max_body=10, max_payload=20), Node("b", keys)) as (a, b):
         acquaint(a, b)
         a.transport.send("b", b"x" * 10, b"y" * 20)
@@ -464,20 +461,20 @@ def test_larger_messages_than_are_taken_are_refused() -> None:
         a.transport.send("b", b"x" * 5001)
         drive(a, b, until=lambda: b.transport.refused["oversized"] > 0)
         assert not b.received
-        assert b.transport.bytes_received == 0
+        assert b.transport.peers()["a"].traffic.received_bytes == 0
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "::", "no-such-interface"])
 def test_where_nobody_can_listen_is_named(host: str) -> None:
     before = open_things()
     with pytest.raises(PeerError, match=r"peers\.host"):
-        Transport("a", Endpoint(host), keys=None)
+        Transport("a", host, keys=None)
     assert_nothing_is_left_beyond(before)
 
 
 def test_a_port_in_use_is_named() -> None:
     with nodes_of(Node("a", None)) as (a,), pytest.raises(PeerError, match="free port"):
-        Transport("b", Endpoint("127.0.0.1", a.port), keys=None)
+        Transport("b", "127.0.0.1", a.port, keys=None)
 
 
 @pytest.mark.parametrize("address", ["", "tcp://", "tcp://x", "ipc://x", "tcp://x:0", "tcp://x:70000", "tcp://a;b:1"])
@@ -490,7 +487,7 @@ def test_addresses_that_are_none(address: str) -> None:
             a.transport.connect("a", "tcp://127.0.0.1:1")
 
 
-def test_nothing_remains(keys: Keys | Password) -> None:
+def test_nothing_remains(keys: PeerKeys | str) -> None:
     def use() -> None:
         with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
             acquaint(a, b)

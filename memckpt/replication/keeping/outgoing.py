@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -100,7 +99,6 @@ class Outgoing:
         self.source.close()
 
 
-_log = logging.getLogger("memckpt.replicator")
 #: Bytes of a record: all of them; those of its ranks alone; or those that every replica has.
 Part = Literal["all", "private", "shared"]
 
@@ -115,6 +113,7 @@ class RegionSource:
         regions: slots, then static and replica where present.
         missing, plain: what the replica's state at `base` lacks, and has beside tensors (eager).
         by_value_from: the first record whose by-value tensors are read, too; None: `base`.
+        part: bytes of each record that are read, if :meth:`open` does not say which.
     """
 
     def __init__(
@@ -126,6 +125,7 @@ class RegionSource:
         missing: tuple[tuple[int, int, str], ...],
         plain: bytes,
         by_value_from: int | None = None,
+        part: Part = "all",
     ) -> None:
         self.spec = spec
         self.layout = Layout(spec)
@@ -134,6 +134,7 @@ class RegionSource:
         self._regions = GenerationRegions.of(self.layout, regions)
         self._ring = SlotRing(self._regions.slots, self.layout, number)
         self._missing, self._plain = missing, plain
+        self._part = part
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
 
     def note_record(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
@@ -157,8 +158,9 @@ class RegionSource:
             return False
         return True
 
-    def open(self, record: int, part: Part = "all") -> Blob | None:
-        """The bytes of a record; None if they are not there any more."""
+    def open(self, record: int, part: Part | None = None) -> Blob | None:
+        """The bytes of a record, or another part of them; None if they are not there any more."""
+        part = part or self._part
         if record == STATIC:
             if self._regions.static is None:
                 return None
@@ -209,30 +211,6 @@ class RegionSource:
 
     def close(self) -> None:
         self._regions.close()
-
-
-class PartSource:
-    """The part of a generation's records that a unit's holders get. Closes the source.
-
-    Args:
-        source: the records.
-        part: bytes of each record.
-    """
-
-    def __init__(self, source: RegionSource, part: Part) -> None:
-        self._source, self._part = source, part
-
-    def open(self, record: int) -> Blob | None:
-        return self._source.open(record, self._part)
-
-    def intact(self, record: int) -> bool:
-        return self._source.intact(record)
-
-    def step(self, record: int) -> int:
-        return self._source.step(record)
-
-    def close(self) -> None:
-        self._source.close()
 
 
 def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:

@@ -18,7 +18,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
-from memckpt.replication.transport.wire import BEING_MADE, Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.
@@ -297,16 +297,8 @@ class Sender:
         for stream in self._streams:
             known = any(one.generation == message.generation for one in self._generations)
             if stream.holder == holder and stream.met and known and not stream.waits:
-                soon = message.reason == BEING_MADE
-                _log.log(
-                    logging.INFO if soon else logging.WARNING,
-                    "%s %s record %d of ranks %s: %s",
-                    holder,
-                    "does not yet take" if soon else "refused",
-                    message.record,
-                    list(self.ranks),
-                    message.reason[:MAX_REASON_CHARS],
-                )
+                reason = message.reason[:MAX_REASON_CHARS]
+                _log.warning("%s refused record %d of ranks %s: %s", holder, message.record, list(self.ranks), reason)
                 stream.not_stored(message, now)
 
     def owing(self, progress: Callable[[str], tuple[int, Hashable]]) -> dict[str, Hashable]:

@@ -178,17 +178,14 @@ class Stream:
     # What the holder says
 
     def stored(self, message: Stored) -> None:
-        """Note that the holder has a record, or lacks it for good.
+        """Note that the holder has a record.
 
         It counts if all of it was sent, and was not known to be there.
         """
         found = [one for one in self._pending if (one[0].generation, one[1]) == (message.generation, message.record)]
         if found and found[0] not in self.queue:
             self.heard += 1
-            if message.too_late:
-                self._pending.remove(found[0])
-            else:
-                self._stored.add((message.generation, message.record))
+            self._stored.add((message.generation, message.record))
             self._advance()
 
     def _advance(self) -> None:

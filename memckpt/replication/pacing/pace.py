@@ -6,8 +6,6 @@ each piece of bulk. What keeps the protocol alive (acknowledgements, the waterma
 
 from __future__ import annotations
 
-import msgspec
-
 from memckpt.memory.phases import Phase
 from memckpt.replication.pacing.governor import Governor, StepClock
 
@@ -63,43 +61,22 @@ class RateCap:
             self._full_at = max(self._full_at, now) + nbytes / self._rate
 
 
-class PaceState(msgspec.Struct, frozen=True, array_like=True):
-    """How fast records are sent, and why.
-
-    Attributes:
-        rate_limit_bytes_per_second: the limit in force; None: there is none.
-        baseline_step_seconds: duration of a step without traffic; None: not known yet.
-        step_seconds: recent duration of a step; None: not known yet.
-        share: relative slowdown of steps by traffic; None: not known yet. Noise can make it negative.
-        phase: phase of training: "forward", "backward", "step", or "unknown".
-        holding: whether records are held back.
-        overruled: whether they go as fast as they can, since training waits for them, or soon would.
-        reason: explanation of all this, in words.
-    """
-
-    rate_limit_bytes_per_second: float | None
-    baseline_step_seconds: float | None
-    step_seconds: float | None
-    share: float | None
-    phase: str
-    holding: bool
-    overruled: bool
-    reason: str
-
-
 class Pacer:
     """Decides when bulk may go. Not thread-safe.
 
     Args:
         rate_bytes_per_second: never to be exceeded; None: no cap.
         overhead: the share by which steps may be slower than without traffic.
+
+    Attributes:
+        holding: whether records were held back at the last call of :meth:`delay`.
     """
 
     def __init__(self, rate_bytes_per_second: float | None = None, overhead: float = 0.03) -> None:
         self._cap = RateCap(rate_bytes_per_second)
         self._soft = RateCap(None)
-        self._clock = StepClock(_HOLD_SECONDS)
-        self._governor = Governor(overhead)
+        self.clock = StepClock(_HOLD_SECONDS)
+        self.governor = Governor(overhead)
         self._backwards: dict[int, float] = {}  # ranks in backward, since when
         self._marked_at: float | None = None
         self._needed = 0.0
@@ -116,7 +93,7 @@ class Pacer:
         self._began = 0.0
         self._last_sent: float | None = None
         self._held_since: float | None = None  # nothing has gone since then
-        self._holding = False
+        self.holding = False
         self._why = ""
 
     # What happens
@@ -130,7 +107,7 @@ class Pacer:
         else:
             self._backwards.pop(rank, None)
         if rank == 0:
-            ended = self._clock.mark_phase(step, phase, ns)
+            ended = self.clock.mark_phase(step, phase, ns)
             if ended is not None:
                 self._step_ended(step, ended.seconds, at)
 
@@ -167,8 +144,8 @@ class Pacer:
         otherwise.
         """
         self._step_waited += seconds
-        if self._step_waited > max(_WAIT_SECONDS, _WAIT_SHARE * (self._clock.step_seconds or 0.0)):
-            self._governor.overrule("training waits for acknowledgements", _WAITED_STEPS)
+        if self._step_waited > max(_WAIT_SECONDS, _WAIT_SHARE * (self.clock.step_seconds or 0.0)):
+            self.governor.overrule("training waits for acknowledgements", _WAITED_STEPS)
 
     def _step_ended(self, step: int, seconds: float, at: float) -> None:
         rate = self._step_sent / (max(self._busy_seconds, 1e-4) if self._busy_seconds > 0 else seconds)
@@ -176,23 +153,23 @@ class Pacer:
         self._step_probes &= self._step_waited < seconds  # or part of the waiting was before it
         sent = 0 if self._step_probes else self._step_sent
         seconds -= self._step_waited if self._step_probes else 0.0
-        self._governor.step_ended(
+        self.governor.step_ended(
             step, seconds, sent=sent, settled=self._settled, rate=rate, floor=floor, binding=self._binding
         )
-        self._step_probes = self._governor.probing
+        self._step_probes = self.governor.probing
         self._step_sent, self._step_waited, self._busy_seconds, self._binding = 0, 0.0, 0.0, False
         self._began = at
         long_ago = self._last_sent is None or at - self._last_sent > _SETTLED_SHARE * seconds
         self._settled = long_ago and self._in_flight <= _SETTLED_BYTES
-        limit = self._governor.limit
+        limit = self.governor.limit
         self._soft.set_rate(None if limit is None else max(limit, floor), at)
 
     def _floor(self) -> float:
         """Bytes per second that records need, in the time that is not held."""
-        step = self._clock.step_seconds
+        step = self.clock.step_seconds
         if step is None:
             return 0.0
-        held = min(self._clock.backward_seconds or 0.0, _HOLD_SHARE * step)
+        held = min(self.clock.backward_seconds or 0.0, _HOLD_SHARE * step)
         return _FLOOR_MARGIN * self._needed / max(step - held, 1e-9)
 
     # What follows from it
@@ -209,8 +186,8 @@ class Pacer:
         wait = self._cap.delay(nbytes, now)
         if wait > 0:
             self._why = "at the configured rate"
-        self._holding = self._is_held(now)
-        if self._holding:
+        self.holding = self._is_held(now)
+        if self.holding:
             if self._held_since is None:
                 self._held_since = now
             return max(wait, self._look_again())
@@ -223,11 +200,11 @@ class Pacer:
     def _is_held(self, now: float) -> bool:
         if self._is_overruled(now):
             return False
-        if self._governor.probing:
-            if now - self._began <= _LONG_STEP * (self._clock.step_seconds or 0.0) + _BURST_SECONDS:
+        if self.governor.probing:
+            if now - self._began <= _LONG_STEP * (self.clock.step_seconds or 0.0) + _BURST_SECONDS:
                 self._why = "held back for some steps, to learn the step time without traffic"
                 return True
-            self._governor.end_probe()
+            self.governor.end_probe()
         if self._leads_to_probe(now):
             self._why = "held back for some steps, to learn the step time without traffic"
             return True
@@ -241,44 +218,39 @@ class Pacer:
 
     def _leads_to_probe(self, now: float) -> bool:
         """Whether this is the end of the step before a probe; one that takes longer than others waits no further."""
-        step, since, lead = self._clock.step_seconds, now - self._began, self._governor.lead
-        return self._governor.probe_follows and step is not None and (1 - lead) * step <= since <= _LONG_STEP * step
+        step, since, lead = self.clock.step_seconds, now - self._began, self.governor.lead
+        return self.governor.probe_follows and step is not None and (1 - lead) * step <= since <= _LONG_STEP * step
 
     def _limited(self, now: float) -> bool:
-        if self._soft.rate is None or self._governor.probe_follows:  # before a probe what waits has to go
+        if self._soft.rate is None or self.governor.probe_follows:  # before a probe what waits has to go
             return False
         return self._runs(now) and not self._is_overruled(now)
 
     def _runs(self, now: float) -> bool:
         """Whether steps are being made: else nobody can be slowed down."""
-        still = max(_STILL_SECONDS, _STILL_STEPS * (self._clock.step_seconds or 0.0))
+        still = max(_STILL_SECONDS, _STILL_STEPS * (self.clock.step_seconds or 0.0))
         return self._marked_at is not None and now - self._marked_at < still
 
     def _is_overruled(self, now: float) -> bool:
         if self._room is not None and self._waiting > _URGENT_SHARE * self._room:
-            self._governor.overrule("there is hardly any room left for records that wait to be sent", _URGENT_STEPS)
-        return self._governor.overruled
+            self.governor.overrule("there is hardly any room left for records that wait to be sent", _URGENT_STEPS)
+        return self.governor.overruled
 
     def _look_again(self) -> float:
         shortest, longest = _LOOK_AGAIN_SECONDS
-        return min(max(shortest, _LOOK_AGAIN_SHARE * (self._clock.step_seconds or 0.0)), longest)
+        return min(max(shortest, _LOOK_AGAIN_SHARE * (self.clock.step_seconds or 0.0)), longest)
 
     def _longest_hold(self) -> float:
-        step = self._clock.step_seconds
+        step = self.clock.step_seconds
         return _HOLD_UNKNOWN_SECONDS if step is None else min(_HOLD_SECONDS, _HOLD_SHARE * step)
 
-    def state(self) -> PaceState:
-        """The state as of the last call of :meth:`delay`, for people to read."""
-        governor, clock = self._governor, self._clock
-        overruled = governor.overruled
-        limits = [rate for rate in (self._cap.rate, None if overruled else self._soft.rate) if rate is not None]
-        return PaceState(
-            rate_limit_bytes_per_second=min(limits, default=None),
-            baseline_step_seconds=governor.baseline.seconds,
-            step_seconds=clock.step_seconds,
-            share=governor.share,
-            phase=clock.phase.name.lower() if clock.phase is not None else "unknown",
-            holding=self._holding,
-            overruled=overruled,
-            reason=self._why if self._holding else governor.reason,
-        )
+    @property
+    def rate_limit(self) -> float | None:
+        """Bytes per second that may be sent at present, as of the last call of :meth:`delay`; None: no limit."""
+        soft = None if self.governor.overruled else self._soft.rate
+        return min((rate for rate in (self._cap.rate, soft) if rate is not None), default=None)
+
+    @property
+    def reason(self) -> str:
+        """Why records are sent as fast as they are, in words."""
+        return self._why if self.holding else self.governor.reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import msgspec
 
@@ -18,10 +18,9 @@ from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.pacing.watermark import Cadence, Leader, LinkMeter
+from memckpt.replication.pacing.watermark import Cadence, Laggards, Leader, LinkMeter, RunAhead
 from memckpt.replication.process.send import Mail, NodePlan, OwnGenerations, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
-from memckpt.replication.process.wait import Laggards, RunAhead
 from memckpt.replication.transport.transport import Transport
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -311,8 +310,7 @@ class ReplicationNode:
             self._tell_pacer()
         self._pump.work(now)
         if self.job.wait:
-            heard = {node: at for node, at in self.transport.heard().items() if node in self.plan.addresses}
-            self.laggards.check_peers(self.senders, self.transport.progress, heard, self.unheard, now)
+            self._look_at_peers(now)
         told = self._how_far()
         if told != self._told:
             self._told = told
@@ -321,11 +319,20 @@ class ReplicationNode:
             else:
                 self.mail.send(self.plan.leader, told)
         if self.leader is not None:
-            self._announce(self.leader.committed(self._newest))
-            self._announce(self.leader.unheard(self.unheard))
-            self._announce(self.leader.give_up(self.laggards.away))
+            self._announce(self.leader.look(self._newest, self.unheard, self.laggards.away))
         else:
             self._pass_led()
+
+    def _look_at_peers(self, now: float) -> None:
+        """Find those for which training does not wait."""
+        owing: dict[str, Hashable] = {}
+        for sender in self.senders:
+            for holder, progress in sender.owing(self.transport.progress).items():
+                if holder not in self.unheard:  # whether that is lost is the leader's to judge
+                    owing[holder] = owing.get(holder), progress
+        heard = {node: at for node, at in self.transport.heard().items() if node in self.plan.addresses}
+        every = max((sender.window.every for sender in self.senders if sender.window is not None), default=1)
+        self.laggards.check_peers(owing, heard, self._newest, every, now)
 
     def _how_far(self) -> Acknowledged:
         """The acknowledgement of this node, for the leader."""

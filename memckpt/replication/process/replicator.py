@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import msgspec
 import zmq
 
 from memckpt.errors import AgentError
@@ -16,8 +15,9 @@ from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
-from memckpt.protocol.channel import AgentToReplicator, ReplicatorChannel
-from memckpt.protocol.peer_job import Join, Listen, Listening, PhasesAre
+from memckpt.protocol.channel import ReplicatorChannel
+from memckpt.protocol.messages import AgentToReplicator
+from memckpt.protocol.peer_job import Join, Listen, Listening, PeerKeys, PhasesAre
 from memckpt.protocol.recovery import Describe, Fill, FromFragments
 from memckpt.protocol.replication import (
     Deserted,
@@ -38,16 +38,13 @@ from memckpt.protocol.replication import (
     WatermarkAdvanced,
 )
 from memckpt.protocol.status import PeerLinkStatus, PeersReport, PeersStatus
-from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.fragment_store import FragmentMemory, FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.process.answer import MOST_QUESTIONS, Answering, Question
-from memckpt.replication.process.ask import Fetching
-from memckpt.replication.process.fragment_memory import FragmentMemory
 from memckpt.replication.process.node import ReplicationNode
+from memckpt.replication.process.questions import MOST_QUESTIONS, Answering, Fetching, Question
 from memckpt.replication.transport import wire
-from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
+from memckpt.replication.transport.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldFragments
 
 _log = logging.getLogger("memckpt.replicator")
@@ -232,12 +229,7 @@ class Replicator:
     def _listen(self, message: Listen) -> None:
         self._leave_attempt()
         self._memory.budget = message.memory_budget_bytes
-        keys: Keys | Password | None = None
-        if isinstance(message.keys, str):
-            keys = Password(message.keys)
-        elif message.keys is not None:
-            keys = Keys(*msgspec.structs.astuple(message.keys))
-        self._security = "curve" if isinstance(keys, Keys) else "plain"
+        self._security = "curve" if isinstance(message.keys, PeerKeys) else "plain"
         self._node = message.node
         self._loop.beat_seconds = look_seconds(message.liveness_seconds)
         if self._agent is not None:
@@ -245,7 +237,7 @@ class Replicator:
         if self._store is None:
             self._store = FragmentStore(message.node, self._memory.reserve, self._memory)
             self._memory.hand_over(self._store)
-        self._transport = Transport(message.node, Endpoint(message.host, message.port), keys=keys)
+        self._transport = Transport(message.node, message.host, message.port, keys=message.keys)
         self._channel.send(Listening(self._transport.address))
 
     def _join(self, message: Join) -> None:
@@ -372,7 +364,6 @@ def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStat
     job = node.job
     senders = node.senders
     sizes = [sender.last_record_bytes for sender in senders if sender.last_record_bytes is not None]
-    pace = node.pacer.state()
     return PeersStatus(
         scheme=f"erasure code, k={job.data}, m={job.tolerate}" if job.data > 1 else f"{job.tolerate + 1} copies",
         security=security,
@@ -386,8 +377,8 @@ def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStat
         links=_links(node),
         bytes_sent=node.transport.bytes_sent,
         bytes_per_record=float(sum(sizes)) if sizes else None,
-        rate_limit_bytes_per_second=pace.rate_limit_bytes_per_second,
-        pace=pace.reason,
+        rate_limit_bytes_per_second=node.pacer.rate_limit,
+        pace=node.pacer.reason,
         refused=sum(node.transport.refused.values()) + sum(node.refused.values()),
         gap=next((sender.gap for sender in senders if sender.gap is not None), None),
         recovering=recovering,

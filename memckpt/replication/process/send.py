@@ -14,7 +14,7 @@ from memckpt.protocol.peer_job import PeerJob
 from memckpt.protocol.replication import SendGeneration, SendRecord, StateCopied
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.kept_window import sizes_of
-from memckpt.replication.keeping.outgoing import Outgoing, PartSource, RegionSource
+from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.transport.transport import Delivery, Transport
@@ -218,14 +218,16 @@ class OwnGenerations:
 
     def open(self, message: SendGeneration, regions: list[Region]) -> Outgoing:
         """A generation that is complete on this node, to be sent."""
-        source = RegionSource(message.spec, message.number, message.base, regions, message.missing, message.plain)
+        window = self._plan.window(message)
+        part: Part = "private" if window.private else "all"
+        source = RegionSource(
+            message.spec, message.number, message.base, regions, message.missing, message.plain, part=part
+        )
         for record, (step, meta, rank_states) in message.records.items():
             source.note_record(record, step, meta, rank_states)
         self._sources[message.ranks] = source
-        window = self._plan.window(message)
         records = [record for record in sorted(message.records) if not window.private or record >= message.base]
-        part = PartSource(source, "private" if window.private else "all")
-        return Outgoing(window, part, records, source.layout.ring)
+        return Outgoing(window, source, records, source.layout.ring)
 
     def note_record(self, message: SendRecord) -> bool:
         """Note a record that is whole on this node; False: no generation of its unit is known."""

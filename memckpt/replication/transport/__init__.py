@@ -1,5 +1,5 @@
 """Messages between replicators.
 
-`wire` (the messages), `envelope` and `links` (order and repetition between two nodes), `sockets`, `transport` (all
-links of a node), `directory` (where peers are), `keys` and `zap` (who may speak).
+`wire` (the messages), `links` (order and repetition between two nodes), `sockets` (and who may speak), `transport` (all
+links of a node), `directory` (where peers are).
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils import z85
 
-from memckpt.replication.transport.keys import Keys, Password
+from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport.links import Payload
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -22,14 +23,25 @@ USERNAME = b"memckpt"
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
+def make_keys() -> PeerKeys:
+    """Make CURVE keys in Z85, of the operating system's random numbers."""
+    (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    return PeerKeys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+
+
+def make_password() -> str:
+    """Make a password, which keeps strangers out where nothing is encrypted. It goes over the network as it is."""
+    return secrets.token_hex(32)
+
+
 def receiving_socket(
-    context: Context, keys: Keys | Password | None, heartbeat: float, max_bytes: int, ipv6: bool
+    context: Context, keys: PeerKeys | str | None, heartbeat: float, max_bytes: int, ipv6: bool
 ) -> Socket:
     """A ROUTER to be bound. A connection that sends a frame of more than `max_bytes` is closed."""
     socket = _make(context, zmq.ROUTER, heartbeat, ipv6)
     socket.rcvhwm = _MESSAGES
     socket.maxmsgsize = max_bytes
-    if isinstance(keys, Password):
+    if isinstance(keys, str):
         socket.plain_server = True
     elif keys is not None:
         socket.curve_server = True
@@ -37,7 +49,7 @@ def receiving_socket(
     return socket
 
 
-def sending_socket(context: Context, keys: Keys | Password | None, heartbeat: float, address: str) -> Socket:
+def sending_socket(context: Context, keys: PeerKeys | str | None, heartbeat: float, address: str) -> Socket:
     """A DEALER that connects to a peer, and again whenever the connection ends.
 
     Raises:
@@ -52,8 +64,8 @@ def sending_socket(context: Context, keys: Keys | Password | None, heartbeat: fl
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000
     socket.connect_timeout = 2000
-    if isinstance(keys, Password):
-        socket.plain_username, socket.plain_password = USERNAME, keys.word.encode()
+    if isinstance(keys, str):
+        socket.plain_username, socket.plain_password = USERNAME, keys.encode()
     elif keys is not None:
         socket.curve_publickey = keys.client_public.encode()
         socket.curve_secretkey = keys.client_secret.encode()
@@ -119,7 +131,7 @@ class Doorkeeper:
             wrong server's key, and clients without either.
     """
 
-    def __init__(self, context: Context, keys: Keys | Password | None, refused: Counter[str]) -> None:
+    def __init__(self, context: Context, keys: PeerKeys | str | None, refused: Counter[str]) -> None:
         self.sockets: list[Socket] = []
         self._context = context
         self._refused = refused
@@ -127,8 +139,8 @@ class Doorkeeper:
         self._failures: Socket | None = None
         if keys is not None:
             self._allowed = (
-                [b"PLAIN", USERNAME, keys.word.encode()]
-                if isinstance(keys, Password)
+                [b"PLAIN", USERNAME, keys.encode()]
+                if isinstance(keys, str)
                 else [b"CURVE", z85.decode(keys.client_public.encode())]
             )
             self._questions = context.socket(zmq.REP)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import zmq
 
 from memckpt.errors import PeerError, UsageError
+from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport.directory import Directory, PeerState
-from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.links import (
     ENVELOPE_BYTES,
     FRAME_BYTES,
@@ -40,7 +40,7 @@ _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
-__all__ = ["Delivery", "Endpoint", "Limits", "Met", "PeerState", "Transport"]
+__all__ = ["Delivery", "Limits", "Met", "PeerState", "Transport"]
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
 
 
@@ -57,21 +57,6 @@ class Met(NamedTuple):
 
     peer: str
     incarnation: str
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a transport listens.
-
-    Attributes:
-        host: address or interface.
-        port: TCP port; 0: any.
-        advertise: the address that peers are told, where it is not the one on which the transport listens.
-    """
-
-    host: str
-    port: int = 0
-    advertise: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,11 +81,11 @@ class Transport:
 
     Args:
         node: our name, by which peers know us.
-        endpoint: where it listens.
+        host, port: where it listens; 0: at any port.
         keys: keys of the attempt, or a password, which authenticates but does not encrypt; None: neither.
         limits: how much it takes and sends.
         heartbeat_seconds: seconds between states to each peer; after five without an answer it counts as silent.
-        io_threads: threads that encrypt, send and receive; each connection belongs to one of them.
+        advertise: address that peers are told; None: the one where it listens.
 
     Attributes:
         address: address to which peers connect.
@@ -115,18 +100,18 @@ class Transport:
     def __init__(
         self,
         node: str,
-        endpoint: Endpoint,
+        host: str,
+        port: int = 0,
         *,
-        keys: Keys | Password | None,
+        keys: PeerKeys | str | None,
         limits: Limits = Limits(),
         heartbeat_seconds: float = 1.0,
-        io_threads: int = 1,
+        advertise: str | None = None,
     ) -> None:
         self.node = node
         self.incarnation = secrets.token_hex(8)
         self.refused: Counter[str] = Counter()
         self.silent: frozenset[str] = frozenset()
-        self.bytes_received = 0
         self._limits = limits
         self._most_frames = math.ceil(limits.max_body / FRAME_BYTES) + 2
         self._heartbeat_seconds = heartbeat_seconds
@@ -136,16 +121,16 @@ class Transport:
         self._acknowledge_at: float | None = None
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
-        self._context: Context = zmq.Context(io_threads)
+        self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
             frame = min(limits.max_body, FRAME_BYTES)
             largest = max(frame, limits.max_payload, ENVELOPE_BYTES) + 1024
-            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in endpoint.host)
+            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
             self._doorkeeper.watch(self._router)
-            bound = self._bind(endpoint.host, endpoint.port)
-            self.address = bound if endpoint.advertise is None else endpoint.advertise
+            bound = self._bind(host, port)
+            self.address = bound if advertise is None else advertise
             if not is_address(self.address):
                 raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
             self._directory = Directory(
@@ -331,7 +316,6 @@ class Transport:
                 return "oversized"
             reason = link.take_data(envelope, nbytes + payload_bytes)
             if reason is None:
-                self.bytes_received += nbytes + payload_bytes
                 body = parts[0].bytes if len(parts) == 1 else b"".join(part.buffer for part in parts)
                 content = Delivery(envelope.node, body, payload.buffer)
             if link.owes:

@@ -77,19 +77,11 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Holder to owner: all of its fragments of a record are here.
-
-    `too_late`: they are not, and what has come since cannot do without them: nothing is to wait for this record.
-    """
+    """Holder to owner: all of its fragments of a record are here."""
 
     owner: RankGroup
     generation: str
     record: int
-    too_late: bool = False
-
-
-#: Reason of a holder that takes the same a little later.
-BEING_MADE = "memory for its replica is being reserved"
 
 
 class NotStored(msgspec.Struct, frozen=True, tag="not stored"):

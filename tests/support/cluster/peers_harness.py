@@ -14,8 +14,8 @@ from typing import Any
 
 import zmq
 
-from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Met, Transport
+from memckpt.protocol.peer_job import PeerKeys
+from memckpt.replication.transport.transport import Delivery, Limits, Met, Transport
 
 PATIENCE_SECONDS = 60.0
 
@@ -23,11 +23,10 @@ PATIENCE_SECONDS = 60.0
 class Node:
     """A transport and its received messages. It reads only while `reads`; its clock is `ahead` seconds ahead."""
 
-    def __init__(self, name: str, keys: Keys | Password | None, **options: Any) -> None:
+    def __init__(self, name: str, keys: PeerKeys | str | None, **options: Any) -> None:
         limits = {name: options.pop(name) for name in ("max_body", "max_payload", "window_bytes") if name in options}
-        endpoint = Endpoint(options.pop("host", "127.0.0.1"), options.pop("port", 0), options.pop("advertise", None))
-        options.setdefault("heartbeat_seconds", 0.1)
-        self.transport = Transport(name, endpoint, keys=keys, limits=Limits(**limits), **options)
+        options = {"host": "127.0.0.1", "heartbeat_seconds": 0.1, **options}
+        self.transport = Transport(name, keys=keys, limits=Limits(**limits), **options)
         self.name = name
         self.reads = True
         self.ahead = 0.0

@@ -15,13 +15,12 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.recovery import Filled, WantedState
 from memckpt.protocol.replication import SendGeneration
-from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.process.answer import Serving
+from memckpt.replication.process.questions import Serving
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
 from memckpt.replication.transport.wire import (
     AskManifest,
@@ -118,10 +117,9 @@ class Records:
             self.ring.seal(record, rank)
         self.held[record] = (100 + record, meta, states if record >= self.base else {})
 
-    def source(self) -> RegionSource:
+    def source(self, part: Part = "all") -> RegionSource:
         """The records as a replicator reads them: through regions of its own on the same memory."""
-        spec = self.spec
-        source = RegionSource(spec, 1, self.base, self.duplicates(), (), b"")
+        source = RegionSource(self.spec, 1, self.base, self.duplicates(), (), b"", part=part)
         for record, each in self.held.items():
             source.note_record(record, *each)
         return source
@@ -180,25 +178,6 @@ class Records:
             region.close()
 
 
-class PartSource:
-    """The part of a unit's records that its holders get."""
-
-    def __init__(self, source: RegionSource, part: Part) -> None:
-        self._source, self._part = source, part
-
-    def open(self, record: int) -> Blob | None:
-        return self._source.open(record, self._part)
-
-    def intact(self, record: int) -> bool:
-        return self._source.intact(record)
-
-    def step(self, record: int) -> int:
-        return self._source.step(record)
-
-    def close(self) -> None:
-        self._source.close()
-
-
 @dataclass
 class Node:
     """A replicator as far as it answers questions."""
@@ -241,7 +220,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
 
     owner = Sender(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
     window = records.window("g", code, private=private)
-    source = PartSource(records.source(), "private" if private else "all")
+    source = records.source("private" if private else "all")
     first = records.base if private else records.base - records.spec.period + 1
     owner.begin_generation(Outgoing(window, source, range(first, records.newest + 1)))
     for node in nodes:
