@@ -65,13 +65,9 @@ class PeerJob(msgspec.Struct, frozen=True):
     """Plan of an attempt's replication; the same on all nodes.
 
     Attributes:
-        attempt: its nonce.
         nodes: in the order of their first ranks; the first one is the leader.
-        units: all of the job.
         data, tolerate: k and m; copies where k is 1.
-        backend: of the code.
         wait: whether training waits for acknowledgements.
-        rate_bytes_per_second, overhead: of the traffic budget.
         record: the one behind which the attempt goes on; None: it starts over, or from storage.
         forget: a person wants it to start over, and nothing that is kept.
         ack_timeout_seconds: after which training does not wait for a node that acknowledges nothing.

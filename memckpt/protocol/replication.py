@@ -9,13 +9,10 @@ from memckpt.state.spec import StateSpec
 
 
 class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
-    """To the replicator: a generation is complete; its regions come along: slots, then static and replica where
-    present.
+    """To the replicator: a generation is complete. Its regions come along: slots, then static and replica if present.
 
     Attributes:
-        ranks: the owner.
         generation: its name, no two alike; `number` is what its slots are stamped with.
-        base: the record that it begins with.
         records: with what belongs to each: virtual ones and the base.
         missing, plain: of the replica's state at `base` (eager).
         history: timelines, oldest first.
@@ -65,14 +62,7 @@ class StateCopied(msgspec.Struct, frozen=True, tag="state copied"):
     """To the replicator: the state after a record; its copy comes along, laid out as a snapshot, then the static region
     where there is one.
 
-    Attributes:
-        ranks: whose it is.
-        record: after which.
-        generation: its name, no two alike.
-        step: the framework's.
-        rank_states: after it.
-        missing, plain: as in RecordMeta, of all optimizer state.
-        history: timelines, oldest first.
+    `missing`, `plain`: as in RecordMeta, of all optimizer state. `history`: timelines, oldest first.
     """
 
     ranks: RankGroup
@@ -107,10 +97,7 @@ class Holds(msgspec.Struct, frozen=True, tag="holds"):
 
 
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
-    """To the replicator: the attempt is over; nothing is sent or taken until the next one. What is kept stays.
-
-    Answer: Halted.
-    """
+    """To the replicator: the attempt is over. Nothing is sent or taken until the next one; what is kept stays."""
 
 
 class Halted(msgspec.Struct, frozen=True, tag="halted"):
@@ -130,15 +117,10 @@ class Fragments(msgspec.Struct, frozen=True, tag="fragments"):
 
 
 class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
-    """From the replicator: memory in which it keeps fragments; its descriptor comes along.
+    """From the replicator: memory in which it keeps fragments of a window; its descriptor comes along.
 
     The agent has it until the replicator drops it, and hands it to the next replicator with this very message, before
-    Listen.
-
-    Attributes:
-        owner, generation: of the window whose fragments lie there.
-        window: what its owner has said of it, encoded.
-        unit, slot: as in Place.
+    Listen. `window`: what its owner has said of it, encoded. `unit`, `slot`: as in Place.
     """
 
     owner: RankGroup

@@ -134,13 +134,13 @@ def test_the_watermark_never_goes_back_and_strangers_do_not_count() -> None:
 def test_nothing_is_whole_while_a_node_is_not_heard() -> None:
     leader = Leader(["a", "b"], 0)
     leader.acknowledged(Acknowledged("a", 5, 0, True))
-    assert leader.unheard(frozenset()) is None
+    assert leader.look(0, frozenset()) is None
     assert leader.acknowledged(Acknowledged("b", 5, 0, True)) == Watermark(5, True)
-    assert leader.unheard(frozenset("b")) == Watermark(5, False)
-    assert leader.unheard(frozenset("b")) is None
+    assert leader.look(0, frozenset("b")) == Watermark(5, False)
+    assert leader.look(0, frozenset("b")) is None
     assert leader.acknowledged(Acknowledged("a", 6, 0, True)) is None
     assert leader.missing() == ("b",)
-    assert leader.unheard(frozenset()) == Watermark(5, True)
+    assert leader.look(0, frozenset()) == Watermark(5, True)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.booleans()), max_size=40))

@@ -121,7 +121,7 @@ def test_records_are_all_that_there_is_where_no_state_can_be_copied(configured: 
 def test_a_state_counts_until_records_reach_further_everywhere() -> None:
     leader = Leader(["a", "b"], 0, Cadence(None))
     leader.begin_generation(snapshots=False)
-    leader.committed(20)
+    leader.look(20)
     leader.acknowledged(Acknowledged("a", 10, 0, True, needed=6))
     leader.acknowledged(Acknowledged("b", 10, 0, True, needed=1))
     assert leader.watermark == Watermark(10, True, every=6, due=22, needed=6)

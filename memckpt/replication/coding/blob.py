@@ -32,11 +32,8 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 class RecordTail(msgspec.Struct, frozen=True, array_like=True):
     """What belongs to a record beside the bytes of its slot.
 
-    Attributes:
-        step: the framework's step.
-        meta: its scalars (RecordMeta), encoded; empty where only private bytes are sent.
-        rank_states: encoded states of the owner's ranks, by rank; empty for virtual records before the base.
-        extents: where the bytes belong, in their order.
+    `meta`: its scalars (RecordMeta), encoded; empty where only private bytes are sent. `rank_states`: of the owner's
+    ranks; empty for virtual records before the base. `extents`: where the bytes belong, in their order.
     """
 
     step: int
@@ -46,12 +43,7 @@ class RecordTail(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blob:
-    """The bytes of a record, seen from stripe to stripe.
-
-    Args:
-        tail: comes first.
-        views: the bytes of its extents, in shared memory; they must stay what they are while stripes are read.
-    """
+    """The bytes of a record in stripes: its tail, then views of shared memory, which must not change meanwhile."""
 
     def __init__(self, tail: RecordTail, views: Sequence[memoryview]) -> None:
         encoded = msgspec.msgpack.encode(tail)
@@ -92,12 +84,7 @@ class Room(NamedTuple):
 
 
 class BlobReader:
-    """Takes the stripes of a record in their order and puts its bytes where they belong.
-
-    Args:
-        rooms: memory for all bytes of a record, or of the static region.
-        limit: limit on a tail, in bytes.
-    """
+    """Takes the stripes of a record in their order and puts its bytes into rooms (a record's, or the static one)."""
 
     def __init__(self, rooms: Sequence[Room], limit: int = MOST_TAIL_BYTES) -> None:
         self._rooms = rooms
@@ -110,11 +97,7 @@ class BlobReader:
         self.tail: RecordTail | None = None
 
     def take(self, stripe: bytes) -> None:
-        """Take the next stripe.
-
-        Raises:
-            DamagedStateError: the bytes are not those of a record, or do not fit the room.
-        """
+        """Take the next stripe; raises DamagedStateError for bytes that are no record's, or do not fit the rooms."""
         rest = memoryview(stripe)
         if self.tail is None:
             self._first += stripe
@@ -159,11 +142,7 @@ class BlobReader:
         raise DamagedStateError(f"a record of fragments: expected bytes within {bounds}, found {extent}")
 
     def finish(self) -> RecordTail:
-        """The tail of the record, all stripes of which were taken.
-
-        Raises:
-            DamagedStateError: some are missing.
-        """
+        """The tail of the record, once all stripes were taken; raises DamagedStateError if some are missing."""
         if self.tail is None or self._targets:
             raise DamagedStateError("a record of fragments ends before all of its bytes are there")
         return self.tail

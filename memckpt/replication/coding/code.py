@@ -42,17 +42,9 @@ _MOST_HEADERS = 64  # lengths for which they are kept: whole stripes, and the la
 
 
 class Code:
-    """A stripe's bytes to fragments and back. Owns what its backend holds; pyeclib is imported only where it is needed.
+    """A stripe's bytes to k + m - 1 fragments and back. Owns what its backend (of liberasurecode) holds.
 
-    With m = 1 there is no parity, with k = 1 the fragments are copies; both need no backend.
-
-    Args:
-        data: k, the number of fragments that make a stripe whole.
-        tolerate: m; one fragment less than m can be missing.
-        backend: backend of liberasurecode, as pyeclib names it.
-
-    Attributes:
-        fragments: number of fragments, k + m - 1.
+    With m = 1 there is no parity, with k = 1 the fragments are copies. Neither needs the backend, nor pyeclib.
 
     Raises:
         ConfigurationError: the backend is not there, does not take so many fragments, or not any k of them suffice.
@@ -81,10 +73,7 @@ class Code:
             self._driver.close()
 
     def encode(self, stripe: bytes | memoryview) -> Sequence[Payload]:
-        """The fragments of a stripe of one byte or more, all of one length; the first k are its bytes in order.
-
-        The stripe is not to change meanwhile; the fragments are the caller's.
-        """
+        """The fragments of a stripe of one byte or more, all of one length; the first k are its bytes in order."""
         if self._driver is not None:
             return [memoryview(framed)[_HEADER_BYTES:] for framed in self._driver.encode(self._readable(stripe))]
         if self.data == 1:
@@ -93,9 +82,7 @@ class Code:
         return [bytes(stripe[at * size : (at + 1) * size]).ljust(size, b"\0") for at in range(self.data)]
 
     def decode(self, fragments: Mapping[int, Payload], length: int) -> bytes:
-        """The stripe of `length` bytes, from any k of its fragments by their numbers.
-
-        Whether they are right is for the caller to check: wrong ones give wrong bytes.
+        """The stripe of `length` bytes, from any k of its fragments by their numbers. Wrong ones give wrong bytes.
 
         Raises:
             ValueError: there are fewer than k, or one has another length than `length` gives it.
@@ -167,11 +154,7 @@ def _as_array(stripe: Payload) -> Any:
 
 
 def _open_driver(data: int, parity: int, backend: str) -> ECDriver:
-    """The backend for `data` and `parity` fragments.
-
-    Raises:
-        ConfigurationError: it is not there or does not take them; those that are there are named.
-    """
+    """The backend for `data` and `parity` fragments; a ConfigurationError names those that are there."""
     try:
         from pyeclib.ec_iface import VALID_EC_TYPES, ECDriver, ECDriverError
     except ImportError as error:
@@ -199,16 +182,7 @@ _MOST_TRIED = 4_096
 class Fragment(msgspec.Struct, frozen=True, array_like=True):
     """The header of one fragment; its payload goes beside it.
 
-    Attributes:
-        generation: the owner's generation to which the record belongs.
-        owner: the ranks whose record it is.
-        record: its number.
-        stripe, stripes: index of the stripe in its record, and number of stripes.
-        index: which of the k + m - 1 fragments of the stripe.
-        data, tolerate: k and m.
-        length: length of the stripe, in bytes.
-        checksum: xxh3_64 of the other fields and of the payload.
-        digest: xxh3_128 of the stripe.
+    `checksum`: xxh3_64 of the other fields and of the payload. `digest`: xxh3_128 of the whole stripe (`length` bytes).
     """
 
     generation: str
@@ -252,10 +226,7 @@ def seal_stripe(
     stripe: int,
     stripes: int,
 ) -> list[tuple[Fragment, Payload]]:
-    """Encode one stripe of 1 to STRIPE_BYTES bytes: its fragments in their order, each with its payload.
-
-    The stripe is not to change meanwhile; the payloads are the caller's.
-    """
+    """Encode one stripe of 1 to STRIPE_BYTES bytes: its fragments in their order, each with its payload."""
     digest = xxhash.xxh3_128_digest(data)
     sealed = []
     for index, payload in enumerate(code.encode(data)):
@@ -292,18 +263,10 @@ def decode_stripe(
     stripes: int,
     length: int,
 ) -> tuple[bytes, tuple[str, ...]]:
-    """The bytes of a stripe from those of the candidates that are what they claim to be.
+    """The bytes of a stripe from the candidates that are what they claim to be, and the sources of those that are not.
 
     k of them are enough; earlier ones are used first, and any beside them are checked against the result. Where fewer
     candidates lie than do not, and k do not, the bytes are right, whatever the liars have made up.
-
-    Args:
-        code: the code with which it was encoded.
-        candidates: fragments, and by name where they were found, each source once.
-        generation, owner, record, stripe, stripes, length: what they should be of.
-
-    Returns:
-        The stripe, and the sources of what was found to be wrong.
 
     Raises:
         DamagedFragmentsError: too few are intact, or more than one stripe could follow from them.

@@ -29,13 +29,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who keeps what.
+    """Who keeps what. Every node is in one group; the larger ones come last.
 
-    Attributes:
-        groups: every node is in one of them; the larger ones come last.
-        survived: by level of the domains' paths, widest first: the number of domains that can be lost at once,
-            whichever they are, without losing a record.
-        warnings: what cannot be had, in words.
+    `survived`: by level of the domains' paths, widest first: how many domains, whichever they are, may be lost at once.
     """
 
     groups: tuple[Group, ...]
@@ -65,10 +61,8 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     nothing is known of domains, takes its place, and nothing else moves.
 
     Args:
-        domains: the way to each node's failure domain from the widest one, by its index, all of one length. Nodes
-            with the same way fail together, at worst; nodes are also spread over the wider ones as evenly as can be.
-        data: k, how many fragments make a record whole; 1 where each fragment is a copy.
-        tolerate: m, how many nodes of a group may be lost.
+        domains: by node, the way to its failure domain from the widest one, all of one length. Nodes are spread over
+            the wider ones, too, as evenly as can be.
         level: what such a domain is called, for warnings.
 
     Raises:
@@ -194,12 +188,9 @@ class Domain(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The failure domains that are placed for.
+    """The failure domains that are placed for: ``"zone"``, ``"rack"`` or ``"node"``, and why, in words.
 
-    Attributes:
-        name: ``"zone"``, ``"rack"`` or ``"node"``.
-        paths: the way to each node's domain from the widest level that all nodes know.
-        reason: why it is this level, in words.
+    `paths`: the way to each node's domain from the widest level that all nodes know.
     """
 
     name: str
@@ -231,11 +222,7 @@ def _read_slurm(environment: Mapping[str, str]) -> list[str]:
 def choose_level(domains: Sequence[Domain], level: DomainLevel, group_nodes: int) -> Level:
     """Choose which failure domains to place for.
 
-    Args:
-        domains: domain of each node, by its index.
-        level: what is asked for; ``"auto"`` takes the widest level that all nodes know, at which a record's holders can
-            all be in different domains.
-        group_nodes: k + m, how many nodes hold a record.
+    ``"auto"``: the widest level that all nodes know, at which the k + m holders of a record can be in different ones.
 
     Raises:
         ConfigurationError: a level is asked for that not all nodes know.

@@ -31,14 +31,6 @@ class FragmentStore:
     *Who drops what.* Windows of this attempt go when the watermark passes the base of a later one, or with the record
     that their owner abandons. Windows of earlier attempts go when this attempt is whole. The process that owns the
     memory outlives this one: :meth:`unmap` drops nothing.
-
-    Args:
-        node: its name.
-        reserve: makes room of so many bytes; raises MemckptError if it cannot.
-        keeper: is told of each room.
-
-    Attributes:
-        watermark: the newest record that is acknowledged for every node of the job, as far as is known here.
     """
 
     def __init__(self, node: str, reserve: Reserve, keeper: Keeper | None = None) -> None:
@@ -70,16 +62,7 @@ class FragmentStore:
         self._attempt = self._code = None
 
     def take_over_window(self, window: Window, unit: int, rooms: Mapping[int, Room]) -> None:
-        """Take over what a process that has died kept of a generation.
-
-        Args:
-            window: the generation.
-            unit: bytes of a fragment of a whole stripe.
-            rooms: memory where its fragments lie, by slot; closed with the window.
-
-        Raises:
-            ValueError: the rooms are not those of such a window.
-        """
+        """Take over what a process that has died kept of a generation; ValueError: the rooms are not its window's."""
         kept = KeptWindow(window, unit, self._reserve, self._keeper, rooms)
         self._windows[window.owner, window.generation] = kept
 
@@ -87,12 +70,7 @@ class FragmentStore:
         """Take fragments of an attempt, which goes on behind `record`, or uses nothing of what is here (None).
 
         What is of no use to it stays until all of it is protected: it may end before, and another one find better use.
-
-        Args:
-            attempt: its nonce.
-            record: the record behind which the attempt goes on.
-            code: the code of its fragments; belongs to the caller, and is not used after the attempt.
-            rejoined: whether the attempt has begun before, with another process, whose memory this is.
+        `rejoined`: the attempt has begun before, with another process, whose memory this is.
         """
         self._attempt, self._code = attempt, code
         self.watermark = record or 0
@@ -156,15 +134,7 @@ class FragmentStore:
             return KeptWindow(window, unit, self._reserve, self._keeper)
 
     def keep_own(self, window: Window, code: Code) -> KeptWindow:
-        """Make room for a state of this node's own ranks, which it keeps itself.
-
-        Args:
-            window: what it would tell a holder.
-            code: the code of its fragments.
-
-        Raises:
-            MemckptError: there is none.
-        """
+        """Make room for a state of this node's own ranks, which it keeps itself; MemckptError: there is none."""
         self.drop_generation(window.owner, window.generation)
         kept = KeptWindow(window, code.fragment_bytes(STRIPE_BYTES), self._reserve, self._keeper)
         self._windows[window.owner, window.generation] = kept
@@ -206,12 +176,7 @@ class FragmentStore:
             self._drop(window)  # another state is sent instead
 
     def watermark_advanced(self, watermark: int, whole: bool) -> None:
-        """Drop what is not needed any more.
-
-        Args:
-            watermark: the newest record that is acknowledged for every node, as far as is known here.
-            whole: whether every node is protected by windows of this attempt.
-        """
+        """Drop what is not needed any more. `whole`: every node is protected by windows of this attempt."""
         self.watermark = max(self.watermark, watermark)
         # Beyond the base: that itself was acknowledged before, where a generation begins because its agent was lost.
         newest = {
@@ -283,9 +248,6 @@ class _RegionRoom:
 class FragmentMemory:
     """Makes memory for other nodes' fragments, and has the agent keep it for the next replicator.
 
-    Args:
-        channel: to the agent; belongs to the caller.
-
     Attributes:
         budget: configured limit on the memory of the node, in bytes; None: there is none.
         own_bytes: memory that the agent of this node holds, in bytes.
@@ -305,7 +267,7 @@ class FragmentMemory:
         """Make memory, if the node has some beside its own. A thread makes much of it while the loop goes on.
 
         Raises:
-            BeingReservedError: it is not there yet; whoever wants it asks again.
+            BeingReservedError: it is not there yet, and is to be asked for again.
             MemoryBudgetError: there is none.
         """
         one = next((each for each in self._reserving if each.nbytes == nbytes), None)

@@ -23,12 +23,9 @@ _TAIL_BYTES = 64 << 10
 
 
 class WindowSizes(NamedTuple):
-    """Sizes of a window, and of the memory that a holder needs for it.
+    """Sizes of a window (as in Window), and of the memory that a holder needs for it.
 
-    Attributes:
-        period, kept, every, record_bytes, static: as in Window.
-        stripes: number of stripes of a record, as a rule.
-        most_stripes, most_static_stripes: limits on the stripes of a record, and of the static tensors.
+    `stripes`: of a record, as a rule; `most_stripes`, `most_static_stripes`: limits.
     """
 
     period: int
@@ -42,13 +39,7 @@ class WindowSizes(NamedTuple):
 
 
 def sizes_of(spec: StateSpec, private: bool, by_value: bool = False) -> WindowSizes:
-    """Sizes of a window of records with a layout.
-
-    Args:
-        spec: what the layout is made from.
-        private: whether they have only the bytes of their ranks alone.
-        by_value: whether they are virtual records of one state.
-    """
+    """Sizes of a window of records with a layout; `private`: they have only the bytes of their ranks alone."""
     layout = Layout(spec)
     period = 1 if private else spec.period
     capture = spec.mode == "snapshot"
@@ -114,13 +105,7 @@ class Found(NamedTuple):
 
 
 class Cells:
-    """The cells of a slot, one after the other: each has a stamp and the bytes of a fragment.
-
-    Args:
-        window: generation of the fragments.
-        unit: bytes of a fragment of a whole stripe.
-        parts: the memory, in order; each a whole number of cells.
-    """
+    """The cells of a slot, in parts of memory one after the other. Each cell has a stamp and a fragment's bytes."""
 
     def __init__(self, window: Window, unit: int, parts: list[memoryview]) -> None:
         self._window = window
@@ -200,13 +185,7 @@ class BeingReservedError(MemoryBudgetError):
 
 
 class Place(NamedTuple):
-    """The purpose of a room.
-
-    Attributes:
-        window: the generation whose fragments lie there.
-        unit: bytes of a fragment of a whole stripe.
-        slot: :data:`SLOTS`, or the slot for which more room was needed.
-    """
+    """The purpose of a room: :data:`SLOTS`, or the slot for which more room was needed. `unit`: as in KeptWindow."""
 
     window: Window
     unit: int
@@ -243,7 +222,6 @@ class KeptWindow:
     """One generation of one owner's fragments, in memory that is reserved.
 
     Args:
-        window: the owner's description of it.
         unit: bytes of a fragment of a whole stripe.
         reserve: makes its memory, at once as far as its size is known; closed by :meth:`close`.
         keeper: told of that memory.
@@ -453,12 +431,7 @@ class KeptWindow:
         return sorted(number for number, kept in self._records.items() if kept.complete and number != STATIC)
 
     def held(self, node: str, fingerprint: tuple[str, ...] | None) -> HeldFragments:
-        """Description of what is here, for the plan.
-
-        Args:
-            node: name of this node.
-            fingerprint: fingerprint of the model that is to be resumed; None: there is nothing to compare with.
-        """
+        """Description of what is here, for the plan; `fingerprint`: of the model that is to be resumed, if known."""
         window, records = self.window, self.records()
         difference = self.spec.difference(fingerprint) if fingerprint is not None else None
         static = self._records.get(STATIC)

@@ -47,13 +47,9 @@ class Source(Protocol):
 
 
 class Outgoing:
-    """One generation that is sent.
+    """One generation that is sent, as holders are told of it for fragment 0. Closes its source.
 
-    Args:
-        window: the generation as holders are told of it, for fragment 0.
-        source: the bytes of its records; closed with it.
-        records: records that are there when it begins: virtual ones up to its base.
-        slots: slots of the ring in which records lie; None: as many as a holder keeps.
+    `records`: those that are there; first the virtual ones up to its base. `slots`: of the ring in which they lie.
     """
 
     def __init__(self, window: Window, source: Source, records: Sequence[int], slots: int | None = None) -> None:
@@ -107,9 +103,7 @@ class RegionSource:
     """The records of one generation, read from its regions; closes them.
 
     Args:
-        spec: layout of the generation.
         number: number with which its slots are stamped.
-        base: the record that it begins with.
         regions: slots, then static and replica where present.
         missing, plain: what the replica's state at `base` lacks, and has beside tensors (eager).
         by_value_from: the first record whose by-value tensors are read, too; None: `base`.

@@ -35,13 +35,7 @@ class Sent(NamedTuple):
 class StripeWriter:
     """Encodes the records of one set of shards, each stripe once for all holders, and sends their fragments.
 
-    Args:
-        ranks: the ranks that share the shards on this node.
-        code: the code of the fragments.
-        send: gives a message, with bytes beside it, to a node.
-
-    Attributes:
-        last_record_bytes: bytes that went to all holders for the last record; None before the first.
+    `last_record_bytes`: what went to all holders for the last record; None before the first.
     """
 
     def __init__(
@@ -121,24 +115,17 @@ _MOST_WINDOWS_QUEUED = 3
 
 
 class Sender:
-    """Sends the records of one set of shards to the holders of their fragments.
+    """Sends the records of one set of shards to the holders of their fragments, one for each.
 
     Args:
-        ranks: the ranks that share the shards on this node.
-        code: the code of the fragments.
-        holders: a node for each fragment.
-        send: gives a message, with bytes beside it, to a node.
         room: bytes that a node takes now; 0 or less: none.
         record: the record that every node can produce at the start.
-        proceeds: whether training does not wait for holders, and overwrites slots whose records were not sent.
+        proceeds: whether training does not wait for holders, and overwrites slots that were not sent; it may change.
 
     Attributes:
-        proceeds: as given; it may change.
         paused: whether nothing is sent until :meth:`resume`.
         gap: first and last record of the newest stretch that not every holder got; None: there was none.
         left_out: number of records that some holder did not get.
-        watermark: the newest record that is acknowledged for every node of the job.
-        bytes_sent: bytes of fragments that went to holders.
     """
 
     def __init__(
@@ -302,11 +289,7 @@ class Sender:
                 stream.not_stored(message, now)
 
     def owing(self, progress: Callable[[str], tuple[int, Hashable]]) -> dict[str, Hashable]:
-        """Holders that owe an acknowledgement, each with a value that changes as it makes progress.
-
-        Args:
-            progress: bytes that a node has not acknowledged, and a value that changes whenever it acknowledges some.
-        """
+        """Holders that owe an acknowledgement, each with a value that changes with its progress, also of its link."""
         found: dict[str, Hashable] = {}
         if self._newest is None:
             return found
@@ -475,12 +458,7 @@ class Sender:
         self._writer.release_record(outgoing, record)
 
     def _note_gap(self, first: int, last: int, count: int, every: int) -> None:
-        """Note records that some holder does not get. Stretches that touch become one.
-
-        Args:
-            first, last, count: the first, the last, and the number of records.
-            every: distance between the numbers of two records.
-        """
+        """Note records that some holder does not get, `every` apart. Stretches that touch become one."""
         self.left_out += count
         if self.gap is not None and first <= self.gap[1] + every and last >= self.gap[0]:
             first, last = min(first, self.gap[0]), max(last, self.gap[1])

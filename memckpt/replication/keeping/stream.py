@@ -62,20 +62,12 @@ class LinkRate:
 class Stream:
     """The records that one holder is sent, and those that it has stored.
 
-    Args:
-        holder: name of its node.
-        index: index of the fragments that it keeps.
-        start: the record that every node can produce at the start.
-
     Attributes:
-        queue: what is still to be sent, in order.
-        stripe: the next stripe of the record at the head of the queue.
-        acknowledged: the newest record that the holder has.
-        since: the holder has all records from this one up to :attr:`acknowledged`.
+        queue: what is still to be sent, in order; `stripe`: the next one of the record at its head.
+        acknowledged: the newest record that the holder has; it has all from `since` on.
         met: whether the holder is there.
         problem: why the holder refused a record, until it takes what follows.
         waits: whether the holder refused a record and is not tried before :attr:`retry_at`.
-        rate: what the link to it carries.
         heard: number of records that the holder has acknowledged.
     """
 
@@ -152,11 +144,7 @@ class Stream:
         ]
 
     def leave_out(self, outgoing: Outgoing, upto: int) -> tuple[list[int], bool]:
-        """Remove a generation's records up to one from the queue.
-
-        Returns:
-            The records, and whether part of the first was sent.
-        """
+        """Remove a generation's records up to one from the queue; they, and whether part of the first was sent."""
         out = [one for one in self.queue if one.outgoing is outgoing and _is_up_to(one.record, upto)]
         begun = bool(out) and self.queue[0] == out[0] and self.stripe > 0
         if out and self.queue[0] == out[0]:
@@ -178,10 +166,7 @@ class Stream:
     # What the holder says
 
     def stored(self, message: Stored) -> None:
-        """Note that the holder has a record.
-
-        It counts if all of it was sent, and was not known to be there.
-        """
+        """Note that the holder has a record. It counts if all of it was sent, and was not known to be there."""
         found = [one for one in self._pending if (one[0].generation, one[1]) == (message.generation, message.record)]
         if found and found[0] not in self.queue:
             self.heard += 1

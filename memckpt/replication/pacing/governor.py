@@ -45,15 +45,9 @@ class EndedStep(NamedTuple):
 
 
 class StepClock:
-    """Durations of steps and of their backwards, by the marks of one rank.
+    """Durations of steps and of their backwards, by the marks of one rank: medians over the last steps.
 
-    Args:
-        longest_backward: seconds; what one takes beyond that does not count.
-
-    Attributes:
-        step: number of the step that runs; None before the first mark.
-        phase: its phase.
-        since_ns: when that began.
+    Of a backward no more than `longest_backward` seconds count. Step and phase are None before the first mark.
     """
 
     def __init__(self, longest_backward: float = math.inf) -> None:
@@ -106,12 +100,8 @@ def _spread(*samples: Sequence[float]) -> float:
 class Baseline:
     """Step time without traffic: the median of the last steps in which nothing was sent.
 
-    Args:
-        accuracy: share of it by which it may be wrong; more steps are kept where their times are spread more widely.
-
-    Attributes:
-        doubtful: whether the last step lay far off: the next one tells whether by chance, or training has changed.
-        wanted: how many steps are kept: as many as the accuracy takes.
+    It may be wrong by the share `accuracy`: more steps are `wanted` where their times are spread more widely. It is
+    `doubtful` if the last step lay far off: the next one tells whether by chance, or training has changed.
     """
 
     def __init__(self, accuracy: float) -> None:
@@ -153,18 +143,13 @@ class Governor:
     more: a link that is much faster than it has to be is found to be so within some ten windows, and one that is not is
     never filled. How fast bulk can go does not show in how fast it is handed over: kernels take some MiB at once.
 
-    Args:
-        overhead: share by which traffic may slow steps down.
-
     Attributes:
         limit: bytes per second; None: none is needed. The caller sends at the least what records need.
         share: relative slowdown of steps when last judged; None before.
         probing: nothing is to be sent in this step.
-        probe_follows: nor in the next one. What waits goes at its beginning, and nothing at its end, so that it has
-            arrived by then.
-        lead: the share of that step in which nothing is sent.
+        probe_follows: nor in the next one. What waits goes at its beginning, and nothing in `lead`, the share of the
+            step at its end, so that it has arrived by then.
         overruled: training waits for what is sent, or soon would: limits and probes are off.
-        reason: explanation of all this, in words.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -222,8 +207,7 @@ class Governor:
 
         Args:
             step: number of the step that begins.
-            seconds: its duration.
-            sent: bytes that went in it.
+            sent: bytes that went in the one that ended.
             settled: whether nothing was on its way any more when it began.
             rate: bytes per second while there was something to send.
             floor: bytes per second that records need.

@@ -26,13 +26,7 @@ _FLOOR_MARGIN = 1.1
 
 
 class RateCap:
-    """A token bucket: in any time of t seconds at most `rate` * t bytes go, and a burst.
-
-    The burst is 20 ms worth, or one piece, if that is larger.
-
-    Args:
-        rate: bytes per second; None: no cap.
-    """
+    """A token bucket: in any t seconds at most `rate` * t bytes go, and a burst of 20 ms worth, or one piece."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
@@ -62,14 +56,9 @@ class RateCap:
 
 
 class Pacer:
-    """Decides when bulk may go. Not thread-safe.
+    """Decides when bulk may go: never above the rate cap, and so that steps are slower by no more than `overhead`.
 
-    Args:
-        rate_bytes_per_second: never to be exceeded; None: no cap.
-        overhead: the share by which steps may be slower than without traffic.
-
-    Attributes:
-        holding: whether records were held back at the last call of :meth:`delay`.
+    `holding`: whether records were held back at the last call of :meth:`delay`.
     """
 
     def __init__(self, rate_bytes_per_second: float | None = None, overhead: float = 0.03) -> None:
@@ -112,12 +101,9 @@ class Pacer:
                 self._step_ended(step, ended.seconds, at)
 
     def needs(self, bytes_per_step: float, waiting: int, room: int | None = None) -> None:
-        """Note what there is to send. Call it whenever a record is queued or dropped.
+        """Note the bytes that each step adds, on average, and those that are queued.
 
-        Args:
-            bytes_per_step: bytes that each step adds, on average.
-            waiting: bytes that are queued.
-            room: bytes that may be queued before training has to wait or a gap is declared; None: no end.
+        `room`: how many may be queued before training has to wait or a gap is declared; None: no end.
         """
         self._needed, self._waiting, self._room = bytes_per_step, waiting, room
 
@@ -140,8 +126,7 @@ class Pacer:
     def waited(self, seconds: float) -> None:
         """Note seconds that training has waited for acknowledgements; called again while the wait goes on.
 
-        A probe ends with that. It counts, less the waiting: with little room a step without traffic cannot be had
-        otherwise.
+        A probe ends with it. It counts, less the waiting: with little room there is no other step without traffic.
         """
         self._step_waited += seconds
         if self._step_waited > max(_WAIT_SECONDS, _WAIT_SHARE * (self.clock.step_seconds or 0.0)):

@@ -31,11 +31,7 @@ class Cadence:
     The next state is named when all nodes have the last one, N records later or more: no node plans ahead, and all
     protect the same states, however fast their links are.
 
-    Args:
-        every: N; None: it is measured.
-
     Attributes:
-        every: N, as it is now.
         needed: the smallest N that all links would carry; 0: not every node has measured its links.
         due: the record whose state is to be protected next; 0: none is named.
         reached: the last state that all nodes have protected; 0: none in this attempt.
@@ -63,15 +59,9 @@ class Cadence:
             self.every = self._configured
 
     def advance(self, said: Collection[Acknowledged], newest: int, watermark: int) -> int:
-        """Follow what all nodes have said.
+        """Follow what all nodes have said. `newest`: of the leader's node; `watermark`: states left aside.
 
-        Args:
-            said: the newest message of each node.
-            newest: record that the leader's node has committed.
-            watermark: the newest record that all nodes have acknowledged, states left aside.
-
-        Returns:
-            The watermark: further ahead if a state has got to its holders everywhere.
+        Returns the watermark, further ahead if a state has got to its holders everywhere.
         """
         known = [one.needed for one in said]
         self.needed = max(known) if all(known) else 0
@@ -102,14 +92,9 @@ class Cadence:
 
 
 class LinkMeter:
-    """The smallest N that a node's links would carry, measured while training goes on.
+    """The smallest N that a node's links would carry (`needed`; 0: not known yet), measured while training goes on.
 
-    Args:
-        overhead: the share by which training may be slower than without peers.
-
-    Attributes:
-        needed: N; 0: not known yet.
-        ratio: bytes of a state, in those of a record.
+    `ratio`: bytes of a state, in those of a record.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -142,13 +127,8 @@ class LinkMeter:
         """Judge the last records, if there were enough.
 
         Links carry every record if none was left out and training waited for few. One long wait, for a peer that is
-        away, says nothing of them: training has to wait for half of the records, and longer than is allowed.
-
-        Args:
-            now: seconds of a clock that only goes forward.
-            started: whether holders have all that came before records; it counts from then on, or some records later.
-            carried: number of records that all holders have got until now.
-            left_out: number of records that some holder did not get.
+        away, says nothing of them: training has to wait for half of the records, and longer than is allowed. It counts
+        once holders have all that came before records (`started`), or some records later.
         """
         if self._began is None:
             if started or self._records >= _MEASURED_RECORDS:
@@ -183,10 +163,7 @@ class LinkMeter:
 class Leader:
     """The watermark, put together from the nodes' acknowledgements; the first rank's node is the leader.
 
-    Args:
-        nodes: all nodes of the job.
-        record: the record that every node can produce at the start.
-        cadence: N, and which states are protected in place of records; None: every record.
+    `cadence`: N, and which states are protected in place of records; None: every record.
     """
 
     def __init__(self, nodes: Collection[str], record: int, cadence: Cadence | None = None) -> None:
@@ -210,13 +187,12 @@ class Leader:
         self._said[message.node] = message
         return self._change()
 
-    def look(self, newest: int, unheard: frozenset[str], given_up: frozenset[str]) -> Watermark | None:
+    def look(
+        self, newest: int, unheard: frozenset[str] = frozenset(), given_up: frozenset[str] = frozenset()
+    ) -> Watermark | None:
         """Note what the leader's node sees. Returns the new watermark if it changed.
 
-        Args:
-            newest: its newest record.
-            unheard: nodes that are silent now: while there are any, not all is whole.
-            given_up: nodes that are silent for too long to be waited for.
+        While nodes are silent (`unheard`), not all is whole; those `given_up` are silent for too long to be waited for.
         """
         if (newest, unheard, given_up) == (self._newest, self._unheard, self._given_up):
             return None
@@ -265,11 +241,7 @@ LOST_LIMITS = 20
 
 
 class Overdue:
-    """Time limits of nodes, each counted from the node's last progress.
-
-    Args:
-        limit: seconds without progress after which a node is overdue.
-    """
+    """Nodes that are overdue: `limit` seconds have passed since their last progress."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -280,12 +252,7 @@ class Overdue:
         self.nodes: frozenset[str] = frozenset()
 
     def check_owing(self, owing: Mapping[str, Hashable], now: float) -> bool:
-        """Look at all that owe something; returns whether the overdue ones have changed.
-
-        Args:
-            owing: nodes that owe something, each with a value that changes whenever it makes progress.
-            now: seconds of a clock that only goes forward.
-        """
+        """Look at all that owe something, each with a value that changes whenever it makes progress."""
         passed = 0.0 if self._looked is None else min(max(0.0, now - self._looked), _LONGEST_LOOK_SECONDS)
         self._looked, self._watched = now, self._watched + passed
         for node in [node for node in self._since if node not in owing]:
@@ -302,12 +269,9 @@ class Overdue:
 class Absence:
     """Nodes that are not heard, and that training does not wait for.
 
-    A node that is silent may stand still, or may be lost with all that ran there. Going on overwrites what a resume
-    without it needs. But a record takes all ranks: where two more were made since it was last heard, its trainers live,
-    so that it stands still. Where they were not, it is waited for much longer, so that somebody may find it lost.
-
-    Args:
-        limit: seconds of silence, where training has gone on since.
+    A silent node may stand still, or be lost with all that ran there. Going on overwrites what a resume without it
+    needs. But a record takes all ranks: where two more were made since it was last heard, its trainers live. Where they
+    were not, it is waited for :data:`LOST_LIMITS` times as long, so that its loss may be found.
     """
 
     def __init__(self, limit: float) -> None:
@@ -318,14 +282,7 @@ class Absence:
         self.nodes: frozenset[str] = frozenset()
 
     def check_heard(self, heard: Mapping[str, float | None], newest: int, every: int, now: float) -> None:
-        """Look at all peers.
-
-        Args:
-            heard: all peers, each with the time at which it was heard last.
-            newest: the newest record that is whole on this node.
-            every: records have numbers that are multiples of it.
-            now: seconds of a clock that only goes forward.
-        """
+        """Look at all peers: when each was heard last, and the newest record that is whole on this node."""
         for node, at in heard.items():
             known = self._heard.get(node)
             if known is None or known[0] != at:
@@ -340,11 +297,7 @@ _log = logging.getLogger("memckpt.replicator")
 
 
 class Laggards:
-    """Holders that acknowledge nothing of what they are sent, and nodes that are not heard, for too long.
-
-    Args:
-        limit: seconds without progress (ack_timeout_seconds).
-    """
+    """Holders that acknowledge nothing of what they are sent, and nodes that are not heard, for ack_timeout_seconds."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -386,14 +339,9 @@ class Laggards:
 
 
 class RunAhead:
-    """How far each unit's training may be ahead of the watermark.
+    """How far each unit's training may be ahead of the watermark, if it waits for that.
 
-    Args:
-        waits: whether training waits for acknowledgements.
-        beyond: whether training may be further ahead than it is to be, as nobody waited for a while.
-
-    Attributes:
-        beyond: as given, as of now.
+    `beyond`: whether it may be further ahead, as waiting was suspended for a while.
     """
 
     def __init__(self, waits: bool, beyond: bool) -> None:
@@ -405,13 +353,7 @@ class RunAhead:
         self._waiting_since: float | None = None
 
     def begin_generation(self, ranks: RankGroup, records: int, every: int) -> None:
-        """Note a unit's new generation.
-
-        Args:
-            ranks: the unit.
-            records: number of records that training may be ahead of the watermark.
-            every: distance between the numbers of two records.
-        """
+        """Note a unit's new generation, and how many records training may be ahead, which are `every` steps apart."""
         self._records[ranks] = records
         self._reach[ranks] = records * every
 
@@ -423,11 +365,7 @@ class RunAhead:
     def is_late(self, ranks: RankGroup, newest: int | None, acknowledged: int, watermark: int) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have.
 
-        Args:
-            ranks: the unit.
-            newest: its newest record; None: there is none.
-            acknowledged: the newest record that its own holders have.
-            watermark: the newest record that is acknowledged for every node.
+        `acknowledged`: the newest record that the unit's own holders have; `watermark`: that all have.
         """
         if newest is None or ranks not in self._reach or (self._waits and not self.beyond):
             return False
@@ -436,17 +374,7 @@ class RunAhead:
     def check_waiting(
         self, newest: Mapping[RankGroup, int | None], watermark: int, suspended: bool, now: float
     ) -> float | None:
-        """Look whether training waits for the watermark.
-
-        Args:
-            newest: newest record of each unit.
-            watermark: the newest record that is acknowledged for every node.
-            suspended: whether nobody waits at present.
-            now: seconds of a clock that only goes forward.
-
-        Returns:
-            Seconds that training has waited since the last look; None: it did not wait then.
-        """
+        """Seconds that training has waited for the watermark since the last look; None: it did not wait then."""
         waits = (
             self._waits
             and not suspended

@@ -40,24 +40,16 @@ _log = logging.getLogger("memckpt.replicator")
 
 
 class ReplicationNode:
-    """One node's part in an attempt. Belongs to the replicator's loop.
+    """One node's part in an attempt. Belongs to the replicator's loop, as do store and transport.
 
     Args:
-        node: name of this node.
-        job: the plan of the attempt.
-        store: keeps other nodes' fragments; belongs to the caller.
-        transport: belongs to the caller.
         watermark_advanced: told when the watermark has got further, or protection has changed.
         rejoined: whether the node has taken part before, and has lost what its own records were on their way to.
         ask: has the agent copy a state; None: no states are sent in place of records.
 
     Attributes:
-        plan: this node's part in the job's plan.
-        mail: messages to peers, and of this node to itself.
         states: states that may be sent in place of records; None where they are not.
         leader: puts together what all nodes have acknowledged; None on all nodes but one.
-        laggards: peers that training does not wait for.
-        pacer: says when records may be sent.
         watermark: the newest watermark that this node knows of.
         refused: number of messages that could not be understood, by reason.
         unheard: peers of which nothing is heard, as the transport says.

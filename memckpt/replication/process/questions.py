@@ -44,15 +44,7 @@ from memckpt.state.spec import StateSpec, read_spec
 class Asking:
     """One question to all nodes that have the state: the answer of most counts.
 
-    Args:
-        wanted: which state, and where it is.
-        send: gives a question to a node.
-        number: makes a number that no other question has.
-        now: seconds of a clock that only goes forward.
-
-    Attributes:
-        requests: the numbers of what is asked.
-        result: None until it is there.
+    `number` makes a number that no other question has; `requests`: those of what is asked.
     """
 
     def __init__(
@@ -331,11 +323,7 @@ MOST_QUESTIONS = 4096
 
 
 class Answering:
-    """Answers peers' questions as they have room: questions are small, and a peer that does not read gets no more.
-
-    Attributes:
-        serving: generations that are handed out here.
-    """
+    """Answers peers' questions as they have room: questions are small, and a peer that does not read gets no more."""
 
     def __init__(self) -> None:
         self.serving = Serving()
@@ -350,12 +338,7 @@ class Answering:
         return True
 
     def answer(self, peer: str, mail: Mail, store: FragmentStore) -> None:
-        """Answer questions of a peer, as far as it has room.
-
-        Args:
-            mail: to the peer.
-            store: fragments that are kept here.
-        """
+        """Answer questions of a peer, as far as it has room."""
         waiting = self._waiting[peer]
         while waiting and mail.room(peer) > 0:
             question = waiting.popleft()

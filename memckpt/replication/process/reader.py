@@ -24,10 +24,9 @@ class Stripe:
     """One stripe of a record that is being read.
 
     Attributes:
-        asked: nodes that were asked for their fragment of it, and its index.
-        here: what they have given, as far as it may be of use.
-        useless: nodes that have given something else.
         wanted: number of fragments that it takes.
+        asked: nodes that were asked for their fragment of it, and its index.
+        here: what they have given, as far as it may be of use; others are `useless`.
         suspects: nodes whose fragments do not make the stripe.
     """
 
@@ -43,12 +42,10 @@ class PartialRecord:
     """A record that is to be read, and from whom.
 
     Args:
-        owner, generation, record: the record.
         sources: node and fragment index of each; an index of None: whole stripes of the node's own.
         needed: number of fragments that make a stripe whole.
 
     Attributes:
-        manifests: description of the record, by source.
         manifest: the description that most sources give.
         lost: sources that are not asked any more, each with a reason.
         open: number of unanswered questions, by source.
@@ -108,14 +105,9 @@ class PartialRecord:
         ]
 
     def problem_of(self, message: Got, payload: bytes, index: int | None) -> str:
-        """Why an answer is not the fragment that was asked for, in words; empty if it may be.
+        """Why an answer is not the fragment `index` that was asked for, or the whole stripe (None), in words; or empty.
 
         Digests of fragments' stripes are checked when they are decoded.
-
-        Args:
-            message: the answer.
-            payload: the bytes beside it.
-            index: index of the fragment that was asked for; None: the whole stripe.
         """
         fragment = message.fragment
         if self.live:
@@ -140,20 +132,10 @@ LIVE_ALL, LIVE_SHARED = "live", "live shared"
 
 
 class Reader:
-    """A state that is read from peers into regions; closes them.
+    """A state that is read from peers into regions (slots, then static tensors where present); closes them.
 
-    Args:
-        wanted: which it is, and where, as the plan says.
-        spec: layout of the generation that is filled.
-        regions: its slots, then its static tensors where present.
-        code: the code of the fragments.
-        send: gives a question to a node.
-        number: makes a number that no other question has.
-        now: seconds of a clock that only goes forward.
-
-    Attributes:
-        taken_bytes: bytes of the state that are where they belong.
-        expected_bytes: bytes of the whole state; a record of unknown size counts as its slot.
+    `number` makes a number that no other question has. `taken_bytes` are where they belong, of `expected_bytes`; a
+    record of unknown size counts as its slot.
     """
 
     def __init__(

@@ -57,13 +57,7 @@ _MOST_DELIVERIES = 256
 
 
 class Replicator:
-    """The event loop of a replicator. Belongs to one thread.
-
-    Args:
-        channel: to the agent; belongs to the caller.
-        life: the page in which it shows that it lives; belongs to the caller.
-        agent: who looks at that of its agent.
-    """
+    """The event loop of a replicator. Belongs to one thread. The channel and both pages of life are the caller's."""
 
     def __init__(
         self, channel: ReplicatorChannel, life: LifePage | None = None, agent: LifeWatch | None = None
@@ -354,13 +348,7 @@ class Replicator:
 
 
 def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStatus:
-    """A node's replication, as it is shown.
-
-    Args:
-        node: the node.
-        security: of the transport.
-        recovering: what is being fetched, in words; empty if nothing is.
-    """
+    """A node's replication, as it is shown; `recovering`: what is being fetched, in words; empty if nothing is."""
     job = node.job
     senders = node.senders
     sizes = [sender.last_record_bytes for sender in senders if sender.last_record_bytes is not None]

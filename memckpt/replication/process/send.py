@@ -35,16 +35,10 @@ from memckpt.state.records import RankGroup
 
 
 class NodePlan:
-    """One node's part in a job's plan. It does not change.
-
-    Args:
-        node: name of this node.
-        job: the plan of the attempt.
+    """One node's part in a job's plan: whom it sends to, whom it keeps for, and who leads. It does not change.
 
     Attributes:
         addresses: all nodes of the job, by name.
-        leader: name of the node that puts together what all have acknowledged.
-        placement: who keeps whose fragments.
         holders: nodes that keep a fragment of this node's records, by the index of the fragment.
         own: units of this node, by their ranks.
         private: units of which only their ranks' own bytes are sent.
@@ -141,16 +135,7 @@ _log = logging.getLogger("memckpt.replicator")
 
 
 class Mail:
-    """Gives messages to peers, connecting to them when needed, and to the node itself.
-
-    Args:
-        node: name of this node.
-        addresses: all nodes of the job, by name.
-        transport: belongs to the caller.
-
-    Attributes:
-        loopback: messages of the node to itself that are yet to be handled.
-    """
+    """Gives messages to peers, connecting to them when needed, and to the node itself, which handles `loopback`."""
 
     def __init__(self, node: str, addresses: Mapping[str, str], transport: Transport) -> None:
         self._node = node
@@ -166,12 +151,7 @@ class Mail:
             self._transport.connect(peer, self._addresses[peer])
 
     def met(self, peer: str, partners: Collection[str]) -> None:
-        """Note that a peer is there, whoever has connected first, and tell where those are that have been replaced.
-
-        Args:
-            peer: the peer.
-            partners: nodes with which this one exchanges messages; they are told of the peer, and it is told of them.
-        """
+        """Note that a peer is there, whoever has connected first, and tell it and `partners` who has been replaced."""
         self._connected.add(peer)
         others = [other for other in partners if other not in (peer, self._node)]
         if (moved := self._moved(peer)) is not None:
@@ -206,11 +186,7 @@ class Mail:
 
 
 class OwnGenerations:
-    """The newest generation of each of a node's units. Whoever sends a generation closes its regions.
-
-    Args:
-        plan: the node's part in the job's plan.
-    """
+    """The newest generation of each of a node's units. Senders close their regions."""
 
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
@@ -256,12 +232,7 @@ PUMP_BYTES = 1 << 20
 
 
 class Pump:
-    """Sends what senders have, in turns and as fast as the pacer allows.
-
-    Args:
-        senders: all of a node; they belong to the caller.
-        pacer: likewise.
-    """
+    """Sends what a node's senders have, in turns and as fast as the pacer allows."""
 
     def __init__(self, senders: Iterable[Sender], pacer: Pacer) -> None:
         self._turns = deque(senders)

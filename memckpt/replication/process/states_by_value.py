@@ -113,19 +113,11 @@ class _OwnCopy:
 
 
 class StatesByValue:
-    """States of one node that are protected by value, in place of records. Belongs to the node's part in an attempt.
-
-    Args:
-        plan: the node's part in the job's plan.
-        code: the code of the fragments.
-        fragment_store: keeps this node's own copies; the caller's.
-        senders: senders of this node's states, by their ranks; :meth:`close` closes them.
-        ask: has the agent copy a state.
+    """States of one node that are protected by value, in place of records. Closes its senders, one for each unit.
 
     Attributes:
         ordered: the record whose state is to be protected; 0: there was none yet.
-        missed: the newest record whose state cannot be protected.
-        problem: the reason for that, in words.
+        missed: the newest record whose state cannot be protected, and why (`problem`).
     """
 
     def __init__(

@@ -21,18 +21,11 @@ MAX_PEERS = 1024
 
 @dataclass(frozen=True)
 class PeerState:
-    """What is known of a peer.
+    """What is known of a peer. `incarnation`: the one that we have met; empty before.
 
-    Attributes:
-        address: address to which we connect.
-        incarnation: the incarnation that we have met; empty before.
-        connected: whether the last message could be handed to a connection.
-        heard_seconds: seconds since anything came of it, or since it was named first.
-        silent: whether that is longer than several heartbeats.
-        in_flight_bytes: bytes that are handed over and not acknowledged.
-        unacknowledged_bytes: these bytes, and those that wait to be handed over.
-        unacknowledged_messages: likewise, in messages.
-        traffic: what went over the link since it was named.
+    `heard_seconds`: since anything came of it, or it was named first; `silent`: longer than several heartbeats.
+    `connected`: the last message could be handed to a connection. Unacknowledged is what was handed over (in flight),
+    or waits for that.
     """
 
     address: str
@@ -50,11 +43,9 @@ class PeerState:
 class Peer:
     """A peer that we send to.
 
-    Attributes:
-        named_by: the incarnation that has said its address; empty where it was given to us, :data:`_HEARSAY` where
-            another peer has said it.
-        hint: another address that a peer has said; empty: none, or it was tried.
-        heard_at: when anything last came of it, as its owner has seen; likewise `tried_at`, the last heartbeat to it.
+    `named_by`: the incarnation that has said its address; empty where it was given to us, :data:`_HEARSAY` where
+    another peer has said it. `hint`: another address that a peer has said, and that was not tried. `heard_at`,
+    `tried_at`: when anything last came of it, and the last heartbeat to it.
     """
 
     link: Link
@@ -85,18 +76,7 @@ class Peer:
 
 
 class Directory:
-    """All peers by name. Its sockets are the context's, which closes them in the end.
-
-    Args:
-        node: our name.
-        incarnation: our incarnation; that of each link begins with it.
-        address: address at which we listen.
-        window_bytes: bytes that each link sends without an acknowledgement.
-        connect: makes a socket that is connected to an address.
-
-    Attributes:
-        peers: all peers, by name.
-    """
+    """All peers by name. Its sockets, made by `connect`, are the context's, which closes them in the end."""
 
     def __init__(
         self, node: str, incarnation: str, address: str, window_bytes: int, connect: Callable[[str], Socket]
@@ -201,11 +181,7 @@ class Directory:
             return "no such address"
 
     def follow(self, known: Peer, state: State) -> str | None:
-        """A new incarnation says where it is, and the one that we have met corrects what another one has said.
-
-        Returns:
-            why it cannot be followed, or None.
-        """
+        """Follow a new incarnation, or correct what another peer has said of the one that we have met. Or why not."""
         link = known.link
         if state.address == known.address or state.incarnation in link.retired:
             return None

@@ -37,12 +37,9 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Fields that all envelopes have.
 
-    Attributes:
-        node: the sender's name.
-        incarnation: the sender's, for this receiver.
-        meant: the receiver's incarnation, which the sender can know only from the receiver; empty before it does.
-        turn: how often the sender has gone back so far to send again what was lost.
-        number: number of this message; in a state, of the next message that is to be sent.
+    `meant`: the receiver's incarnation, which the sender can know only from the receiver; empty before it does.
+    `turn`: how often the sender has gone back so far to send again what was lost. `number`: of this message; in a
+    state, of the next one.
     """
 
     node: _Name
@@ -61,13 +58,8 @@ class Data(Envelope, frozen=True, array_like=True, tag=1):
 class State(Envelope, frozen=True, array_like=True, tag=2):
     """What the sender has sent and received; it is a greeting, a heartbeat and an acknowledgement in one.
 
-    Attributes:
-        expected: all messages below this number have been received.
-        seen: the receiver's turn as the sender knows it.
-        gap: something of that turn is missing: go back to `expected`.
-        ask: the sender wants an answer.
-        address: address at which the sender listens.
-        version: version of the sender's messages; 0: from before there were versions.
+    `expected`: all messages below this number have been received. `seen`: the receiver's turn as the sender knows it.
+    `gap`: something of that turn is missing: go back to `expected`. `ask`: the sender wants an answer.
     """
 
     expected: _Number
@@ -92,11 +84,7 @@ def encode(envelope: Data | State) -> bytes:
 
 
 def decode(data: bytes) -> Data | State:
-    """Read an envelope.
-
-    Raises:
-        ValueError: it is none, or names an address that cannot be connected to.
-    """
+    """Read an envelope; ValueError: it is none, or names an address that cannot be connected to."""
     try:
         envelope = _decoder.decode(data)
     except RecursionError as error:
@@ -144,9 +132,7 @@ class Link:
     """What one side keeps of a pair.
 
     Args:
-        node: our name.
         own: our incarnation for this peer: another one for each link, so that nothing of a former link is taken.
-        address: address at which we listen.
         window_bytes: how much may be on its way without an acknowledgement.
         hand: takes a message's frames, or returns False where there is no connection or no room; it takes all that
             follow one another, or loses some that follow one another.
@@ -155,7 +141,6 @@ class Link:
         met: the peer's incarnation; empty before it has said ours.
         heard: whether anything of the pair has come since the owner last set it to False.
         down: the last message could not be handed over.
-        owes: what was received and has not been acknowledged yet.
     """
 
     def __init__(
@@ -210,11 +195,7 @@ class Link:
         return self._window_bytes - self.unacknowledged_bytes if self.met else 0
 
     def send(self, body: bytes, payload: Payload) -> None:
-        """Queue a message behind those before it.
-
-        Raises:
-            PeerOverrunError: too many wait already.
-        """
+        """Queue a message behind those before it; PeerOverrunError: too many wait already."""
         if self.unacknowledged_messages >= MAX_MESSAGES:
             raise PeerOverrunError(
                 f"expected at most {MAX_MESSAGES} messages waiting for a peer, found {self.unacknowledged_messages}; "

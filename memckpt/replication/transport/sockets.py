@@ -50,11 +50,7 @@ def receiving_socket(
 
 
 def sending_socket(context: Context, keys: PeerKeys | str | None, heartbeat: float, address: str) -> Socket:
-    """A DEALER that connects to a peer, and again whenever the connection ends.
-
-    Raises:
-        zmq.ZMQError: that is no address.
-    """
+    """A DEALER that connects to a peer, and again whenever the connection ends; ZMQError: that is no address."""
     socket = _make(context, zmq.DEALER, heartbeat, ipv6="[" in address)
     # Nobody answers on this connection; whoever tries is not read.
     socket.rcvhwm = 1
@@ -124,11 +120,8 @@ _UNREAD_FAILURES = 100_000
 class Doorkeeper:
     """Lets in who has the client's key, or the password. Its sockets are the context's, which closes them.
 
-    Args:
-        context: context of the sockets that it answers for; the doorkeeper is made before they are bound.
-        keys: or a password; None: there is nothing to ask.
-        refused: counts, by reason: "unauthenticated" is another client's key, or password, "handshake" are garbage, the
-            wrong server's key, and clients without either.
+    It is made before they are bound. It counts what it refused: "unauthenticated" is another client's key, or password;
+    "handshake" are garbage, the wrong server's key, and clients without either.
     """
 
     def __init__(self, context: Context, keys: PeerKeys | str | None, refused: Counter[str]) -> None:

@@ -61,12 +61,7 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a transport takes and sends, in bytes.
-
-    Attributes:
-        max_body, max_payload: size of one message, sent or received.
-        window_bytes: bodies and payloads that may be on their way to one peer without an acknowledgement.
-    """
+    """Limits in bytes: of one message, and of what is on its way to one peer without an acknowledgement."""
 
     max_body: int = 64 << 20
     max_payload: int = 1 << 20
@@ -80,16 +75,12 @@ class Transport:
     calls :meth:`tend` before it waits again, at most as long as that says.
 
     Args:
-        node: our name, by which peers know us.
         host, port: where it listens; 0: at any port.
         keys: keys of the attempt, or a password, which authenticates but does not encrypt; None: neither.
-        limits: how much it takes and sends.
         heartbeat_seconds: seconds between states to each peer; after five without an answer it counts as silent.
         advertise: address that peers are told; None: the one where it listens.
 
     Attributes:
-        address: address to which peers connect.
-        incarnation: random name of this transport.
         refused: number of messages and connections that were refused, by reason.
         silent: peers of which nothing was heard for several heartbeats, as of the last :meth:`tend`.
 
@@ -160,12 +151,7 @@ class Transport:
     # Peers
 
     def connect(self, peer: str, address: str) -> None:
-        """Speak with a peer that listens at an address, or from now on at another one.
-
-        Raises:
-            PeerError: that is no address.
-            UsageError: the peer has our own name.
-        """
+        """Speak with a peer that listens at an address, or from now on at another one (Directory.connect)."""
         self._directory.connect(peer, address)
 
     def address_of(self, peer: str) -> str | None:
@@ -217,8 +203,6 @@ class Transport:
 
     def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
         """Queue a message behind those before it; the payload must not change until it is acknowledged.
-
-        To a peer that was not met yet it goes when it is.
 
         Raises:
             PeerError: it is larger than messages may be.
@@ -356,14 +340,7 @@ class Transport:
     # Time
 
     def tend(self, now: float) -> float:
-        """Do what is due: heartbeats, acknowledgements, sending again.
-
-        Args:
-            now: seconds of a clock that only goes forward.
-
-        Returns:
-            seconds until it wants to be called again.
-        """
+        """Do what is due: heartbeats, acknowledgements, sending again. Returns seconds until the next call."""
         self._now = now
         self._doorkeeper.attend()
         due = now + self._heartbeat_seconds

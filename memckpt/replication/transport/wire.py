@@ -16,18 +16,13 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     """One generation of an owner's records, of which a holder keeps a fragment of each stripe.
 
     Attributes:
-        owner: the ranks whose records these are.
-        node: where they run.
-        generation: its name; no two have the same.
         attempt: the nonce of the attempt that writes it.
-        index: which of the k + m - 1 fragments of each stripe the holder gets.
-        data, tolerate: k and m.
+        index: which of the k + m - 1 fragments of each stripe the holder gets; `data`, `tolerate`: k and m.
         base: the record after which it begins.
         period: T; 1 where each record stands for itself.
         kept: how many records a holder keeps at most (T + D).
         every: records have numbers that are multiples of it.
-        private: as in HeldFragments.
-        replicas: as in HeldFragments.
+        private, replicas: as in HeldFragments.
         record_bytes: of a record as a rule, before it is cut; more is taken, too.
         static: whether something is sent once for all records.
         history: timelines, oldest first.
@@ -156,9 +151,7 @@ class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):
 class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
     """Answer to AskManifest. What most holders say counts: so a single one cannot make up a record.
 
-    Attributes:
-        nbytes: of the record.
-        digests: xxh3_128 of each stripe, one after the other; empty from an owner, which tells them one by one.
+    `digests`: xxh3_128 of each stripe, one after the other; empty from an owner, which tells them one by one.
     """
 
     request: int
