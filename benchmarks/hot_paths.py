@@ -24,7 +24,7 @@ from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.replication.coding.code import STRIPE_BYTES, Candidate, Code, decode_stripe, seal_stripe
-from memckpt.replication.transport.sockets import make_keys
+from memckpt.replication.transport.directory import make_keys
 from memckpt.replication.transport.transport import Delivery, Limits, Transport
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout

@@ -88,7 +88,7 @@ class Peers:
             )
         ranks.together(lambda: _try_code(config))
         from memckpt.replication.coding.placement import choose_level, find_domain
-        from memckpt.replication.transport.sockets import make_keys, make_password
+        from memckpt.replication.transport.directory import make_keys, make_password
 
         made: tuple[str, ...] | None = None
         if ranks.rank == 0:
@@ -191,7 +191,7 @@ class Peers:
         for node, unit in self.units:
             replicas = next(group for group in self._ranks.groups if unit[0] in group)
             at = {names.index(self.units[rank][0]) for rank in replicas}
-            private = any(len(at & set(group.nodes)) > config.tolerate for group in placement.groups)
+            private = any(len(at & set(group)) > config.tolerate for group in placement.groups)
             units[unit] = PeerUnit(names.index(node), unit, private)
         return tuple(units.values())
 

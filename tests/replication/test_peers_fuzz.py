@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport import links
-from memckpt.replication.transport.directory import MAX_PEERS
-from memckpt.replication.transport.sockets import make_keys
+from memckpt.replication.transport.directory import MAX_PEERS, make_keys
 from memckpt.replication.transport.transport import Delivery
 from tests.support.cluster.peers_harness import Node, acquaint, drive, nodes_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from memckpt.protocol.peer_job import PeerKeys
-from memckpt.replication.transport.sockets import make_keys
+from memckpt.replication.transport.directory import make_keys
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peer_sender import PAYLOAD, Sender
@@ -62,18 +62,18 @@ def test_a_network_that_was_away_loses_nothing(network: Network, keys: PeerKeys 
             assert (a.transport.silent, b.transport.silent) == ({"b"}, {"a"})
             for node in (a, b):
                 (state,) = node.transport.peers().values()
-                assert 0 < state.unacknowledged_bytes <= WINDOW + PAYLOAD
+                assert 0 < state.link.unacknowledged_bytes <= WINDOW + PAYLOAD
                 node.ahead += 3600
                 node.tend()
             # ZeroMQ's own heartbeats have noticed, and the connections are given up.
-            drive(a, b, until=lambda: not a.transport.peers()["b"].connected)
-            drive(a, b, until=lambda: not b.transport.peers()["a"].connected)
+            drive(a, b, until=lambda: a.transport.peers()["b"].link.down)
+            drive(a, b, until=lambda: b.transport.peers()["a"].link.down)
             find(1)
         drive(a, b, until=all_arrived)
         for sender, node in zip(senders, (b, a), strict=True):
             sender.check(node)
             (state,) = sender.node.transport.peers().values()
-            assert state.traffic.resent_messages > 0
+            assert state.link.traffic.resent_messages > 0
             assert len(node.met) == 1
         drive(a, b, until=lambda: a.transport.room("b") == WINDOW)
         assert a.transport.silent == b.transport.silent == frozenset()
@@ -88,7 +88,7 @@ def test_a_slow_cable_loses_nothing(network: Network) -> None:
         drive(a, b, until=lambda: sender.done(b))
         sender.check(b)
         # The queue of the cable drops packets, but the connection stays.
-        assert a.transport.peers()["b"].traffic.resent_messages == 0
+        assert a.transport.peers()["b"].link.traffic.resent_messages == 0
 
 
 def test_programs_run_on_their_nodes(network: Network) -> None:

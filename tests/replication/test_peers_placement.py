@@ -29,12 +29,12 @@ NOWHERE: Sequence[Path] = [(str(node),) for node in range(64)]
 def check_placement(placement: Placement, nodes: int, data: int, tolerate: int) -> None:
     """What must hold whatever the domains are."""
     span = data + tolerate
-    sizes = [len(group.nodes) for group in placement.groups]
-    assert sorted(node for group in placement.groups for node in group.nodes) == list(range(nodes))
+    sizes = [len(group) for group in placement.groups]
+    assert sorted(node for group in placement.groups for node in group) == list(range(nodes))
     assert sizes == sorted(sizes)
     assert span <= sizes[0] <= sizes[-1] <= sizes[0] + 1
     assert len(sizes) == nodes // span  # as many as can be, so that as many losses as can be are survived
-    group_of = {node: group for group in placement.groups for node in group.nodes}
+    group_of = {node: group for group in placement.groups for node in group}
     kept: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
     for owner in range(nodes):
         holders = placement.holders(owner)
@@ -172,7 +172,7 @@ def test_domains_of_any_shape(job: tuple[list[Path], int, int], depth: int, data
     assert place(renamed, fragments, tolerate).groups == placement.groups
     everywhere, groups = Counter(domains), placement.groups
     for group in groups:  # spread as evenly as can be, in any case
-        counts = Counter(domains[node] for node in group.nodes)
+        counts = Counter(domains[node] for node in group)
         assert all(count <= -(-everywhere[domain] // len(groups)) for domain, count in counts.items())
 
 
@@ -184,7 +184,7 @@ def test_nodes_of_a_domain_are_as_far_from_each_other_as_can_be() -> None:
             (group,) = place([(zone, str(node)) for node, zone in enumerate(zones)], 1, nodes - 1).groups
             distance = nodes // max(sizes)
             for at in range(nodes):
-                near = {zones[group.nodes[(at + step) % nodes]] for step in range(distance)}
+                near = {zones[group[(at + step) % nodes]] for step in range(distance)}
                 assert len(near) == distance, (sizes, group)
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS, raise_limit
 from memckpt.protocol.peer_job import PeerKeys
-from memckpt.replication.transport.sockets import make_keys, make_password
+from memckpt.replication.transport.directory import make_keys, make_password
 from memckpt.replication.transport.transport import Delivery, Met, Transport
 
 #: A stand-in has a context of its own, of some 25 descriptors, so they are spread over several processes.

@@ -21,20 +21,13 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Group:
-    """Nodes that keep each other's records, by their index, in the order of the ring."""
-
-    nodes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Placement:
-    """Who keeps what. Every node is in one group; the larger ones come last.
+    """Who keeps what. Every node is in one group, a ring of indices; the larger ones come last.
 
     `survived`: by level of the domains' paths, widest first: how many domains, whichever they are, may be lost at once.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[tuple[int, ...], ...]
     survived: tuple[int, ...]
     warnings: tuple[str, ...]
     _holders: tuple[tuple[int, ...], ...] = field(repr=False)
@@ -95,7 +88,7 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     )
     warnings = _warn(domains, span, tolerate, survived[-1], level)
     return Placement(
-        groups=tuple(Group(tuple(ring)) for ring in rings),
+        groups=tuple(map(tuple, rings)),
         survived=survived,
         warnings=warnings,
         _holders=tuple(holders),

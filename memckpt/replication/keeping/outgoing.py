@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from memckpt.errors import DamagedStateError
@@ -158,8 +158,7 @@ class RegionSource:
         if record == STATIC:
             if self._regions.static is None:
                 return None
-            everything = (Extent(0, self._regions.static.nbytes),)
-            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._regions.static.map)])
+            return static_blob(self._regions.static)
         if record not in self._records or not self.intact(record):
             return None
         step, meta, rank_states = self._records[record]
@@ -169,7 +168,7 @@ class RegionSource:
         if part != "private":
             if virtual and self._regions.replica is not None:
                 meta = encode_meta(RecordMeta(record, self._base, True, (), self._missing, self._plain))
-                self._add_from_replica(record, extents, views)
+                extents, views = replica_extents(self.layout, record, memoryview(self._regions.replica.map))
             else:
                 self._add_from_slot(record, meta, extents, views)
         if part != "shared" and record >= self._by_value_from:
@@ -194,15 +193,6 @@ class RegionSource:
             self._add(extents, views, record, *self.layout.gradient_area(sub_step.optimizer, sub_step.index))
         self._add(extents, views, record, *self.layout.anchor_area(record))
 
-    def _add_from_replica(self, record: int, extents: list[Extent], views: list[memoryview]) -> None:
-        """A virtual record of the replica's state: the anchors that such a record carries."""
-        assert self._regions.replica is not None
-        source = memoryview(self._regions.replica.map)
-        for target, start, nbytes in replica_parts(self.layout, record):
-            if nbytes:
-                extents.append(Extent(target, nbytes))
-                views.append(source[start : start + nbytes])
-
     def close(self) -> None:
         self._regions.close()
 
@@ -219,7 +209,25 @@ def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
     return rooms
 
 
-def replica_parts(layout: Layout, record: int) -> Iterator[tuple[int, int, int]]:
+def static_blob(region: Region) -> Blob:
+    """What is sent once in a generation."""
+    return Blob(RecordTail(0, b"", {}, (Extent(0, region.nbytes),)), [memoryview(region.map)])
+
+
+def close_all(regions: Iterable[Region]) -> None:
+    """Close regions that came with a message and have no use."""
+    for region in regions:
+        region.close()
+
+
+def replica_extents(layout: Layout, record: int, replica: memoryview) -> tuple[list[Extent], list[memoryview]]:
+    """The anchors that a virtual record of a replica's state carries, and where they lie in the replica."""
+    parts = [part for part in _replica_parts(layout, record) if part[2]]
+    extents = [Extent(target, nbytes) for target, _, nbytes in parts]
+    return extents, [replica[start : start + nbytes] for _, start, nbytes in parts]
+
+
+def _replica_parts(layout: Layout, record: int) -> Iterator[tuple[int, int, int]]:
     """Parts of a record's anchors: offset in a slot, offset in the replica, and bytes of each."""
     for piece in layout.due(record):
         param = layout.spec.params[piece.param]

@@ -144,7 +144,6 @@ class Sender:
         self.gap: tuple[int, int] | None = None
         self.left_out = 0
         self.watermark = record
-        self.bytes_sent = 0
         self._code = code
         self._writer = StripeWriter(ranks, code, send)
         self._room = room
@@ -333,11 +332,6 @@ class Sender:
         return self._generations[-1] if self._generations else None
 
     @property
-    def behind(self) -> dict[str, int]:
-        """Number of records that are yet to be sent, by holder."""
-        return {stream.holder: sum(record is not OPEN for _, record in stream.queue) for stream in self._streams}
-
-    @property
     def window(self) -> Window | None:
         """Window of the newest generation; None before the first."""
         newest = self._newest
@@ -366,8 +360,8 @@ class Sender:
         """Bytes that are yet to be sent, about, to all holders that have room."""
         newest = self._newest
         each = 0 if newest is None else newest.window.record_bytes // self._code.data
-        behind = self.behind
-        return each * sum(behind[holder] for holder in self.holders if self._room(holder) > 0)
+        queues = (stream.queue for stream in self._streams if self._room(stream.holder) > 0)
+        return each * sum(record is not OPEN for queue in queues for _, record in queue)
 
     # Sending
 
@@ -399,7 +393,6 @@ class Sender:
                     stream.rate.note_sent(nbytes)
                     sent += nbytes
                     progress = True
-        self.bytes_sent += sent
         return sent
 
     def _send_next(self, stream: Stream) -> int:

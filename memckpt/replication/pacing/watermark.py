@@ -251,7 +251,7 @@ class Overdue:
         #: Nodes that were overdue at the last look.
         self.nodes: frozenset[str] = frozenset()
 
-    def check_owing(self, owing: Mapping[str, Hashable], now: float) -> bool:
+    def check_owing(self, owing: Mapping[str, Hashable], now: float) -> None:
         """Look at all that owe something, each with a value that changes whenever it makes progress."""
         passed = 0.0 if self._looked is None else min(max(0.0, now - self._looked), _LONGEST_LOOK_SECONDS)
         self._looked, self._watched = now, self._watched + passed
@@ -261,9 +261,7 @@ class Overdue:
             known = self._since.get(node)
             if known is None or known[0] != progress:
                 self._since[node] = progress, self._watched
-        before = self.nodes
         self.nodes = frozenset(node for node, (_, since) in self._since.items() if self._watched - since >= self.limit)
-        return self.nodes != before
 
 
 class Absence:
@@ -301,29 +299,19 @@ class Laggards:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._overdue = Overdue(limit)
-        self._away = Absence(limit)
-
-    @property
-    def overdue(self) -> frozenset[str]:
-        """Holders that acknowledge nothing."""
-        return self._overdue.nodes
-
-    @property
-    def away(self) -> frozenset[str]:
-        """Nodes that are not heard."""
-        return self._away.nodes
+        self.overdue = Overdue(limit)
+        self.away = Absence(limit)
 
     def check_peers(
         self, owing: Mapping[str, Hashable], heard: Mapping[str, float | None], newest: int, every: int, now: float
     ) -> None:
         """Look at the holders that are heard and owe something, and at all peers, as Overdue and Absence do."""
-        before = self.overdue
-        self._overdue.check_owing(owing, now)
-        self._log_change(before, self.overdue, "acknowledges nothing")
-        before = self.away
-        self._away.check_heard(heard, newest, every, now)
-        self._log_change(before, self.away, "is not heard")
+        before = self.overdue.nodes
+        self.overdue.check_owing(owing, now)
+        self._log_change(before, self.overdue.nodes, "acknowledges nothing")
+        before = self.away.nodes
+        self.away.check_heard(heard, newest, every, now)
+        self._log_change(before, self.away.nodes, "is not heard")
 
     def _log_change(self, before: frozenset[str], after: frozenset[str], what: str) -> None:
         for node in sorted(after - before):

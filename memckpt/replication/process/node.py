@@ -14,25 +14,15 @@ from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, Send
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of
-from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.outgoing import Outgoing, close_all
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.pacing.watermark import Cadence, Laggards, Leader, LinkMeter, RunAhead
 from memckpt.replication.process.send import Mail, NodePlan, OwnGenerations, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
+from memckpt.replication.transport import wire
 from memckpt.replication.transport.transport import Transport
-from memckpt.replication.transport.wire import (
-    Abandon,
-    Acknowledged,
-    NotStored,
-    Open,
-    Put,
-    Stored,
-    Watermark,
-    Whereabouts,
-    WireMessage,
-)
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec
 
@@ -100,8 +90,8 @@ class ReplicationNode:
         #: The last state whose way to its holders was measured, and the N that was last said to be needed.
         self._measured = self._warned_of = 0
         #: What the leader was told last, and what it has said.
-        self._told = Acknowledged(node, start, start, False, rejoined)
-        self.watermark = self._led = Watermark(start, False, every=job.every_steps or 1)
+        self._told = wire.Acknowledged(node, start, start, False, rejoined)
+        self.watermark = self._led = wire.Watermark(start, False, every=job.every_steps or 1)
         for other in plan.partners:
             self.mail.connect(other)
         if self.leader is not None:
@@ -152,44 +142,44 @@ class ReplicationNode:
         if self.leader is not None:
             self.mail.send(peer, self.leader.watermark)
 
-    def handle(self, peer: str, message: WireMessage, payload: bytes | memoryview, now: float) -> None:
+    def handle(self, peer: str, message: wire.WireMessage, payload: bytes | memoryview, now: float) -> None:
         """Handle a message of a peer."""
         problem = self.plan.unfit(peer, message)
         if problem:
             self.refuse(f"{peer}: {type(message).__name__}: {problem}")
             return
         match message:
-            case Open():
+            case wire.Open():
                 refusal = self.store.open(message.window)
                 if refusal is not None:
                     self.mail.send(peer, refusal)
-            case Put():
+            case wire.Put():
                 answer = self.store.put(message.fragment, message.step, payload)
                 if answer is not None:
                     self.mail.send(peer, answer)
-            case Abandon():
+            case wire.Abandon():
                 self.store.abandon(message.owner, message.generation, message.record)
-            case Stored():
+            case wire.Stored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:
                         sender.stored(peer, message)
-            case NotStored():
+            case wire.NotStored():
                 for sender in self.all_senders:
                     if sender.ranks == message.owner:
                         sender.not_stored(peer, message, now)
-            case Acknowledged():
+            case wire.Acknowledged():
                 self._lead(message)
-            case Watermark():
+            case wire.Watermark():
                 self._led = message
                 self._pass_led()
-            case Whereabouts():
+            case wire.Whereabouts():
                 self.transport.hint(message.node, message.address)
 
-    def _lead(self, message: Acknowledged) -> None:
+    def _lead(self, message: wire.Acknowledged) -> None:
         assert self.leader is not None
         self._announce(self.leader.acknowledged(message))
 
-    def _announce(self, changed: Watermark | None) -> None:
+    def _announce(self, changed: wire.Watermark | None) -> None:
         if changed is None:
             return
         for node in self.plan.addresses:
@@ -199,13 +189,13 @@ class ReplicationNode:
 
     def _pass_led(self) -> None:
         """Pass on the leader's watermark, which counts as whole only while the leader is heard."""
-        led, waits_suspended = self._led, self._led.waits_suspended or self.plan.leader in self.laggards.away
+        led, waits_suspended = self._led, self._led.waits_suspended or self.plan.leader in self.laggards.away.nodes
         whole = led.whole and not waits_suspended and self.plan.leader not in self.unheard
         # It has got no further than this node has; its records may reach it after the leader's word has.
         record = min(led.record, max(self._told.record, self._told.state))
         self._pass(msgspec.structs.replace(led, record=record, whole=whole, waits_suspended=waits_suspended))
 
-    def _pass(self, watermark: Watermark) -> None:
+    def _pass(self, watermark: wire.Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
         watermark = msgspec.structs.replace(watermark, record=max(watermark.record, self.watermark.record))
         if watermark == self.watermark:
@@ -220,7 +210,7 @@ class ReplicationNode:
         suspended = watermark.waits_suspended or watermark.every > 1
         self._watermark_advanced(WatermarkAdvanced(watermark.record, watermark.whole, suspended))
 
-    def _follow_cadence(self, watermark: Watermark, before: int) -> None:
+    def _follow_cadence(self, watermark: wire.Watermark, before: int) -> None:
         """Send records, or the state that is due in their place."""
         if self.states is None:
             return
@@ -254,8 +244,7 @@ class ReplicationNode:
         """Send a generation, which is complete on this node."""
         sender, spec = self._senders.get(message.ranks), message.spec
         if sender is None:
-            for region in regions:
-                region.close()
+            close_all(regions)
             return
         self.send_generation(sender, self._generations.open(message, regions), spec)
 
@@ -311,7 +300,7 @@ class ReplicationNode:
             else:
                 self.mail.send(self.plan.leader, told)
         if self.leader is not None:
-            self._announce(self.leader.look(self._newest, self.unheard, self.laggards.away))
+            self._announce(self.leader.look(self._newest, self.unheard, self.laggards.away.nodes))
         else:
             self._pass_led()
 
@@ -326,7 +315,7 @@ class ReplicationNode:
         every = max((sender.window.every for sender in self.senders if sender.window is not None), default=1)
         self.laggards.check_peers(owing, heard, self._newest, every, now)
 
-    def _how_far(self) -> Acknowledged:
+    def _how_far(self) -> wire.Acknowledged:
         """The acknowledgement of this node, for the leader."""
         record = min((sender.acknowledged for sender in self._senders.values()), default=self._told.record)
         late = [ranks for ranks in self._senders if self.is_late(ranks)]
@@ -338,10 +327,10 @@ class ReplicationNode:
         )
         since = max((sender.since for sender in self._senders.values()), default=record)
         anew = self._rejoined and any(sender.newest is None for sender in self._senders.values())
-        away = any(not self.laggards.away.isdisjoint(sender.holders) for sender in self._senders.values())
-        lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue or away))
+        away = any(not self.laggards.away.nodes.isdisjoint(sender.holders) for sender in self._senders.values())
+        lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self.laggards.overdue.nodes or away))
         if (states := self.states) is None:
-            return Acknowledged(self._node, record, since, whole, lost)
+            return wire.Acknowledged(self._node, record, since, whole, lost)
         mark = self.watermark
         held = states.hold_state(mark.record)
         if (mark.every > 1 or held) and not (whole and record > mark.record):
@@ -354,7 +343,7 @@ class ReplicationNode:
         # Not before that record: storage may be served just now, and what comes next is not to be missed, too.
         missed = states.missed if self._newest >= states.missed else 0
         needed, every = self._meter.needed, mark.every
-        return Acknowledged(
+        return wire.Acknowledged(
             self._node, record, since, whole, lost, states.acknowledged, states.ordered, missed, needed, every
         )
 

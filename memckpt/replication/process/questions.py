@@ -27,16 +27,7 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import RegionSource
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS, Reader
 from memckpt.replication.process.send import Mail
-from memckpt.replication.transport.wire import (
-    AskManifest,
-    AskWindow,
-    Get,
-    Got,
-    GotNone,
-    Manifest,
-    WindowIs,
-    WireMessage,
-)
+from memckpt.replication.transport import wire
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec, read_spec
 
@@ -48,7 +39,7 @@ class Asking:
     """
 
     def __init__(
-        self, wanted: WantedState, send: Callable[[str, WireMessage], None], number: Callable[[], int], now: float
+        self, wanted: WantedState, send: Callable[[str, wire.WireMessage], None], number: Callable[[], int], now: float
     ) -> None:
         self._ranks = wanted.ranks
         self._started = now
@@ -69,15 +60,15 @@ class Asking:
         self.result: Described | None = None
         if self._replica is not None:
             node, ranks = self._replica
-            send(node, AskWindow(self._replica_request, ranks, LIVE_SHARED))
+            send(node, wire.AskWindow(self._replica_request, ranks, LIVE_SHARED))
         for node in sorted(self._nodes):
-            send(node, AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
+            send(node, wire.AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
 
-    def answered(self, peer: str, message: Manifest | Got | WindowIs | GotNone, now: float) -> None:
+    def answered(self, peer: str, message: wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone, now: float) -> None:
         """Take a source's answer. Answers of other nodes, and second answers, do not count."""
         if self.result is not None:
             return
-        spec = message.spec if isinstance(message, WindowIs) else None
+        spec = message.spec if isinstance(message, wire.WindowIs) else None
         if message.request == self._request and peer in self._nodes:
             self._said.setdefault(peer, spec)
         elif message.request == self._replica_request and self._replica is not None and peer == self._replica[0]:
@@ -140,7 +131,7 @@ class Asking:
         return tuple(BadSourceSeen(node, self._ranks, self._generation, node not in said) for node in sorted(nodes))
 
 
-Answer = Manifest | Got | WindowIs | GotNone
+Answer = wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone
 News = RecoveryProgress | Described | Filled
 
 
@@ -193,11 +184,11 @@ class Fetching:
         for reader in self._readers:
             if message.request in reader.requests:
                 match message:
-                    case Manifest():
+                    case wire.Manifest():
                         reader.got_manifest(peer, message, now)
-                    case Got():
+                    case wire.Got():
                         reader.got(peer, message, bytes(payload), now)
-                    case GotNone():
+                    case wire.GotNone():
                         reader.got_none(peer, message, now)
 
     def tend(self, now: float) -> None:
@@ -236,7 +227,7 @@ class Fetching:
         )
 
 
-Question = AskManifest | Get | AskWindow
+Question = wire.AskManifest | wire.Get | wire.AskWindow
 _log = logging.getLogger("memckpt.replicator")
 
 
@@ -272,50 +263,50 @@ class Serving:
             source.close()
         self._sources.clear()
 
-    def answer(self, question: Question) -> tuple[WireMessage | None, bytes | memoryview]:
+    def answer(self, question: Question) -> tuple[wire.WireMessage | None, bytes | memoryview]:
         """The answer to a peer, and the bytes beside it; None where it asks for fragments."""
         if question.generation not in (LIVE_ALL, LIVE_SHARED):
             return None, b""
         source = self._sources.get(question.owner)
         if source is None:
-            return GotNone(question.request, f"ranks {list(question.owner)} are not handed out here"), b""
-        if isinstance(question, AskWindow):
-            return WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
+            return wire.GotNone(question.request, f"ranks {list(question.owner)} are not handed out here"), b""
+        if isinstance(question, wire.AskWindow):
+            return wire.WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
         key = question.owner, question.generation, question.record
         blob = self._blobs.get(key)
         if blob is None:
             blob = source.open(question.record, "all" if question.generation == LIVE_ALL else "shared")
             if blob is None:
-                return GotNone(question.request, f"record {question.record} is not here any more"), b""
+                return wire.GotNone(question.request, f"record {question.record} is not here any more"), b""
             self._blobs[key] = blob
-        if isinstance(question, AskManifest):
-            return Manifest(question.request, question.record, blob.nbytes, b""), b""
+        if isinstance(question, wire.AskManifest):
+            return wire.Manifest(question.request, question.record, blob.nbytes, b""), b""
         if not 0 <= question.stripe < blob.stripes:
-            return GotNone(question.request, f"record {question.record} has {blob.stripes} stripes"), b""
+            return wire.GotNone(question.request, f"record {question.record} has {blob.stripes} stripes"), b""
         stripe = blob.stripe(question.stripe)
         digest = xxhash.xxh3_128_digest(stripe)
-        return Got(question.request, question.record, question.stripe, None, digest), stripe
+        return wire.Got(question.request, question.record, question.stripe, None, digest), stripe
 
     @staticmethod
-    def answer_from(fragment_store: FragmentStore, question: Question) -> tuple[WireMessage, bytes | memoryview]:
+    def answer_from(fragment_store: FragmentStore, question: Question) -> tuple[wire.WireMessage, bytes | memoryview]:
         """The answer from the fragments that are kept, and the bytes beside it."""
         window = fragment_store.window(question.owner, question.generation)
         if window is None:
-            return GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""
+            return wire.GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""
         match question:
-            case AskWindow():
-                return WindowIs(question.request, question.owner, window.window.spec), b""
-            case AskManifest():
+            case wire.AskWindow():
+                return wire.WindowIs(question.request, question.owner, window.window.spec), b""
+            case wire.AskManifest():
                 found = window.manifest(question.record)
                 if found is None:
-                    return GotNone(question.request, f"record {question.record} is not complete here"), b""
-                return Manifest(question.request, question.record, *found), b""
-            case Get():
+                    return wire.GotNone(question.request, f"record {question.record} is not complete here"), b""
+                return wire.Manifest(question.request, question.record, *found), b""
+            case wire.Get():
                 kept = window.fragment(question.record, question.stripe)
                 if kept is None:
-                    return GotNone(question.request, f"record {question.record} is not complete here"), b""
+                    return wire.GotNone(question.request, f"record {question.record} is not complete here"), b""
                 fragment, payload = kept
-                return Got(question.request, question.record, question.stripe, fragment), bytes(payload)
+                return wire.Got(question.request, question.record, question.stripe, fragment), bytes(payload)
 
 
 #: Limit on questions of one peer that wait until it has room for the answers.

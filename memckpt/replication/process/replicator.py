@@ -15,31 +15,15 @@ from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
+from memckpt.protocol import replication as protocol
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.messages import AgentToReplicator
 from memckpt.protocol.peer_job import Join, Listen, Listening, PeerKeys, PhasesAre
 from memckpt.protocol.recovery import Describe, Fill, FromFragments
-from memckpt.protocol.replication import (
-    Deserted,
-    Drain,
-    Drained,
-    Fragments,
-    GivenUp,
-    GiveUp,
-    Halt,
-    Halted,
-    Holds,
-    KeepRoom,
-    ListFragments,
-    SendGeneration,
-    SendRecord,
-    StateCopied,
-    StateNotCopied,
-    WatermarkAdvanced,
-)
 from memckpt.protocol.status import PeerLinkStatus, PeersReport, PeersStatus
 from memckpt.replication.keeping.fragment_store import FragmentMemory, FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
+from memckpt.replication.keeping.outgoing import close_all
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.questions import MOST_QUESTIONS, Answering, Fetching, Question
@@ -122,11 +106,11 @@ class Replicator:
     def _drain(self, now: float) -> None:
         """Tell the agent once peers have received what is on its way to them, or time is up."""
         assert self._draining_until is not None
-        states = [] if self._transport is None else list(self._transport.peers().values())
-        if now >= self._draining_until or not any(one.unacknowledged_messages for one in states):
+        peers = [] if self._transport is None else list(self._transport.peers().values())
+        if now >= self._draining_until or not any(peer.link.unacknowledged_messages for peer in peers):
             self._draining_until = None
             self._leave_attempt()
-            self._channel.send(Drained())
+            self._channel.send(protocol.Drained())
 
     def _deadline(self) -> float | None:
         now = self._loop.clock()
@@ -180,32 +164,32 @@ class Replicator:
             return
         regions = [Region.open(fd) for fd in fds]
         match message:
-            case KeepRoom():
+            case protocol.KeepRoom():
                 self._memory.inherit(message, regions[0])
             case Listen():
                 self._listen(message)
             case Join():
                 self._join(message)
-            case ListFragments():
-                self._channel.send(Fragments(self._list_fragments(message.fingerprints)))
-            case SendGeneration():
+            case protocol.ListFragments():
+                self._channel.send(protocol.Fragments(self._list_fragments(message.fingerprints)))
+            case protocol.SendGeneration():
                 self._send_generation(message, regions)
-            case SendRecord():
+            case protocol.SendRecord():
                 if self._member is not None:
                     self._member.deserted = ""
                     self._member.committed(message)
-            case Deserted():
+            case protocol.Deserted():
                 if self._member is not None:
                     self._member.deserted = "its trainers go on without their agent"
-            case StateCopied() | StateNotCopied():
+            case protocol.StateCopied() | protocol.StateNotCopied():
                 self._take_copy(message, regions)
-            case GiveUp():
+            case protocol.GiveUp():
                 if self._member is not None:
                     self._member.give_up(message)
-                self._channel.send(GivenUp(message.ranks, message.generation))
-            case Holds():
+                self._channel.send(protocol.GivenUp(message.ranks, message.generation))
+            case protocol.Holds():
                 self._memory.own_bytes = message.nbytes
-            case Drain():
+            case protocol.Drain():
                 self._draining_until = self._loop.clock() + _DRAIN_SECONDS
                 if self._member is not None:
                     self._member.leave_attempt(self._loop.clock())
@@ -214,9 +198,9 @@ class Replicator:
                 self._fetching.describe(message, self._member.mail, self._loop.clock())
             case Fill():
                 self._fill(message, regions)
-            case Halt():
+            case protocol.Halt():
                 self._leave_attempt()
-                self._channel.send(Halted())
+                self._channel.send(protocol.Halted())
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
@@ -251,11 +235,11 @@ class Replicator:
         )
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
         self._transport.register(self._poller)
-        for peer, state in self._transport.peers().items():
-            if state.incarnation and peer in self._member.plan.addresses:  # met before the plan was made once more
-                self._member.met(peer)
+        for name, peer in self._transport.peers().items():
+            if peer.link.met and name in self._member.plan.addresses:  # met before the plan was made once more
+                self._member.met(name)
 
-    def _tell_watermark(self, advanced: WatermarkAdvanced) -> None:
+    def _tell_watermark(self, advanced: protocol.WatermarkAdvanced) -> None:
         if advanced.whole:
             self._answering.serving.close()  # all have what they restore
         self._channel.send(advanced)
@@ -273,27 +257,24 @@ class Replicator:
 
         return () if self._store is None else self._store.held(fingerprint_of)
 
-    def _send_generation(self, message: SendGeneration, regions: list[Region]) -> None:
+    def _send_generation(self, message: protocol.SendGeneration, regions: list[Region]) -> None:
         if message.serve:
             self._answering.serving.add(message, regions)
         elif self._member is not None:
             self._member.deserted = ""
             self._member.begin_generation(message, regions)
         else:
-            for region in regions:
-                region.close()
+            close_all(regions)
 
-    def _take_copy(self, message: StateCopied | StateNotCopied, regions: list[Region]) -> None:
+    def _take_copy(self, message: protocol.StateCopied | protocol.StateNotCopied, regions: list[Region]) -> None:
         """A state that was ordered has been copied, or not."""
         states = self._member.states if self._member is not None else None
-        if isinstance(message, StateNotCopied):
-            if states is not None:
-                states.miss(message.record, "the order came too late, or storage was being served")
-        elif states is not None:
-            states.take_copy(message, regions)
+        if states is None:
+            close_all(regions)
+        elif isinstance(message, protocol.StateNotCopied):
+            states.miss(message.record, "the order came too late, or storage was being served")
         else:
-            for region in regions:
-                region.close()
+            states.take_copy(message, regions)
 
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
@@ -386,13 +367,13 @@ def _links(node: ReplicationNode) -> tuple[PeerLinkStatus, ...]:
         problems |= sender.problems
     return tuple(
         PeerLinkStatus(
-            node=peer,
-            connected=bool(state.incarnation) and state.connected and not state.silent,
-            behind_bytes=state.unacknowledged_bytes,
-            seconds_silent=state.heard_seconds if state.incarnation else None,
-            problem=problems.get(peer, ""),
+            node=name,
+            connected=bool(peer.link.met) and not peer.link.down and not peer.silent,
+            behind_bytes=peer.link.unacknowledged_bytes,
+            seconds_silent=peer.heard_seconds if peer.link.met else None,
+            problem=problems.get(name, ""),
         )
-        for peer, state in sorted(node.transport.peers().items())
+        for name, peer in sorted(node.transport.peers().items())
     )
 
 
@@ -405,7 +386,7 @@ def _problem(node: ReplicationNode) -> str:
     for sender in node.all_senders:
         for holder, problem in sender.problems.items():
             return f"{holder} does not keep the records of ranks {list(sender.ranks)}: {problem}"
-    if left := node.laggards.overdue | node.laggards.away:
+    if left := node.laggards.overdue.nodes | node.laggards.away.nodes:
         return f"training does not wait for {', '.join(sorted(left))}, of which nothing comes"
     silent = [link.node for link in _links(node) if not link.connected]
     if silent:

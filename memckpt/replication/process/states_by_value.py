@@ -20,7 +20,7 @@ from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail
 from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow
-from memckpt.replication.keeping.outgoing import Outgoing, replica_parts
+from memckpt.replication.keeping.outgoing import Outgoing, close_all, replica_extents, static_blob
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.send import NodePlan
 from memckpt.replication.transport.wire import Window
@@ -50,15 +50,9 @@ class _StateCopy:
         """The bytes of a virtual record, or of what is static."""
         told, layout = self.message, self.layout
         if record == STATIC:
-            everything = (Extent(0, self._regions[1].nbytes),)
-            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._regions[1].map)])
+            return static_blob(self._regions[1])
         view = memoryview(self._regions[0].map)
-        extents: list[Extent] = []
-        views: list[memoryview] = []
-        for target, start, nbytes in replica_parts(layout, record):
-            if nbytes:
-                extents.append(Extent(target, nbytes))
-                views.append(view[start : start + nbytes])
+        extents, views = replica_extents(layout, record, view)
         last = record == told.record
         offset, nbytes = layout.by_value_area()
         if last and nbytes:
@@ -69,8 +63,7 @@ class _StateCopy:
         return Blob(RecordTail(told.step if last else 0, meta, states, tuple(extents)), views)
 
     def close(self) -> None:
-        for region in self._regions:
-            region.close()
+        close_all(self._regions)
 
 
 class _Stripes:

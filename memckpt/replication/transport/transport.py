@@ -20,7 +20,14 @@ import zmq
 
 from memckpt.errors import PeerError, UsageError
 from memckpt.protocol.peer_job import PeerKeys
-from memckpt.replication.transport.directory import Directory, PeerState
+from memckpt.replication.transport.directory import (
+    Context,
+    Directory,
+    Doorkeeper,
+    Peer,
+    receiving_socket,
+    sending_socket,
+)
 from memckpt.replication.transport.links import (
     ENVELOPE_BYTES,
     FRAME_BYTES,
@@ -32,7 +39,6 @@ from memckpt.replication.transport.links import (
     decode,
     is_address,
 )
-from memckpt.replication.transport.sockets import Context, Doorkeeper, receiving_socket, sending_socket
 
 _log = logging.getLogger("memckpt.replicator")
 _MAX_SOCKETS = 4096
@@ -40,7 +46,7 @@ _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
-__all__ = ["Delivery", "Limits", "Met", "PeerState", "Transport"]
+__all__ = ["Delivery", "Limits", "Met", "Transport"]
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
 
 
@@ -107,7 +113,6 @@ class Transport:
         self._most_frames = math.ceil(limits.max_body / FRAME_BYTES) + 2
         self._heartbeat_seconds = heartbeat_seconds
         self._retry_seconds = min(0.05, heartbeat_seconds / 4)
-        self._now = 0.0
         self._owing: dict[str, Link] = {}
         self._acknowledge_at: float | None = None
         self._events: deque[Delivery | Met] = deque()
@@ -169,13 +174,9 @@ class Transport:
         self._owing.pop(peer, None)
         self._events = deque(event for event in self._events if event.peer != peer)
 
-    def peers(self) -> dict[str, PeerState]:
+    def peers(self) -> dict[str, Peer]:
         """All peers, as of the last :meth:`tend`."""
-        return {peer: known.describe(self._now, self._silent_seconds) for peer, known in self._directory.peers.items()}
-
-    @property
-    def _silent_seconds(self) -> float:
-        return _SILENT_AFTER_BEATS * self._heartbeat_seconds
+        return dict(self._directory.peers)
 
     @property
     def bytes_sent(self) -> int:
@@ -341,7 +342,6 @@ class Transport:
 
     def tend(self, now: float) -> float:
         """Do what is due: heartbeats, acknowledgements, sending again. Returns seconds until the next call."""
-        self._now = now
         self._doorkeeper.attend()
         due = now + self._heartbeat_seconds
         for known in self._directory.peers.values():
@@ -353,9 +353,9 @@ class Transport:
                 known.tried_at = now
             due = min(due, known.tried_at + self._interval(link))
             link.pump()
-        self.silent = frozenset(
-            peer for peer, known in self._directory.peers.items() if known.seconds_unheard(now) > self._silent_seconds
-        )
+            known.heard_seconds = 0.0 if link.heard else now - known.heard_at
+            known.silent = known.heard_seconds > _SILENT_AFTER_BEATS * self._heartbeat_seconds
+        self.silent = frozenset(peer for peer, known in self._directory.peers.items() if known.silent)
         for peer in self.silent:
             self._directory.follow_hint(peer)
         return max(0.0, min(due - now, self._acknowledge(now)))

@@ -500,7 +500,7 @@ class Job:
         gone = set(lost) | self.emptied
         borne = self.setting.tolerate if self.whole else 0
         groups = next(iter(self.members.values())).plan.placement.groups
-        if not self.setting.wait or any(len(gone & {names[one] for one in group.nodes}) > borne for group in groups):
+        if not self.setting.wait or any(len(gone & {names[one] for one in group}) > borne for group in groups):
             return 0
         return max(seen for name, seen in self.seen.items() if name not in lost)
 

@@ -203,7 +203,7 @@ def test_groups_are_those_of_the_placement(nodes: int, group: int, rack: int) ->
     racks = [(f"rack-{node // rack:04d}", f"node-{node:05d}") for node in range(nodes)]
     for domains in ([path[:1] for path in racks], racks, [path[1:] for path in racks]):
         groups = place(domains, group - 1, 1).groups
-        found = [{group_of(node, nodes, group) for node in each.nodes} for each in groups]
+        found = [{group_of(node, nodes, group) for node in each} for each in groups]
         assert [len(each) for each in found] == [1] * len(groups)
         assert len(set.union(*found)) == len(groups)
 
