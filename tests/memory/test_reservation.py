@@ -94,7 +94,7 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
 def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fragment_store, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.fragment_store._reserve = node.replicator._memory.reserve
+        node.fragment_store._rooms = node.replicator._memory
         opened = Open(node.window("a"))
         [refused] = node.says("a", opened)
         assert isinstance(refused, NotStored)
@@ -114,7 +114,7 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
 def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fragment_store, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.fragment_store._reserve = node.replicator._memory.reserve
+        node.fragment_store._rooms = node.replicator._memory
         node.says("a", Open(node.window("a")))
         kernel.go_on()
         node.replicator._leave_attempt()

@@ -15,7 +15,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.kept_window import SLOTS, Keeper, Place, Room
+from memckpt.replication.keeping.kept_window import SLOTS, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import Branch, Timeline
 from memckpt.state.spec import Shard, TensorSpec
@@ -34,17 +34,20 @@ def records() -> Iterator[Records]:
 class Shelf:
     """A holder in attempt ``a1``, and the rooms that it has got, up to a number of bytes."""
 
-    def __init__(self, limit: int = 1 << 30, keeper: Keeper | None = None) -> None:
+    def __init__(self, limit: int = 1 << 30, agent: Agent | None = None) -> None:
         self.limit = limit
         self.rooms: list[MemoryRoom] = []
-        self.fragment_store = FragmentStore("n", self.reserve, keeper)
+        self.fragment_store = FragmentStore("n", agent or self)
         self.fragment_store.begin_attempt("a1", 0, CODE)
 
-    def reserve(self, nbytes: int) -> MemoryRoom:
+    def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
         if nbytes > self.limit:
             raise MemoryBudgetError(f"found room for {self.limit} bytes")
         self.rooms.append(MemoryRoom(nbytes))
         return self.rooms[-1]
+
+    def drop_room(self, window: Window, slot: int) -> None:
+        pass
 
     @property
     def open_rooms(self) -> int:
@@ -99,30 +102,29 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     assert shelf.open_rooms == 0
 
 
-class Memory:
+class Agent:
     """What the agent has of a replicator's memory: the bytes live on when the replicator has unmapped them."""
 
     def __init__(self) -> None:
         self.rooms: dict[int, MemoryRoom] = {}
-        self.place: Place | None = None
 
-    def keep(self, place: Place, room: Room) -> None:
-        assert isinstance(room, MemoryRoom)
-        assert place.slot not in self.rooms
-        self.place, self.rooms[place.slot] = place, room
+    def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
+        assert slot not in self.rooms
+        self.window, self.unit = window, unit
+        self.rooms[slot] = MemoryRoom(nbytes)
+        return self.rooms[slot]
 
-    def drop_room(self, place: Place) -> None:
-        del self.rooms[place.slot]
+    def drop_room(self, window: Window, slot: int) -> None:
+        del self.rooms[slot]
 
     def mapped_again(self) -> dict[int, Room]:
         return {slot: room.mapped_again() for slot, room in self.rooms.items()}
 
 
-def adopted(memory: Memory) -> FragmentStore:
+def adopted(agent: Agent) -> FragmentStore:
     """Another holder, which maps the memory of one that has died."""
-    assert memory.place is not None
-    holder = FragmentStore("n", MemoryRoom, memory)
-    holder.take_over_window(memory.place.window, memory.place.unit, memory.mapped_again())
+    holder = FragmentStore("n", agent)
+    holder.take_over_window(agent.window, agent.unit, agent.mapped_again())
     return holder
 
 
@@ -139,8 +141,8 @@ def content(holder: FragmentStore) -> dict[tuple[int, int], tuple[Fragment, byte
     "recovery; dropped or incomplete ones are not used"
 )
 def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records) -> None:
-    memory = Memory()
-    shelf = Shelf(keeper=memory)
+    agent = Agent()
+    shelf = Shelf(agent=agent)
     shelf.fragment_store.open(records.window("g", CODE))
     most = records.window("g", CODE).kept
     for record in range(3, 3 + most + 1):  # the first one's slot is taken by the last
@@ -148,7 +150,7 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     shelf.put(STATIC, stripes=3)
     expected = content(shelf.fragment_store)
     shelf.fragment_store.unmap()
-    holder = adopted(memory)
+    holder = adopted(agent)
     assert content(holder) == expected
     assert holder.held(lambda window: None)[0].records == tuple(range(4, 4 + most))
     assert holder.held(lambda window: None)[0].steps == tuple(range(104, 104 + most))
@@ -160,21 +162,21 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", 4 + most)
     assert holder.held(lambda window: None)[0].records == tuple(range(5, 5 + most))
     holder.drop_all()
-    assert memory.rooms == {}
+    assert agent.rooms == {}
 
 
 @pytest.mark.promise(
     "fragments of a holder that is back are compared with those sent again, and dropped if they differ"
 )
 def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> None:
-    memory = Memory()
-    shelf = Shelf(keeper=memory)
+    agent = Agent()
+    shelf = Shelf(agent=agent)
     shelf.fragment_store.open(records.window("g", CODE))
     for record in (3, 4):
         shelf.put(record, stripes=2, content=b"x")
     expected = content(shelf.fragment_store)
     shelf.fragment_store.unmap()
-    shelf.fragment_store = adopted(memory)
+    shelf.fragment_store = adopted(agent)
     shelf.fragment_store.begin_attempt("a1", None, CODE, rejoined=True)
     window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
@@ -207,14 +209,14 @@ def drop_beyond(holder: FragmentStore) -> None:
     ids=["withdrawn", "not gone on with"],
 )
 def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[FragmentStore], None]) -> None:
-    memory = Memory()
-    shelf = Shelf(keeper=memory)
+    agent = Agent()
+    shelf = Shelf(agent=agent)
     shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3)
     shelf.put(4, stripes=3)
     drop(shelf.fragment_store)
     shelf.fragment_store.unmap()
-    assert adopted(memory).held(lambda window: None)[0].records == (3,)
+    assert adopted(agent).held(lambda window: None)[0].records == (3,)
 
 
 @pytest.mark.promise(
@@ -224,8 +226,8 @@ def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[F
 @pytest.mark.parametrize("present", range(3))
 def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, present: int) -> None:
     """Neither where a former record of the slot had more stripes."""
-    memory = Memory()
-    shelf = Shelf(keeper=memory)
+    agent = Agent()
+    shelf = Shelf(agent=agent)
     window = records.window("g", CODE)
     shelf.fragment_store.open(window)
     for record in range(3, 3 + window.kept):
@@ -235,7 +237,7 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
         fragment, payload = sealed(newest, stripe, 3, b"y" * STRIPE_BYTES)
         assert shelf.fragment_store.put(fragment, 0, payload) is None
     shelf.fragment_store.unmap()
-    holder = adopted(memory)
+    holder = adopted(agent)
     first = 3 if present == 0 else 4
     assert holder.held(lambda window: None)[0].records == tuple(range(first, newest))
     holder.begin_attempt("a1", None, CODE, rejoined=True)
@@ -248,13 +250,13 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
 
 
 def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
-    memory = Memory()
-    shelf = Shelf(keeper=memory)
+    agent = Agent()
+    shelf = Shelf(agent=agent)
     shelf.fragment_store.open(records.window("g", CODE))
     shelf.fragment_store.unmap()
-    memory.rooms[SLOTS] = MemoryRoom(100)
+    agent.rooms[SLOTS] = MemoryRoom(100)
     with pytest.raises(ValueError, match="expected a room of"):
-        adopted(memory)
+        adopted(agent)
 
 
 def test_what_is_sent_once_more_is_said_once_more(records: Records) -> None:
@@ -465,10 +467,10 @@ def test_what_an_attempt_has_no_use_for_goes_where_there_is_no_room_for_both(rec
     class Small(Shelf):
         """Has room for one window."""
 
-        def reserve(self, nbytes: int) -> MemoryRoom:
+        def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
             if self.open_rooms:
                 raise MemoryBudgetError("found no room")
-            return super().reserve(nbytes)
+            return super().make_room(window, unit, slot, nbytes)
 
     shelf = Small()
     shelf.fragment_store.open(records.window("g", CODE))

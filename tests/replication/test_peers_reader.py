@@ -17,7 +17,7 @@ from memckpt.memory.region import Region
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.process.reader import Reader
 from memckpt.replication.transport.wire import Got, GotNone, Manifest, WireMessage
-from tests.support.cluster.peers_records import RANKS, Answers, Bytes, Network, Node, deliver
+from tests.support.cluster.peers_records import RANKS, Answers, Bytes, Network, Node
 from tests.support.cluster.reader_lab import (
     CODES,
     DAMAGES,
@@ -162,7 +162,7 @@ def test_a_spare_that_is_asked_late_has_time_to_answer() -> None:
         regions = [Region.create("test", region.nbytes) for region in job.records.regions]
         reader = Reader(job.wanted(), job.records.spec, regions, job.code, network.send, network.number, 0.0)
         for peer, answer, payload in network.answers():
-            deliver(reader, peer, answer, bytes(payload), 0.0)
+            reader.take_answer(peer, answer, payload, 0.0)  # type: ignore[arg-type]
         # Long after, those that were asked are given up; others are asked now, and are not late.
         asked = network.answers()
         reader.tend(11.0)

@@ -172,7 +172,7 @@ def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None
     spec = msgspec.msgpack.encode(node.records[2].spec)
     for one in (former, asking):
         for peer in ("a", "c"):
-            node.says(peer, WindowIs(min(one.requests), (2,), spec))
+            node.says(peer, WindowIs(one._request, (2,), spec))
     for news in node.replicator._fetching.take_news():
         node.wire.send(news)
     assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]

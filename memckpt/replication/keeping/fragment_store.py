@@ -13,7 +13,7 @@ from memckpt.memory.region import Region, Reservation
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, check
-from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, KeptWindow, Place, Reserve, Room
+from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow, Room, Rooms
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldFragments, RankGroup
 
@@ -33,10 +33,9 @@ class FragmentStore:
     memory outlives this one: :meth:`unmap` drops nothing.
     """
 
-    def __init__(self, node: str, reserve: Reserve, keeper: Keeper | None = None) -> None:
+    def __init__(self, node: str, rooms: Rooms) -> None:
         self._node = node
-        self._reserve = reserve
-        self._keeper = keeper
+        self._rooms = rooms
         self._attempt: str | None = None
         #: Whether the attempt needs what was kept of earlier ones, until it is protected itself.
         self._goes_on = True
@@ -63,7 +62,7 @@ class FragmentStore:
 
     def take_over_window(self, window: Window, unit: int, rooms: Mapping[int, Room]) -> None:
         """Take over what a process that has died kept of a generation; ValueError: the rooms are not its window's."""
-        kept = KeptWindow(window, unit, self._reserve, self._keeper, rooms)
+        kept = KeptWindow(window, unit, self._rooms, rooms)
         self._windows[window.owner, window.generation] = kept
 
     def begin_attempt(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
@@ -121,7 +120,7 @@ class FragmentStore:
     def _make_window(self, window: Window, code: Code) -> KeptWindow:
         unit = code.fragment_bytes(STRIPE_BYTES)
         try:
-            return KeptWindow(window, unit, self._reserve, self._keeper)
+            return KeptWindow(window, unit, self._rooms)
         except BeingReservedError:
             raise
         except MemckptError as error:
@@ -131,12 +130,12 @@ class FragmentStore:
             _log.warning("dropping fragments of an earlier attempt, which this one does not use: %s", error)
             for one in former:
                 self._drop(one)
-            return KeptWindow(window, unit, self._reserve, self._keeper)
+            return KeptWindow(window, unit, self._rooms)
 
     def keep_own(self, window: Window, code: Code) -> KeptWindow:
         """Make room for a state of this node's own ranks, which it keeps itself; MemckptError: there is none."""
         self.drop_generation(window.owner, window.generation)
-        kept = KeptWindow(window, code.fragment_bytes(STRIPE_BYTES), self._reserve, self._keeper)
+        kept = KeptWindow(window, code.fragment_bytes(STRIPE_BYTES), self._rooms)
         self._windows[window.owner, window.generation] = kept
         return kept
 
@@ -263,7 +262,19 @@ class FragmentMemory:
         #: Rooms of the replicator before this one, by window and slot, until this node's name is known.
         self._inherited: dict[tuple[RankGroup, str], dict[int, tuple[KeepRoom, _RegionRoom]]] = {}
 
-    def reserve(self, nbytes: int) -> Room:
+    def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> Room:
+        """Make memory, and have the agent keep it."""
+        room = self._reserve(nbytes)
+        self._rooms.append(room)
+        told = msgspec.msgpack.encode(window)
+        self._channel.send(KeepRoom(window.owner, window.generation, told, unit, slot), [room.fd])
+        return room
+
+    def drop_room(self, window: Window, slot: int) -> None:
+        """Tell the agent that a room is not needed any more."""
+        self._channel.send(LetGoOfRoom(window.owner, window.generation, slot))
+
+    def _reserve(self, nbytes: int) -> _RegionRoom:
         """Make memory, if the node has some beside its own. A thread makes much of it while the loop goes on.
 
         Raises:
@@ -276,7 +287,7 @@ class FragmentMemory:
             kept = sum(room.nbytes for room in self._rooms) + sum(each.nbytes for each in self._reserving)
             check_budget(nbytes, self.own_bytes + kept, self.budget, "fragments of other nodes' records")
         if nbytes <= _AT_ONCE_BYTES:
-            return self._give_out(_RegionRoom.populated(Region.create("fragments", nbytes)))
+            return _RegionRoom.populated(Region.create("fragments", nbytes))
         if one is None:
             one = Reservation("fragments", nbytes)
             self._reserving.append(one)
@@ -285,24 +296,9 @@ class FragmentMemory:
                 f"memory for it is being reserved: {one.reserved / 2**30:.1f} of {nbytes / 2**30:.1f} GiB"
             )
         self._reserving.remove(one)
-        return self._give_out(_RegionRoom.populated(one.take_region()))
+        return _RegionRoom.populated(one.take_region())
 
-    def _give_out(self, room: _RegionRoom) -> _RegionRoom:
-        self._rooms.append(room)
-        return room
-
-    # The agent keeps rooms, too
-
-    def keep(self, place: Place, room: Room) -> None:
-        """Give the agent a room that was reserved."""
-        assert isinstance(room, _RegionRoom)
-        told = place.window
-        message = KeepRoom(told.owner, told.generation, msgspec.msgpack.encode(told), place.unit, place.slot)
-        self._channel.send(message, [room.fd])
-
-    def drop_room(self, place: Place) -> None:
-        """Tell the agent that a room is not needed any more."""
-        self._channel.send(LetGoOfRoom(place.window.owner, place.window.generation, place.slot))
+    # Of the replicator before
 
     def inherit(self, message: KeepRoom, region: Region) -> None:
         """Take over a room of a replicator that has died."""

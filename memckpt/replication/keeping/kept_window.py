@@ -7,7 +7,7 @@ that maps the memory after its writer has died therefore finds the records that 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from memckpt.errors import DamagedStateError, MemoryBudgetError
@@ -67,21 +67,6 @@ def differing(window: Window, spec: StateSpec, sizes: WindowSizes) -> str:
     for name, value in expected.items():
         if getattr(window, name) != value:
             return f"expected {name}={value} by its layout, found {getattr(window, name)}"
-    return ""
-
-
-def misfit(window: Window, sizes: WindowSizes, fragment: Fragment) -> str:
-    """Why a fragment that is whole cannot be one of a window, in words; empty if it can."""
-    told, one = window, fragment
-    if (one.index, one.data, one.tolerate) != (told.index, told.data, told.tolerate):
-        return f"it is fragment {one.index} of a ({one.data}, {one.tolerate}) code"
-    if one.record != STATIC and one.record <= told.base - told.period * told.every:
-        return f"record {one.record} lies before the generation, which begins after {told.base}"
-    most = sizes.most_static_stripes if one.record == STATIC else sizes.most_stripes
-    if one.stripes > most:
-        return f"expected a record of at most {most} stripes, found {one.stripes}"
-    if one.length < STRIPE_BYTES and one.stripe < one.stripes - 1:
-        return f"expected {STRIPE_BYTES} bytes of all stripes but the last, found {one.length}"
     return ""
 
 
@@ -176,30 +161,21 @@ class Room(Protocol):
     def close(self) -> None: ...
 
 
-#: Makes room of so many bytes; raises MemckptError if it cannot, BeingReservedError if it is to be asked again.
-Reserve = Callable[[int], Room]
-
-
 class BeingReservedError(MemoryBudgetError):
     """There is no room yet: it is being made."""
 
 
-class Place(NamedTuple):
-    """The purpose of a room: :data:`SLOTS`, or the slot for which more room was needed. `unit`: as in KeptWindow."""
+class Rooms(Protocol):
+    """Makes rooms for windows, and keeps them beyond the life of this process.
 
-    window: Window
-    unit: int
-    slot: int
+    `slot`: :data:`SLOTS`, or the slot for which more room was needed. `unit`: as in KeptWindow.
+    """
 
-
-class Keeper(Protocol):
-    """Keeps rooms beyond the life of this process."""
-
-    def keep(self, place: Place, room: Room) -> None:
-        """Keep a room that was reserved."""
+    def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> Room:
+        """Reserve memory; MemckptError: there is none, BeingReservedError: it is to be asked for again."""
         ...
 
-    def drop_room(self, place: Place) -> None:
+    def drop_room(self, window: Window, slot: int) -> None:
         """Drop a room that is not needed any more."""
         ...
 
@@ -223,23 +199,15 @@ class KeptWindow:
 
     Args:
         unit: bytes of a fragment of a whole stripe.
-        reserve: makes its memory, at once as far as its size is known; closed by :meth:`close`.
-        keeper: told of that memory.
-        rooms: rooms of a process that has died, by slot; the records that are whole in them are kept.
+        rooms: makes its memory, at once as far as its size is known; closed by :meth:`close`.
+        found: rooms of a process that has died, by slot; the records that are whole in them are kept.
 
     Raises:
         ValueError: the owner's layout cannot be read, the window does not follow from it, or the rooms do not fit it.
         MemckptError: there is no room.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        unit: int,
-        reserve: Reserve,
-        keeper: Keeper | None = None,
-        rooms: Mapping[int, Room] | None = None,
-    ) -> None:
+    def __init__(self, window: Window, unit: int, rooms: Rooms, found: Mapping[int, Room] | None = None) -> None:
         self.window = window
         self.spec = read_spec(window.spec)
         self._sizes = sizes_of(self.spec, window.private, window.by_value)
@@ -247,20 +215,19 @@ class KeptWindow:
         if problem:
             raise ValueError(problem)
         self._unit = unit
-        self._reserve = reserve
-        self._keeper = keeper
+        self._maker = rooms
         self._slot_bytes = self._sizes.stripes * self._cell_bytes
         #: By slot, what its records have beyond that of all slots, as much as any of them had.
-        self._rooms = dict(rooms or {})
+        self._rooms = dict(found or {})
         if SLOTS not in self._rooms:
             self._add_room(SLOTS, self._slot_bytes * window.kept)
-        elif (found := self._rooms[SLOTS].view.nbytes) != self._slot_bytes * window.kept:
-            raise ValueError(f"expected a room of {self._slot_bytes * window.kept} bytes, found {found}")
+        elif (nbytes := self._rooms[SLOTS].view.nbytes) != self._slot_bytes * window.kept:
+            raise ValueError(f"expected a room of {self._slot_bytes * window.kept} bytes, found {nbytes}")
         self._free = list(range(window.kept))
         self._records: dict[int, _KeptRecord] = {}
         #: Nobody needs this record any more, or those before it.
         self._past = STATIC
-        if rooms:
+        if found:
             self._find_records()
 
     @property
@@ -270,7 +237,17 @@ class KeptWindow:
 
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
-        return misfit(self.window, self._sizes, fragment)
+        told, one, sizes = self.window, fragment, self._sizes
+        if (one.index, one.data, one.tolerate) != (told.index, told.data, told.tolerate):
+            return f"it is fragment {one.index} of a ({one.data}, {one.tolerate}) code"
+        if one.record != STATIC and one.record <= told.base - told.period * told.every:
+            return f"record {one.record} lies before the generation, which begins after {told.base}"
+        most = sizes.most_static_stripes if one.record == STATIC else sizes.most_stripes
+        if one.stripes > most:
+            return f"expected a record of at most {most} stripes, found {one.stripes}"
+        if one.length < STRIPE_BYTES and one.stripe < one.stripes - 1:
+            return f"expected {STRIPE_BYTES} bytes of all stripes but the last, found {one.length}"
+        return ""
 
     # Records
 
@@ -381,17 +358,14 @@ class KeptWindow:
         return Cells(self.window, self._unit, parts)
 
     def _add_room(self, slot: int, nbytes: int) -> None:
-        room = self._rooms[slot] = self._reserve(nbytes)
-        if self._keeper is not None:
-            self._keeper.keep(Place(self.window, self._unit, slot), room)
+        self._rooms[slot] = self._maker.make_room(self.window, self._unit, slot, nbytes)
 
     def _remove_room(self, slot: int) -> None:
         room = self._rooms.pop(slot, None)
         if room is None:
             return
         room.close()
-        if self._keeper is not None:
-            self._keeper.drop_room(Place(self.window, self._unit, slot))
+        self._maker.drop_room(self.window, slot)
 
     @property
     def nbytes(self) -> int:
@@ -399,13 +373,13 @@ class KeptWindow:
         return sum(room.view.nbytes for room in self._rooms.values())
 
     def close(self) -> None:
-        """Close the memory; its keeper drops it, too."""
+        """Close the memory; its maker drops it, too."""
         self._records.clear()
         for slot in list(self._rooms):
             self._remove_room(slot)
 
     def unmap(self) -> None:
-        """Unmap the memory; its keeper keeps it."""
+        """Unmap the memory; its maker keeps it."""
         self._records.clear()
         for room in self._rooms.values():
             room.close()

@@ -35,7 +35,7 @@ from memckpt.state.spec import StateSpec, read_spec
 class Asking:
     """One question to all nodes that have the state: the answer of most counts.
 
-    `number` makes a number that no other question has; `requests`: those of what is asked.
+    `number` makes a number that no other question has.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Asking:
             self._generation, self._replica = source.generation, source.replica
         self._replica_said: list[bytes | None] = []
         self._request, self._replica_request = number(), number()
-        self.requests = {self._request, self._replica_request}
         self.result: Described | None = None
         if self._replica is not None:
             node, ranks = self._replica
@@ -64,7 +63,9 @@ class Asking:
         for node in sorted(self._nodes):
             send(node, wire.AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
 
-    def answered(self, peer: str, message: wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone, now: float) -> None:
+    def take_answer(
+        self, peer: str, message: wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone, now: float
+    ) -> None:
         """Take a source's answer. Answers of other nodes, and second answers, do not count."""
         if self.result is not None:
             return
@@ -179,17 +180,9 @@ class Fetching:
     def take_answer(self, peer: str, message: Answer, payload: bytes | memoryview, now: float) -> None:
         """Take a peer's answer."""
         for asking in self._asking:
-            if message.request in asking.requests:
-                asking.answered(peer, message, now)
+            asking.take_answer(peer, message, now)
         for reader in self._readers:
-            if message.request in reader.requests:
-                match message:
-                    case wire.Manifest():
-                        reader.got_manifest(peer, message, now)
-                    case wire.Got():
-                        reader.got(peer, message, bytes(payload), now)
-                    case wire.GotNone():
-                        reader.got_none(peer, message, now)
+            reader.take_answer(peer, message, payload, now)
 
     def tend(self, now: float) -> None:
         """Give up peers that say nothing. To be called every second or so."""

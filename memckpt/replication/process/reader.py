@@ -14,7 +14,7 @@ from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, From
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, decode_stripe
 from memckpt.replication.keeping.outgoing import rooms_for
-from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
+from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WindowIs, WireMessage
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec
@@ -208,26 +208,27 @@ class Reader:
         self._into = None
         self._regions.close()
 
-    @property
-    def requests(self) -> set[int]:
-        """Numbers of the questions that are open."""
-        return {partial.request for partial in self._partials} if self.result is None else set()
-
     # What peers answer
 
-    def _partial_of(self, peer: str, request: int) -> PartialRecord | None:
-        """The record that a source answers about; None: it was not asked, or does not count any more."""
+    def take_answer(
+        self, peer: str, message: Manifest | Got | WindowIs | GotNone, payload: bytes | memoryview, now: float
+    ) -> None:
+        """Take a peer's answer, if it is one to this reader's questions."""
         if self.result is not None:
-            return None
+            return
         for partial in self._partials:
-            if partial.request == request and peer in partial.sources and peer not in partial.lost:
-                return partial
-        return None
+            if partial.request == message.request and peer in partial.sources and peer not in partial.lost:
+                match message:
+                    case Manifest():
+                        self._got_manifest(partial, peer, message, now)
+                    case Got():
+                        self._got(partial, peer, message, bytes(payload), now)
+                    case GotNone():
+                        self._got_none(partial, peer, message, now)
+                return
 
-    def got_manifest(self, peer: str, message: Manifest, now: float) -> None:
-        """Take a source's description of a record."""
-        partial = self._partial_of(peer, message.request)
-        if partial is None or partial.manifest is not None or peer in partial.manifests:
+    def _got_manifest(self, partial: PartialRecord, peer: str, message: Manifest, now: float) -> None:
+        if partial.manifest is not None or peer in partial.manifests:
             return
         self._heard[peer] = now
         stripes = -(-message.nbytes // STRIPE_BYTES)
@@ -238,13 +239,12 @@ class Reader:
         partial.manifests[peer] = message
         self._go_on(now)
 
-    def got(self, peer: str, message: Got, payload: bytes, now: float) -> None:
-        """Take a fragment, or a whole stripe."""
-        partial = self._partial_of(peer, message.request)
-        stripe = partial.stripes.get(message.stripe) if partial is not None else None
-        if partial is None or stripe is None or peer not in partial.waiting(stripe):
+    def _got(self, partial: PartialRecord, peer: str, message: Got, payload: bytes, now: float) -> None:
+        stripe = partial.stripes.get(message.stripe)
+        if stripe is None or peer not in partial.waiting(stripe):
             return
-        self._answered(partial, peer, now)
+        self._heard[peer] = now
+        partial.open[peer] -= 1
         self._nbytes += len(payload)
         problem = partial.problem_of(message, payload, stripe.asked[peer])
         if problem:
@@ -255,11 +255,7 @@ class Reader:
             stripe.here[peer] = (message.fragment, payload)
         self._go_on(now)
 
-    def got_none(self, peer: str, message: GotNone, now: float) -> None:
-        """Note that a source lacks what it should have."""
-        partial = self._partial_of(peer, message.request)
-        if partial is None:
-            return
+    def _got_none(self, partial: PartialRecord, peer: str, message: GotNone, now: float) -> None:
         self._heard[peer] = now
         if partial.manifest is None and not partial.live:
             # It may have others: sources are named that have a part of what is needed.
@@ -287,10 +283,6 @@ class Reader:
         if partial.manifest is None:
             return {node for node, _ in partial.usable()} - set(partial.manifests)
         return {node for node, _ in partial.usable() if partial.open[node] > 0}
-
-    def _answered(self, partial: PartialRecord, peer: str, now: float) -> None:
-        self._heard[peer] = now
-        partial.open[peer] -= 1
 
     def _lose(self, partial: PartialRecord, peer: str, reason: str, now: float) -> None:
         """Read a record from the other sources instead."""

@@ -213,7 +213,7 @@ class Replicator:
         if self._agent is not None:
             self._agent.limit = message.liveness_seconds
         if self._store is None:
-            self._store = FragmentStore(message.node, self._memory.reserve, self._memory)
+            self._store = FragmentStore(message.node, self._memory)
             self._memory.hand_over(self._store)
         self._transport = Transport(message.node, message.host, message.port, keys=message.keys)
         self._channel.send(Listening(self._transport.address))

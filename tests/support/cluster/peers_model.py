@@ -20,6 +20,7 @@ from memckpt.replication.coding.blob import Blob, Extent, RecordTail
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.state.records import Branch, HeldRecords
 from memckpt.state.spec import StateSpec
+from tests.support.cluster.peers_records import MemoryRooms
 from tests.support.cluster.storage_node import spec_of
 
 Unit = tuple[int, ...]
@@ -238,22 +239,12 @@ class Live:
         )
 
 
-class Memory:
-    """Memory for fragments."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.view = memoryview(bytearray(nbytes))
-
-    def close(self) -> None:
-        pass
-
-
 class Node:
     """State that outlives attempts: fragments, and the agent's."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.fragment_store = FragmentStore(name, Memory)
+        self.fragment_store = FragmentStore(name, MemoryRooms())
         self.live: dict[Unit, Live] = {}
 
 

@@ -26,7 +26,6 @@ from tests.support.cluster.peers_model import (
     Chain,
     Generation,
     Live,
-    Memory,
     Network,
     Node,
     Port,
@@ -34,6 +33,7 @@ from tests.support.cluster.peers_model import (
     Unit,
     bytes_of,
 )
+from tests.support.cluster.peers_records import MemoryRooms
 
 
 class Job:
@@ -425,7 +425,7 @@ class Job:
         """Lose the agent, its replicator and the fragments. Trainers find another agent, and begin generations."""
         self.emptied.add(node.name)
         node.fragment_store.drop_all()
-        node.fragment_store = FragmentStore(node.name, Memory)
+        node.fragment_store = FragmentStore(node.name, MemoryRooms())
         self._restart(node)
         mine = [unit for unit, other in self.places.items() if other is node]
         node.live = {unit: Live(unit, self.history) for unit in mine}

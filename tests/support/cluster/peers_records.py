@@ -92,6 +92,16 @@ class MemoryRoom:
         self.closed = True
 
 
+class MemoryRooms:
+    """Makes such rooms."""
+
+    def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
+        return MemoryRoom(nbytes)
+
+    def drop_room(self, window: Window, slot: int) -> None:
+        pass
+
+
 class Records:
     """A unit's memory after some steps: random bytes, different in each record. :meth:`close` it."""
 
@@ -187,7 +197,7 @@ class Node:
     serving: Serving = field(default_factory=Serving)
 
     def __post_init__(self) -> None:
-        self.fragment_store = FragmentStore(self.name, MemoryRoom)
+        self.fragment_store = FragmentStore(self.name, MemoryRooms())
 
     def take(self, message: WireMessage, payload: Bytes) -> Stored | NotStored | None:
         """Store a message of an owner."""
@@ -291,7 +301,8 @@ class Network:
         for _ in range(200):
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:
-                    deliver(reader, peer, answer, bytes(payload), self.now)
+                    assert isinstance(answer, Manifest | Got | GotNone)
+                    reader.take_answer(peer, answer, payload, self.now)
                     self.steps.append(reader.take_progress())
                     self.fetched.append((reader.taken_bytes, reader.expected_bytes))
             if reader.result is not None:
@@ -302,18 +313,3 @@ class Network:
         assert reader.result is not None, "it waits for nobody, and is not done"
         assert not [region for region in own if region.fd >= 0]
         return reader.result, regions
-
-
-def deliver(reader: Reader, peer: str, answer: WireMessage, payload: bytes, now: float) -> None:
-    """Deliver an answer as a replicator does."""
-
-    assert isinstance(answer, Manifest | Got | GotNone)
-    if answer.request not in reader.requests:
-        return
-    match answer:
-        case Manifest():
-            reader.got_manifest(peer, answer, now)
-        case Got():
-            reader.got(peer, answer, payload, now)
-        case GotNone():
-            reader.got_none(peer, answer, now)

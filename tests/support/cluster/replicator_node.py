@@ -23,7 +23,7 @@ from memckpt.replication.transport.wire import (
     decode,
     encode,
 )
-from tests.support.cluster.peers_records import MemoryRoom, Records, layout_spec
+from tests.support.cluster.peers_records import MemoryRooms, Records, layout_spec
 
 NODES = ("a", "b", "c")
 FAR = 1 << 62
@@ -93,7 +93,7 @@ class Wire:
     def fileno(self) -> int:
         return self._ends[0]
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, fds: object = ()) -> None:
         self.told.append(message)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Node:
         self.now = 0.0
         self.line, self.wire = Line(), Wire()
         self.replicator = Replicator(self.wire)  # type: ignore[arg-type]
-        self.fragment_store = FragmentStore(name, MemoryRoom)
+        self.fragment_store = FragmentStore(name, MemoryRooms())
         self.replicator._store = self.fragment_store
         self.replicator._node = name
         self.replicator._transport = self.line  # type: ignore[assignment]
