@@ -38,7 +38,7 @@ class Question:
         question = next(one for _, one in self.asked if isinstance(one, AskWindow) and (one.generation == generation))
         body = spec if isinstance(spec, bytes) else msgspec.msgpack.encode(spec)
         answer: Any = WindowIs(question.request, question.owner, body) if spec is not None else None
-        self.asking.take_answer(peer, answer or GotNone(question.request, "no"), 1.0)
+        self.asking.take_answer(peer, answer or GotNone(question.request, "no"))
 
     @property
     def result(self) -> Described:

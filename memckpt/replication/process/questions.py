@@ -25,7 +25,7 @@ from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import RegionSource
-from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS, Reader
+from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS, Answer, Reader
 from memckpt.replication.process.send import Mail
 from memckpt.replication.transport import wire
 from memckpt.state.records import RankGroup
@@ -63,9 +63,7 @@ class Asking:
         for node in sorted(self._nodes):
             send(node, wire.AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
 
-    def take_answer(
-        self, peer: str, message: wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone, now: float
-    ) -> None:
+    def take_answer(self, peer: str, message: Answer) -> None:
         """Take a source's answer. Answers of other nodes, and second answers, do not count."""
         if self.result is not None:
             return
@@ -132,7 +130,6 @@ class Asking:
         return tuple(BadSourceSeen(node, self._ranks, self._generation, node not in said) for node in sorted(nodes))
 
 
-Answer = wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone
 News = RecoveryProgress | Described | Filled
 
 
@@ -180,7 +177,7 @@ class Fetching:
     def take_answer(self, peer: str, message: Answer, payload: bytes | memoryview, now: float) -> None:
         """Take a peer's answer."""
         for asking in self._asking:
-            asking.take_answer(peer, message, now)
+            asking.take_answer(peer, message)
         for reader in self._readers:
             reader.take_answer(peer, message, payload, now)
 

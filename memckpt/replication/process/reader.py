@@ -19,6 +19,8 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import StateSpec
 
+Answer = Manifest | Got | WindowIs | GotNone
+
 
 class Stripe:
     """One stripe of a record that is being read.
@@ -210,9 +212,7 @@ class Reader:
 
     # What peers answer
 
-    def take_answer(
-        self, peer: str, message: Manifest | Got | WindowIs | GotNone, payload: bytes | memoryview, now: float
-    ) -> None:
+    def take_answer(self, peer: str, message: Answer, payload: bytes | memoryview, now: float) -> None:
         """Take a peer's answer, if it is one to this reader's questions."""
         if self.result is not None:
             return
