@@ -10,8 +10,7 @@ from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport.directory import make_keys
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network
-from tests.support.cluster.peer_sender import PAYLOAD, Sender
-from tests.support.cluster.peers_harness import Node, acquaint, drive, nodes_of
+from tests.support.cluster.peers_harness import PAYLOAD, Node, Sender, acquaint, drive, nodes_of
 
 pytestmark = pytest.mark.skipif(netns.problem(as_root=True) is not None, reason=str(netns.problem(as_root=True)))
 

@@ -20,7 +20,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Fragment
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.process import questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
-from memckpt.replication.process.send import PUMP_BYTES, Pump
+from memckpt.replication.process.send import PUMP_BYTES, Mail, Pump
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -36,7 +36,10 @@ from memckpt.replication.transport.wire import (
     Put,
     Stored,
     Watermark,
+    Whereabouts,
     WindowIs,
+    WireMessage,
+    decode,
     encode,
 )
 from tests.support.cluster.peers_records import Records
@@ -347,3 +350,40 @@ def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
     assert "of ranks [0] cannot be had" in filled.problem
     assert set(filled.bad) == {BadSourceSeen(peer, (0,), "ga") for peer in ("a", "c")}
     assert node.replicator._fetching._readers == []
+
+
+PLAN = {name: f"tcp://{name}:1" for name in "abcd"}
+
+
+class Wire:
+    """A transport of node a."""
+
+    def __init__(self, moved: dict[str, str]) -> None:
+        self.addresses = PLAN | moved
+        self.sent: list[tuple[str, WireMessage]] = []
+
+    def address_of(self, peer: str) -> str | None:
+        return self.addresses.get(peer)
+
+    def connect(self, peer: str, address: str) -> None:
+        assert address == PLAN[peer]
+
+    def send(self, peer: str, body: bytes, payload: bytes) -> None:
+        self.sent.append((peer, decode(body)))
+
+
+@pytest.mark.parametrize(
+    ("moved", "met", "told"),
+    [
+        ({}, "b", []),
+        ({"b": "tcp://b:2"}, "b", [("c", "b"), ("d", "b")]),
+        ({"b": "tcp://b:2"}, "c", [("c", "b")]),
+        ({"b": "tcp://b:2", "c": "tcp://c:2"}, "c", [("b", "c"), ("d", "c"), ("c", "b")]),
+    ],
+)
+def test_who_is_met_is_told_where_others_have_moved_and_they_where_it_has(
+    moved: dict[str, str], met: str, told: list[tuple[str, str]]
+) -> None:
+    wire: Any = Wire(moved)
+    Mail("a", PLAN, wire).met(met, sorted(PLAN))
+    assert wire.sent == [(to, Whereabouts(node, wire.addresses[node])) for to, node in told]

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
+from memckpt.config import MemckptConfig, StorageConfig
+from memckpt.replication.coding.placement import place
 from tests.support.cluster.peers_lab import (
     Act,
     PeersJob,
+    PeersRank,
+    agent_of,
     bounds,
     fail,
     falls_to_storage,
@@ -17,17 +22,20 @@ from tests.support.cluster.peers_lab import (
     goes_on,
     peers_config,
     peers_job,
+    start,
     stop_here,
     stored_job,
     survives,
     told,
 )
+from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.sharded_cases import Setup, check_verdict, named
+from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import Death, fresh_directory, reference
+from tests.support.trainings.killed_ranks import Death, fresh_directory, noted, reference, results
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
-FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)
+FSDP2, DDP3, FSDP6, DDP6 = Setup(world_size=2), Setup("ddp", 3), Setup(world_size=6), Setup("ddp", 6)
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 slow = pytest.mark.slow
 
@@ -283,3 +291,189 @@ def test_ranks_come_back_on_other_nodes(lab: Lab, setup: Setup, who: int | str, 
     goes_on(last, *bounds(moved))
     # What was handed out for those that had moved, too, is proved by repeating its last step.
     assert check_verdict(moved) == check_verdict(last) == {"equal"}
+
+
+# The resume proves itself: the last step is repeated from the state before, which comes from where the state does
+
+
+def draw_once_more(rank: PeersRank) -> None:
+    """The fault: this rank's generator goes on by a number that nobody else draws."""
+    torch.rand(1)
+
+
+def verdict_of(attempt: PeersJob) -> tuple[str, str]:
+    """What all ranks say of the repeated step."""
+    (found,) = {(each["verdict"], each["line"]) for rank in noted(attempt, "checked") for each in rank}
+    return found
+
+
+def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
+    """An attempt of which a node is lost in a step, when all of the step before is protected."""
+    return fail(lab, replace(job, protected_at=(step - 1,)), Death(who, step, "backward"))
+
+
+@pytest.mark.promise(
+    "after the loss of nodes the step is repeated from copies, from fragments of private state together with "
+    "another node, or from the ranks' old nodes; also if the same node is lost again in that step, or the step "
+    "differs"
+)
+@pytest.mark.parametrize(
+    ("setup", "config"),
+    [
+        (Setup(), peers_config(1, 1, "lazy")),
+        pytest.param(FSDP, peers_config(1, 1, "lazy"), marks=slow),
+        pytest.param(DDP, peers_config(2, 2, "eager"), marks=slow),
+        pytest.param(FSDP, peers_config(1, 1, "eager"), marks=slow),
+        pytest.param(FSDP, peers_config(1, 2, "lazy"), marks=slow),
+        pytest.param(DDP, peers_config(1, 1, "lazy"), marks=slow),
+        pytest.param(DDP, peers_config(3, 1, "lazy"), marks=slow),
+        pytest.param(HSDP, peers_config(2, 2, "lazy"), marks=slow),
+        pytest.param(HSDP, peers_config(1, 1, "eager"), marks=slow),
+        pytest.param(FSDP, peers_config(2, 2, "eager"), marks=slow),
+    ],
+    ids=["two nodes", "copies", "private fragments, eager", "copies, eager", "three copies",
+         "copies, ddp", "private fragments", "hsdp", "copies, hsdp, eager", "fragments, eager"],
+)  # fmt: skip
+def test_a_step_is_repeated_and_whatever_becomes_of_it_nothing_is_lost(
+    lab: Lab, setup: Setup, config: MemckptConfig
+) -> None:
+    """It ends with the loss of the same node again; then it differs, and training goes on from what was held."""
+    job = peers_job(lab, setup, config)
+    expected = reference(lab, job)
+    first = dies(lab, job, "node1", 5)
+
+    # The repeated step is the one before that at which training goes on.
+    again = fail(lab, first.again(lab), Death("node1", 4, "stepped"))
+    goes_on(again, 5, 5)
+    assert not any(noted(again, "checked"))
+
+    fault = [Act(1, 4, "forward", draw_once_more)]
+    differing = dies(lab, again.again(lab, acts=fault), "node1", 8)
+    assert {rank[0]["step"] for rank in noted(differing, "restored")} == {5}
+    verdict, line = verdict_of(differing)
+    assert verdict == "different", line
+    assert "DIFFERENT: generators torch on rank 1" in line
+    for rank, steps in enumerate(noted(differing, "committed")):
+        losses = expected[rank]["losses"]
+        assert all(each["loss"] == losses[each["step"]] for each in steps if each["step"] >= 5)
+
+    last = differing.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 8, 8)
+    assert verdict_of(last)[0] == "equal", told(lab)
+
+
+# None comes in place of nodes that are lost: those that are left go on with the newest step, as fewer ranks
+
+
+#: So many steps are with peers when nodes are lost.
+AT = 6
+
+
+def coded(data: int, tolerate: int, redo: str) -> MemckptConfig:
+    return peers_config(data, tolerate, redo, storage=StorageConfig(every_steps=1000))
+
+
+@pytest.mark.promise(
+    "after a loss of nodes without replacement fewer nodes go on from the newest step that peers have, element for "
+    "element"
+)
+@pytest.mark.parametrize(
+    ("before", "after", "names", "settings"),
+    [
+        # Nodes 0 and 1 are gone, and those that fetch ranks 0 and 1 are the nodes of ranks 0 and 1 now.
+        pytest.param(FSDP, FSDP2, ("node2", "node3"), coded(1, 1, "lazy"), marks=slow),
+        pytest.param(FSDP, FSDP2, ("node0", "node3"), coded(1, 1, "lazy"), marks=slow),
+        pytest.param(FSDP, FSDP2, ("node3", "node2"), coded(1, 1, "eager"), marks=slow),
+        pytest.param(DDP, DDP3, ("node0", "node2", "node3"), coded(2, 1, "lazy"), marks=slow),
+        pytest.param(DDP, DDP3, ("node2", "node0", "node3"), coded(1, 1, "eager"), marks=slow),
+        pytest.param(DDP, DDP3, ("node1", "node2", "node3"), coded(2, 1, "lazy"), marks=slow),
+        pytest.param(FSDP, DDP3, ("node1", "node2", "node3"), coded(2, 1, "eager"), marks=slow),
+        pytest.param(FSDP, DDP3, ("node3", "node2", "node0"), coded(2, 1, "lazy"), marks=slow),
+    ],
+    ids=named,
+)
+def test_fewer_nodes_go_on_from_the_newest_step(
+    lab: Lab, before: Setup, after: Setup, names: tuple[str, ...], settings: MemckptConfig
+) -> None:
+    job = peers_job(lab, before, settings, protected_at=(AT - 1,))
+    expected = reference(lab, replace(job, last_step=AT))[0]["full"]
+    dies, *unused_too = sorted({f"node{rank}" for rank in range(4)} - {*names}, reverse=True)
+    died = fail(lab, job, Death(dies, AT, "backward"))
+    for unused in unused_too:
+        agent = agent_of(died, unused)
+        assert agent is not None
+        kill_and_wait(agent)
+    last = died.again(lab, setup=after, nodes=len(names), names=names, last_step=AT)
+    assert start(lab, last) == [0] * len(names), told(lab)
+    goes_on(last, AT, AT, "storage")
+    for rank, ours in enumerate(results(last)):
+        assert not (wrong := differences(expected, ours["full"])), f"rank {rank}:\n" + "\n".join(wrong[:10])
+    assert {each["exact"] for rank in noted(last, "restored") for each in rank} == {False}
+
+
+# Copies: each record is on n other nodes, and any n nodes may be lost
+
+
+def nodes_with(node: str, tolerate: int) -> list[str]:
+    """A node of four, and those that keep its copies."""
+    names = [f"node{index}" for index in range(4)]
+    holders = place([(name,) for name in names], 1, tolerate).holders(names.index(node))
+    return list(dict.fromkeys([node, *(names[holder] for holder in holders)]))
+
+
+@pytest.mark.parametrize("tolerate", [1, 2, 3])
+def test_copies_are_on_as_many_other_nodes_as_may_be_lost(tolerate: int) -> None:
+    for index in range(4):
+        assert len(nodes_with(f"node{index}", tolerate)) == tolerate + 1
+
+
+@pytest.mark.promise("the same with copies")
+@pytest.mark.parametrize(
+    ("setup", "tolerate", "redo"),
+    [
+        (Setup(), 1, "lazy"),
+        (FSDP, 2, "lazy"),
+        pytest.param(FSDP, 1, "lazy", marks=slow),
+        pytest.param(FSDP, 2, "eager", marks=slow),
+        pytest.param(DDP, 1, "eager", marks=slow),
+        pytest.param(DDP, 2, "lazy", marks=slow),
+        pytest.param(HSDP, 1, "eager", marks=slow),
+    ],
+    ids=named,
+)
+def test_as_many_nodes_as_there_are_copies_may_be_lost(lab: Lab, setup: Setup, tolerate: int, redo: str) -> None:
+    """One after the other and that many at once, the same one twice."""
+    most = ",".join(f"node{index}" for index in range(1, 1 + tolerate))
+    deaths = [Death("node1", 3, "backward"), Death(most, 6, "in commit"), Death("node1", 8, "committed")]
+    survives(lab, peers_job(lab, setup, peers_config(1, tolerate, redo)), deaths, protected_before=1)
+
+
+@pytest.mark.promise("the same with copies")
+@slow
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_copies_serve_wherever_two_nodes_are_lost(lab: Lab, redo: str) -> None:
+    lost = [f"node{index % 4},node{(index + 2) % 4}" for index in range(len(PLACES))]
+    deaths = [Death(who, number + 3, where) for number, (who, where) in enumerate(zip(lost, PLACES, strict=True))]
+    survives(lab, peers_job(lab, FSDP, peers_config(1, 2, redo), last_step=12), deaths, protected_before=1)
+
+
+@pytest.mark.promise(
+    "after more losses than tolerated, or before protection is complete, storage serves, with the same step for all"
+    " ranks"
+)
+@slow
+@pytest.mark.parametrize("tolerate", [1, 2])
+def test_storage_serves_when_all_copies_are_lost(lab: Lab, tolerate: int) -> None:
+    settings = peers_config(1, tolerate, storage=StorageConfig(every_steps=4))
+    falls_to_storage(lab, peers_job(lab, FSDP, settings, wait_at=5), ",".join(nodes_with("node1", tolerate)))
+
+
+@slow
+def test_ranks_come_back_where_their_copies_are(lab: Lab) -> None:
+    job = peers_job(lab, FSDP, peers_config(1, 1), nodes=4)
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(3,)), Death("node0", 4, "backward"))
+    last = died.again(lab, names=("node3", "fresh", "node1", "node2"))
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4)

@@ -18,16 +18,18 @@ from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport import directory, links
 from memckpt.replication.transport.directory import make_keys, make_password
 from memckpt.replication.transport.transport import Transport
-from tests.support.cluster.peer_sender import PAYLOAD, Sender, payload_of
 from tests.support.cluster.peers_harness import (
+    PAYLOAD,
     Node,
     Proxy,
+    Sender,
     acquaint,
     assert_nothing_is_left_beyond,
     drive,
     free_port,
     nodes_of,
     open_things,
+    payload_of,
 )
 
 
