@@ -225,9 +225,9 @@ def test_what_the_agent_holds_counts_where_memory_for_others_is_reserved(node: N
     node.replicator._memory.budget = 1 << 20
     node.replicator._handle(Holds((1 << 20) - 4096), [])
     with pytest.raises(MemoryBudgetError):
-        node.replicator._memory.reserve(8192)
+        node.replicator._memory._reserve(8192)
     node.replicator._handle(Holds(0), [])
-    node.replicator._memory.reserve(8192).close()
+    node.replicator._memory._reserve(8192).close()
 
 
 # Whatever is said

@@ -20,6 +20,7 @@ import zmq
 
 from memckpt.errors import PeerError, UsageError
 from memckpt.protocol.peer_job import PeerKeys
+from memckpt.replication.transport import links
 from memckpt.replication.transport.directory import (
     Context,
     Directory,
@@ -28,17 +29,7 @@ from memckpt.replication.transport.directory import (
     receiving_socket,
     sending_socket,
 )
-from memckpt.replication.transport.links import (
-    ENVELOPE_BYTES,
-    FRAME_BYTES,
-    WIRE_VERSION,
-    Data,
-    Link,
-    Payload,
-    State,
-    decode,
-    is_address,
-)
+from memckpt.replication.transport.links import WIRE_VERSION, Data, Link, Payload, State
 
 _log = logging.getLogger("memckpt.replicator")
 _MAX_SOCKETS = 4096
@@ -46,7 +37,6 @@ _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
-__all__ = ["Delivery", "Limits", "Met", "Transport"]
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
 
 
@@ -110,7 +100,7 @@ class Transport:
         self.refused: Counter[str] = Counter()
         self.silent: frozenset[str] = frozenset()
         self._limits = limits
-        self._most_frames = math.ceil(limits.max_body / FRAME_BYTES) + 2
+        self._most_frames = math.ceil(limits.max_body / links.FRAME_BYTES) + 2
         self._heartbeat_seconds = heartbeat_seconds
         self._retry_seconds = min(0.05, heartbeat_seconds / 4)
         self._owing: dict[str, Link] = {}
@@ -121,13 +111,13 @@ class Transport:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
-            frame = min(limits.max_body, FRAME_BYTES)
-            largest = max(frame, limits.max_payload, ENVELOPE_BYTES) + 1024
+            frame = min(limits.max_body, links.FRAME_BYTES)
+            largest = max(frame, limits.max_payload, links.ENVELOPE_BYTES) + 1024
             self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
             self._doorkeeper.watch(self._router)
             bound = self._bind(host, port)
             self.address = bound if advertise is None else advertise
-            if not is_address(self.address):
+            if not links.is_address(self.address):
                 raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
             self._directory = Directory(
                 node,
@@ -279,10 +269,10 @@ class Transport:
         return frames if count <= self._most_frames else []
 
     def _take_frames(self, frames: Sequence[zmq.Frame]) -> str | None:
-        if len(frames[0].buffer) > ENVELOPE_BYTES:
+        if len(frames[0].buffer) > links.ENVELOPE_BYTES:
             return "oversized"
         try:
-            envelope = decode(frames[0].bytes)
+            envelope = links.decode(frames[0].bytes)
         except ValueError:
             return "malformed"
         if len(frames) != (envelope.parts + 2 if isinstance(envelope, Data) else 1):

@@ -43,8 +43,8 @@ from tests.support.trainings.killed_ranks import (
 
 #: Port of replicators that have a network namespace to themselves.
 _PORT = 4077
-#: Longest life, in seconds, of a rank whose node is on a network of its own, or whose links are slow.
-_SLOW_SECONDS = 150
+#: Longest life, in seconds, of a rank: agents and replicators share the cores with it, and links may be slow.
+_RANK_SECONDS = 150
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,7 @@ def recovers_with(
 def train(job: ShardedJob, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
     assert isinstance(job, PeersJob)
-    peers = job.config.peers if job.config is not None else None
-    if job.network is not None or (peers is not None and peers.rate_bytes_per_second is not None):
-        faulthandler.dump_traceback_later(_SLOW_SECONDS, exit=True, file=sys.stderr)
+    faulthandler.dump_traceback_later(_RANK_SECONDS, exit=True, file=sys.stderr)
     PeersRank(_on_network(job, rank), rank).train()
 
 
