@@ -15,7 +15,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.kept_window import SLOTS, Room
+from memckpt.replication.keeping.kept_window import SLOTS, KeptWindow, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import Branch, Timeline
 from memckpt.state.spec import Shard, TensorSpec
@@ -64,10 +64,14 @@ class Shelf:
             said.append(self.fragment_store.put(fragment, 100 + record, payload))
         return said
 
-    def records(self, generation: str = "g") -> list[int]:
-        window = self.fragment_store.window((0, 1), generation)
+    @property
+    def window(self) -> KeptWindow:
+        window = self.fragment_store.window((0, 1), "g")
         assert window is not None
-        return window.records()
+        return window
+
+    def records(self) -> list[int]:
+        return self.window.records()
 
 
 def sealed(
@@ -86,8 +90,7 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     assert shelf.put(STATIC)[-1] == Stored((0, 1), "g", STATIC)
     [held] = shelf.fragment_store.held(lambda window: None)
     assert (held.records, held.steps, held.static, held.index, held.node) == ((3,), (103,), True, 0, "n")
-    window = shelf.fragment_store.window((0, 1), "g")
-    assert window is not None
+    window = shelf.window
     found = window.manifest(3)
     assert found is not None
     assert found[0] == 2 * STRIPE_BYTES + 100
@@ -178,9 +181,7 @@ def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> 
     shelf.fragment_store.unmap()
     shelf.fragment_store = adopted(agent)
     shelf.fragment_store.begin_attempt("a1", None, CODE, rejoined=True)
-    window = shelf.fragment_store.window((0, 1), "g")
-    assert window is not None
-    window._records[4].fragments[1][1][7] ^= 1  # a bit of what is kept
+    shelf.window._records[4].fragments[1][1][7] ^= 1  # a bit of what is kept
     assert shelf.put(3, stripes=2) == [None, Stored((0, 1), "g", 3)]
     first, second = shelf.put(4, stripes=2)
     assert first is None
@@ -259,22 +260,12 @@ def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
         adopted(agent)
 
 
-def test_what_is_sent_once_more_is_said_once_more(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
-    shelf.put(3, stripes=2)
-    assert shelf.fragment_store.open(records.window("g", CODE)) is None
-    assert shelf.records() == [3]
-    assert shelf.put(3, stripes=2) == [None, Stored((0, 1), "g", 3)]
-
-
 def test_half_a_record_is_none(records: Records) -> None:
     shelf = Shelf()
     shelf.fragment_store.open(records.window("g", CODE))
     first, payload = sealed(3, 0, 2, bytes(STRIPE_BYTES))
     assert shelf.fragment_store.put(first, 3, payload) is None
-    window = shelf.fragment_store.window((0, 1), "g")
-    assert window is not None
+    window = shelf.window
     assert (window.records(), window.manifest(3), window.fragment(3, 0)) == ([], None, None)
     shelf.fragment_store.abandon((0, 1), "g", 3)
     last, payload = sealed(3, 1, 2, b"end")
@@ -308,8 +299,7 @@ def test_large_records_get_more_room_once(records: Records) -> None:
     for record in range(1, 21):
         assert isinstance(shelf.put(record, stripes=4, content=bytes([record]))[-1], Stored)
     assert shelf.open_rooms == 6
-    window = shelf.fragment_store.window((0, 1), "g")
-    assert window is not None
+    window = shelf.window
     for record in shelf.records():
         for stripe in range(4):
             kept = window.fragment(record, stripe)
@@ -547,8 +537,7 @@ def test_kept_is_what_came_less_what_went(records: Records, operations: list[tup
                 past = shelf.fragment_store.watermark - SPEC.period - 1
                 model = {one for one in model if one > past}
         assert shelf.records() == sorted(model)
-    window = shelf.fragment_store.window((0, 1), "g")
-    assert window is not None
+    window = shelf.window
     for record in model:
         kept = window.fragment(record, 0)
         assert kept is not None

@@ -31,12 +31,7 @@ from memckpt.protocol.recovery import (
 )
 from memckpt.replication.process.questions import Asking
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
-from memckpt.replication.transport.wire import (
-    AskWindow,
-    GotNone,
-    WindowIs,
-    WireMessage,
-)
+from memckpt.replication.transport import wire
 from memckpt.session.link import AgentLink
 from memckpt.state.records import RankGroup
 from tests.support.cluster.peers_records import layout_spec
@@ -184,7 +179,7 @@ def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None
     spec = msgspec.msgpack.encode(node.records[2].spec)
     for one in (former, asking):
         for peer in ("a", "c"):
-            node.says(peer, WindowIs(one._request, (2,), spec))
+            node.says(peer, wire.WindowIs(one._request, (2,), spec))
     for news in node.replicator._fetching.take_news():
         node.wire.send(news)
     assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
@@ -207,17 +202,19 @@ class Question:
         if not node:
             period = 2 if replica is None else 1
             source = FromFragments("g", (("a", 0), ("b", 1), ("c", 2)), 2, period, replica)
-        self.asked: list[tuple[str, WireMessage]] = []
+        self.asked: list[tuple[str, wire.WireMessage]] = []
         numbers = iter(range(1, 9))
         self.asking = Asking(
             WantedState((0,), 5, source), lambda *one: self.asked.append(one), lambda: next(numbers), 0.0
         )
 
     def says(self, peer: str, spec: Any, generation: str = "g", **other: Any) -> None:
-        question = next(one for _, one in self.asked if isinstance(one, AskWindow) and (one.generation == generation))
+        question = next(
+            one for _, one in self.asked if isinstance(one, wire.AskWindow) and (one.generation == generation)
+        )
         body = spec if isinstance(spec, bytes) else msgspec.msgpack.encode(spec)
-        answer: Any = WindowIs(question.request, question.owner, body) if spec is not None else None
-        self.asking.take_answer(peer, answer or GotNone(question.request, "no"))
+        answer: Any = wire.WindowIs(question.request, question.owner, body) if spec is not None else None
+        self.asking.take_answer(peer, answer or wire.GotNone(question.request, "no"))
 
     @property
     def result(self) -> Described:
@@ -299,7 +296,7 @@ def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
 
 def test_a_live_state_has_one_source() -> None:
     question = Question(node="b")
-    assert [(peer, type(one)) for peer, one in question.asked] == [("b", AskWindow)]
+    assert [(peer, type(one)) for peer, one in question.asked] == [("b", wire.AskWindow)]
     question.says("b", LAYOUT, LIVE_ALL)
     assert question.result == Described((0,), LAYOUT)
     question = Question(node="b")

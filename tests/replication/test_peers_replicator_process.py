@@ -75,6 +75,11 @@ class Desk:
         self.loop.post(lambda: None)
         self.loop.turn()
 
+    def begin(self, **other: Any) -> None:
+        """Listen, and join the job."""
+        self.peers.listen(LISTEN)
+        self.join(**other)
+
     def join(self, **other: Any) -> None:
         self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
 
@@ -132,8 +137,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 )
 def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Callable[[Desk], None]) -> None:
     answers: list[Any] = []
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     desk.peers.recover(Recover(5, (), (wanted(0), wanted(1)), None), answers.append)
     desk.peers.replicator_said(Described((0,), SPEC, recovery=1))
     [room] = desk.places[(0,)].rooms
@@ -203,8 +207,7 @@ def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_lis
     "with it"
 )
 def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     desk.turn_at(1.0)
     assert len(desk.started) == 1
     desk.started[0].stopped = True
@@ -250,8 +253,7 @@ def test_a_replicator_that_stands_still_where_others_know_it_is_replaced_at_its_
     "becomes complete again by itself"
 )
 def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(desk: Desk) -> None:
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     pauses = []
     for _ in range(10):
         living = len(desk.started)
@@ -278,8 +280,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk: Desk,
 ) -> None:
     group: Any = SimpleNamespace(held=None, ranks=(0,))
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     desk.peers.replicator_said(WatermarkAdvanced(7, True))
     desk.make = broken
     desk.started[0].ended("killed")
@@ -307,8 +308,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
     group = holding(base=4, newest=9, slots=3)
     desk.make = dies_of(SendGeneration)
-    desk.peers.listen(LISTEN)
-    desk.join(wait=False)
+    desk.begin(wait=False)
     for _ in range(3):
         desk.peers.sync(group)
     assert len(desk.started) == 3
@@ -324,8 +324,7 @@ def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: D
 
 
 def test_without_a_replica_nothing_has_to_go_on_and_the_state_that_a_generation_begins_with_is_sent(desk: Desk) -> None:
-    desk.peers.listen(LISTEN)
-    desk.join(wait=False)
+    desk.begin(wait=False)
     for mode, given_up in [("lazy", False), ("eager", True)]:
         group = holding(base=4, newest=9, slots=3, mode=mode)
         desk.peers.sync(group)
@@ -339,8 +338,7 @@ def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged
 ) -> None:
     """The replica may go on from it at any time."""
     group = holding(base=4, newest=9, slots=8)
-    desk.peers.listen(LISTEN)
-    desk.join(wait=False)
+    desk.begin(wait=False)
     desk.peers.replicator_said(WatermarkAdvanced(acknowledged, True))
     desk.started[0].ended("killed")
     desk.peers.sync(group)
@@ -351,8 +349,7 @@ def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged
 def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
     group = holding(base=4, newest=9, slots=3)
     desk.make = dies_of(GiveUp)
-    desk.peers.listen(LISTEN)
-    desk.join(wait=False)
+    desk.begin(wait=False)
     desk.peers.sync(group)
     desk.make = broken
     assert desk.peers.redo_limit(group) == 9 - (3 - 2)
@@ -379,8 +376,7 @@ def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch
             return super().ask(message, *arguments)
 
     desk.make = Dies
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     hand_out_something(monkeypatch)
     answers: list[Any] = []
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
@@ -393,8 +389,7 @@ def test_a_replicator_knows_what_else_is_held_here(desk: Desk) -> None:
         return [one.nbytes for one in desk.started[-1].sent if isinstance(one, Holds)]
 
     desk.peers.tell_own(5)  # there is none yet
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     for nbytes in (7, 7, 8):
         desk.peers.tell_own(nbytes)
     assert told() == [7, 8]
@@ -415,8 +410,7 @@ def test_without_a_replicator_where_peers_look_for_it_the_start_ends(desk: Desk)
     desk.peers.join(Join(JOB, rejoin=True))
     desk.make = FakeReplicator
     desk.peers.begin_attempt()
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     assert [type(one) for one in desk.started[-1].sent] == [Join]
 
 
@@ -424,8 +418,7 @@ def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_hand
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[Any] = []
-    desk.peers.listen(LISTEN)
-    desk.join()
+    desk.begin()
     hand_out_something(monkeypatch, lambda: desk.started[0].ended("killed"))
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]

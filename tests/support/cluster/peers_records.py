@@ -22,29 +22,14 @@ from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.questions import Serving
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
-from memckpt.replication.transport.wire import (
-    AskManifest,
-    AskWindow,
-    Get,
-    Got,
-    GotNone,
-    Manifest,
-    NotStored,
-    Open,
-    Put,
-    Stored,
-    Window,
-    WireMessage,
-    decode,
-    encode,
-)
+from memckpt.replication.transport import wire
 from memckpt.state.layout import Layout
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec
 
 Bytes = bytes | memoryview
 #: A node's answers to a question; a test may change them.
-Answers = list[tuple[str, WireMessage, Bytes]]
+Answers = list[tuple[str, wire.WireMessage, Bytes]]
 T1 = Timeline(1, "a")
 RANKS = (0, 1)
 STRIPED = 36_000
@@ -95,10 +80,10 @@ class MemoryRoom:
 class MemoryRooms:
     """Makes such rooms."""
 
-    def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
+    def make_room(self, window: wire.Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
         return MemoryRoom(nbytes)
 
-    def drop_room(self, window: Window, slot: int) -> None:
+    def drop_room(self, window: wire.Window, slot: int) -> None:
         pass
 
 
@@ -145,9 +130,9 @@ class Records:
         records = {one: self.held[one] if one >= oldest else (*self.held[one][:2], {}) for one in window}
         return SendGeneration(self.spec.local_ranks, "", 1, self.spec, self.base, records, (), b"", (), serve=True)
 
-    def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> Window:
+    def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> wire.Window:
         sizes = sizes_of(self.spec, private)
-        return Window(
+        return wire.Window(
             owner=self.spec.local_ranks,
             node=node,
             generation=generation,
@@ -199,17 +184,17 @@ class Node:
     def __post_init__(self) -> None:
         self.fragment_store = FragmentStore(self.name, MemoryRooms())
 
-    def take(self, message: WireMessage, payload: Bytes) -> Stored | NotStored | None:
+    def take(self, message: wire.WireMessage, payload: Bytes) -> wire.Stored | wire.NotStored | None:
         """Store a message of an owner."""
         match message:
-            case Open(window):
+            case wire.Open(window):
                 return self.fragment_store.open(window)
-            case Put(fragment, step):
+            case wire.Put(fragment, step):
                 return self.fragment_store.put(fragment, step, payload)
         raise AssertionError(message)
 
-    def answer(self, question: WireMessage) -> tuple[WireMessage, Bytes]:
-        assert isinstance(question, AskManifest | Get | AskWindow)
+    def answer(self, question: wire.WireMessage) -> tuple[wire.WireMessage, Bytes]:
+        assert isinstance(question, wire.AskManifest | wire.Get | wire.AskWindow)
         answer, payload = self.serving.answer(question)
         return (answer, payload) if answer is not None else self.serving.answer_from(self.fragment_store, question)
 
@@ -220,12 +205,12 @@ class Node:
 
 def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool = False) -> None:
     """Send all records to the holders of their fragments, as generation ``g``."""
-    told: deque[tuple[str, WireMessage | None]] = deque()
+    told: deque[tuple[str, wire.WireMessage | None]] = deque()
     by_name = {node.name: node for node in nodes}
     for node in nodes:
         node.fragment_store.begin_attempt("a1", 0, code)
 
-    def send(peer: str, message: WireMessage, payload: Bytes) -> None:
+    def send(peer: str, message: wire.WireMessage, payload: Bytes) -> None:
         told.append((peer, by_name[peer].take(message, payload)))
 
     owner = Sender(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
@@ -239,7 +224,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
         pass
     for peer, answer in told:
         if answer is not None:
-            assert isinstance(answer, Stored), answer
+            assert isinstance(answer, wire.Stored), answer
             owner.stored(peer, answer)
     assert owner.acknowledged == records.newest
     assert owner.whole
@@ -247,10 +232,10 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
 
 
 #: Changes a node's answer: the node, the question, its true answer and payload.
-Bend = Callable[[Node, WireMessage, WireMessage, Bytes], Answers]
+Bend = Callable[[Node, wire.WireMessage, wire.WireMessage, Bytes], Answers]
 
 
-def straight(node: Node, question: WireMessage, answer: WireMessage, payload: Bytes) -> Answers:
+def straight(node: Node, question: wire.WireMessage, answer: wire.WireMessage, payload: Bytes) -> Answers:
     return [(node.name, answer, payload)]
 
 
@@ -267,8 +252,8 @@ class Network:
         self.steps: list[int] = []  # progress, as it was reported
         self.fetched: list[tuple[int, int]] = []  # bytes of the state, and bytes expected, at each arrival
 
-    def send(self, peer: str, message: WireMessage) -> None:
-        self._questions.append((peer, encode(message)))
+    def send(self, peer: str, message: wire.WireMessage) -> None:
+        self._questions.append((peer, wire.encode(message)))
 
     def number(self) -> int:
         return next(self._numbers)
@@ -284,11 +269,11 @@ class Network:
         while self._questions:
             peer, body = self._questions.popleft()
             if peer in self._nodes:
-                node, question = self._nodes[peer], decode(body)
+                node, question = self._nodes[peer], wire.decode(body)
                 said += self._bend(node, question, *node.answer(question))
         if self._order is not None:
             self._order.shuffle(said)
-        return [(peer, decode(encode(answer)), bytes(payload)) for peer, answer, payload in said]
+        return [(peer, wire.decode(wire.encode(answer)), bytes(payload)) for peer, answer, payload in said]
 
     def read(self, wanted: WantedState, spec: StateSpec, code: Code) -> tuple[Filled, list[Region]]:
         """Read a state; the caller owns the regions with it."""
@@ -301,7 +286,7 @@ class Network:
         for _ in range(200):
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:
-                    assert isinstance(answer, Manifest | Got | GotNone)
+                    assert isinstance(answer, wire.Manifest | wire.Got | wire.GotNone)
                     reader.take_answer(peer, answer, payload, self.now)
                     self.steps.append(reader.take_progress())
                     self.fetched.append((reader.taken_bytes, reader.expected_bytes))

@@ -15,14 +15,8 @@ from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.replicator import Replicator
+from memckpt.replication.transport import wire
 from memckpt.replication.transport.transport import Delivery, Met
-from memckpt.replication.transport.wire import (
-    Put,
-    Stored,
-    WireMessage,
-    decode,
-    encode,
-)
 from tests.support.cluster.peers_records import MemoryRooms, Records, layout_spec
 
 NODES = ("a", "b", "c")
@@ -34,7 +28,7 @@ class Line:
 
     def __init__(self) -> None:
         self.come: deque[Delivery | Met] = deque()
-        self.sent: dict[str, list[WireMessage]] = defaultdict(list)
+        self.sent: dict[str, list[wire.WireMessage]] = defaultdict(list)
         self.forgotten: list[str] = []
         self.refused: Counter[str] = Counter()
         self.bytes_sent = 0
@@ -48,7 +42,7 @@ class Line:
 
     def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
         assert peer in NODES, "its address is unknown"
-        self.sent[peer].append(decode(body))
+        self.sent[peer].append(wire.decode(body))
 
     in_flight_bytes = 0
 
@@ -138,11 +132,11 @@ class Node:
     def refused(self) -> int:
         return sum(self.member.refused.values())
 
-    def says(self, peer: str, *messages: WireMessage, payload: bytes = b"") -> list[WireMessage]:
+    def says(self, peer: str, *messages: wire.WireMessage, payload: bytes = b"") -> list[wire.WireMessage]:
         """Receive a peer's messages; returns the replies to it."""
         before = len(self.line.sent[peer])
         for message in messages:
-            self.line.come.append(Delivery(peer, encode(message), payload))
+            self.line.come.append(Delivery(peer, wire.encode(message), payload))
         while self.line.come or self.member.mail.loopback:
             self.replicator._take_deliveries()
         return self.line.sent[peer][before:]
@@ -155,7 +149,7 @@ class Node:
         told = self.records[NODES.index(owner)].window("g" + owner, self.code, node=owner)
         return msgspec.structs.replace(told, **{"index": self.index(owner), **other})
 
-    def put(self, owner: str, record: int, **other: Any) -> tuple[Put, bytes]:
+    def put(self, owner: str, record: int, **other: Any) -> tuple[wire.Put, bytes]:
         rank = other.pop("rank", NODES.index(owner))
         sealed = seal_stripe(
             self.code,
@@ -167,9 +161,9 @@ class Node:
             stripes=1,
         )
         fragment, payload = sealed[self.index(owner)]
-        return Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
+        return wire.Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
 
-    def keep(self, owner: str, record: int) -> list[WireMessage]:
+    def keep(self, owner: str, record: int) -> list[wire.WireMessage]:
         put, payload = self.put(owner, record)
         return self.says(owner, put, payload=payload)
 
@@ -191,7 +185,7 @@ class Node:
         rank = (NODES.index(self.name),)
         for peer in NODES:
             if peer != self.name:
-                self.says(peer, *(Stored(rank, "own", record) for record in (STATIC, *records)))
+                self.says(peer, *(wire.Stored(rank, "own", record) for record in (STATIC, *records)))
         self.member.work(0.0)
 
     def close(self) -> None:
