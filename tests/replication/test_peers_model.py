@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,9 +20,10 @@ from memckpt.replication.keeping import fragment_store as holder
 from memckpt.replication.keeping import kept_window
 from memckpt.replication.keeping.kept_window import BeingReservedError
 from memckpt.replication.process import send, states_by_value
-from memckpt.replication.transport.wire import Put
-from tests.support.cluster.peers_model import Memory, Node, Setting, Taken, Unit
+from memckpt.replication.transport.wire import Put, Window
+from tests.support.cluster.peers_model import Node, Setting, Taken, Unit
 from tests.support.cluster.peers_model_job import Job
+from tests.support.cluster.peers_records import MemoryRoom, MemoryRooms
 
 #: Picks one of several.
 Choose = Callable[[Sequence[Any]], Any]
@@ -201,16 +201,18 @@ def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) ->
 def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
     """And is kept as soon as there is some."""
     setting = next(setting for setting in SETTINGS if setting.every is None)
-    job, said, refused = Job(setting, room=50), list[str](), Counter[str]()
+    job, said = Job(setting, room=50), list[str]()
 
-    def reserving(node: Node) -> Callable[[int], Memory]:
-        def reserve(nbytes: int) -> Memory:
-            refused[node.name] += 1
-            if refused[node.name] % 3:
+    class Reserving(MemoryRooms):
+        """Of three times that it is asked it has a room once."""
+
+        asked = 0
+
+        def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> MemoryRoom:
+            self.asked += 1
+            if self.asked % 3:
                 raise BeingReservedError("not yet")
-            return Memory(nbytes)
-
-        return reserve
+            return super().make_room(window, unit, slot, nbytes)
 
     try:
         places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
@@ -219,17 +221,12 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
             if step == 3:
                 job.slow_down(setting.units[-1])
                 for node in places.values():
-                    node.fragment_store._reserve = reserving(node)
+                    node.fragment_store._rooms = Reserving()
             _step(job, said.append)
             for _ in range(40):  # who does not get memory asks again after some seconds
                 job.settle()
-        assert min(refused.values()) > 5
+        assert all(node.fragment_store._rooms.asked > 5 for node in places.values())  # type: ignore[attr-defined]
         states = [member.states for member in job.members.values()]
-        print(
-            [(c.acknowledged, c.missed, c.ordered, c.problem, len(c._arrived)) for c in states],
-            [(m.watermark, m._told) for m in job.members.values()],
-            refused,
-        )
         assert all(one is not None and one.acknowledged > 3 and not one.missed for one in states), said
     finally:
         job.close()

@@ -14,12 +14,12 @@ from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, Send
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of
-from memckpt.replication.keeping.outgoing import Outgoing, close_all
+from memckpt.replication.keeping.outgoing import Outgoing, RegionSource, close_all
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.pacing.watermark import Cadence, Laggards, Leader, LinkMeter, RunAhead
-from memckpt.replication.process.send import Mail, NodePlan, OwnGenerations, Pump
+from memckpt.replication.process.send import Mail, NodePlan, Pump
 from memckpt.replication.process.states_by_value import StatesByValue
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.transport import Transport
@@ -82,7 +82,8 @@ class ReplicationNode:
         if job.forget and not rejoined:
             store.drop_all()
         store.begin_attempt(job.attempt, job.record, self._code, rejoined)
-        self._generations = OwnGenerations(plan)
+        #: The newest generation of each unit; senders close them.
+        self._sources: dict[RankGroup, RegionSource] = {}
         cadence = Cadence(job.every_steps) if self.states is not None else None
         self.leader = Leader(list(plan.addresses), start, cadence) if plan.leads else None
         self._run_ahead = RunAhead(job.wait, beyond=rejoined)
@@ -105,7 +106,7 @@ class ReplicationNode:
             sender.close()
         if self.states is not None:
             self.states.close()
-        self._generations.clear()
+        self._sources.clear()
         for code in self._codes.values():
             code.close()
 
@@ -224,7 +225,8 @@ class ReplicationNode:
         self.states.watermark_advanced(watermark.record)
         for ranks, sender in self._senders.items():
             sender.proceeds = not self.job.wait or watermark.every > 1
-            if watermark.every > 1 and self._generations.can_be_cut(ranks):
+            source = self._sources.get(ranks)
+            if watermark.every > 1 and source is not None and source.spec.mode != "snapshot":
                 sender.pause()
                 self._meter.stop()
             else:
@@ -234,8 +236,10 @@ class ReplicationNode:
 
     def _forget_virtual(self, sender: Sender) -> None:
         """Give up virtual records that are not needed: once its base is acknowledged, a replica goes on."""
-        window, record = sender.window, self.watermark.record
-        if window is not None and window.base <= record and self._generations.begins_in_replica(sender.ranks):
+        window, source = sender.window, self._sources.get(sender.ranks)
+        if window is None or source is None or window.base > self.watermark.record:
+            return
+        if source.spec.mode == "eager" and not window.private:
             sender.give_up(window.generation)
 
     # What this node's ranks do
@@ -246,7 +250,16 @@ class ReplicationNode:
         if sender is None:
             close_all(regions)
             return
-        self.send_generation(sender, self._generations.open(message, regions), spec)
+        window = self.plan.window(message)
+        source = RegionSource(
+            spec, message.number, message.base, regions, message.missing, message.plain,
+            part="private" if window.private else "all",
+        )  # fmt: skip
+        for record, (step, meta, rank_states) in message.records.items():
+            source.note_record(record, step, meta, rank_states)
+        self._sources[message.ranks] = source
+        records = [record for record in sorted(message.records) if not window.private or record >= message.base]
+        self.send_generation(sender, Outgoing(window, source, records, source.layout.ring), spec)
 
     def send_generation(self, sender: Sender, outgoing: Outgoing, spec: StateSpec) -> None:
         """Send a generation, or the states of its records, as N says."""
@@ -265,10 +278,13 @@ class ReplicationNode:
 
     def committed(self, message: SendRecord) -> None:
         """Send a record, which is whole on this node."""
-        if self._generations.note_record(message):
-            self._senders[message.ranks].committed(message.record)
-            if message.ranks == next(iter(self._senders)):
-                self._meter.count_record()
+        source = self._sources.get(message.ranks)
+        if source is None:
+            return
+        source.note_record(message.record, message.step, message.meta, message.rank_states)
+        self._senders[message.ranks].committed(message.record)
+        if message.ranks == next(iter(self._senders)):
+            self._meter.count_record()
 
     def give_up(self, message: GiveUp) -> None:
         """Send no more of the state with which a generation begins."""

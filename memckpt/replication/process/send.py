@@ -9,17 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from memckpt.errors import PeerError
-from memckpt.memory.region import Region
 from memckpt.protocol.peer_job import PeerJob
-from memckpt.protocol.replication import SendGeneration, SendRecord, StateCopied
+from memckpt.protocol.replication import SendGeneration, StateCopied
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.kept_window import sizes_of
-from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.transport import Delivery, Transport
-from memckpt.state.records import RankGroup
 
 
 class NodePlan:
@@ -171,48 +168,6 @@ class Mail:
     def room(self, peer: str) -> int:
         """Bytes that a peer takes now; 0 or less: none."""
         return 1 if peer == self._node else self._transport.room(peer)
-
-
-class OwnGenerations:
-    """The newest generation of each of a node's units. Senders close their regions."""
-
-    def __init__(self, plan: NodePlan) -> None:
-        self._plan = plan
-        self._sources: dict[RankGroup, RegionSource] = {}
-
-    def open(self, message: SendGeneration, regions: list[Region]) -> Outgoing:
-        """A generation that is complete on this node, to be sent."""
-        window = self._plan.window(message)
-        part: Part = "private" if window.private else "all"
-        source = RegionSource(
-            message.spec, message.number, message.base, regions, message.missing, message.plain, part=part
-        )
-        for record, (step, meta, rank_states) in message.records.items():
-            source.note_record(record, step, meta, rank_states)
-        self._sources[message.ranks] = source
-        records = [record for record in sorted(message.records) if not window.private or record >= message.base]
-        return Outgoing(window, source, records, source.layout.ring)
-
-    def note_record(self, message: SendRecord) -> bool:
-        """Note a record that is whole on this node; False: no generation of its unit is known."""
-        source = self._sources.get(message.ranks)
-        if source is None:
-            return False
-        source.note_record(message.record, message.step, message.meta, message.rank_states)
-        return True
-
-    def can_be_cut(self, ranks: RankGroup) -> bool:
-        """Whether the unit's state can be copied and cut into virtual records."""
-        source = self._sources.get(ranks)
-        return source is not None and source.spec.mode != "snapshot"
-
-    def begins_in_replica(self, ranks: RankGroup) -> bool:
-        """Whether the virtual records with which the unit's generation begins are cut from its replica."""
-        source = self._sources.get(ranks)
-        return source is not None and source.spec.mode == "eager" and ranks not in self._plan.private
-
-    def clear(self) -> None:
-        self._sources.clear()
 
 
 #: Bytes that are handed over before the loop looks at what has arrived.

@@ -404,7 +404,7 @@ class Job:
             spec=msgspec.msgpack.encode(spec),
         )
         member = self.members[node.name]
-        member._generations._sources[unit] = generation
+        member._sources[unit] = generation  # type: ignore[assignment]
         outgoing = Outgoing(window, generation, generation.sendable(self.seen[node.name]))
         member.send_generation(self._owner(node, unit), outgoing, spec)
         member._run_ahead.begin_generation(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
