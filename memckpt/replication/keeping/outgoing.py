@@ -10,11 +10,12 @@ from typing import Literal, Protocol
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
+from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
 from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
-from memckpt.state.spec import ITEM_BYTES, StateSpec
+from memckpt.state.spec import ITEM_BYTES
 
 
 class Stripes(Protocol):
@@ -100,36 +101,25 @@ Part = Literal["all", "private", "shared"]
 
 
 class RegionSource:
-    """The records of one generation, read from its regions; closes them.
+    """The records of one generation, read from its regions (as in SendGeneration); closes them.
 
-    Args:
-        number: number with which its slots are stamped.
-        regions: slots, then static and replica where present.
-        missing, plain: what the replica's state at `base` lacks, and has beside tensors (eager).
-        by_value_from: the first record whose by-value tensors are read, too; None: `base`.
-        part: bytes of each record that are read, if :meth:`open` does not say which.
+    `part`: bytes of each record that are read, if :meth:`open` does not say which.
     """
 
-    def __init__(
-        self,
-        spec: StateSpec,
-        number: int,
-        base: int,
-        regions: list[Region],
-        missing: tuple[tuple[int, int, str], ...],
-        plain: bytes,
-        by_value_from: int | None = None,
-        part: Part = "all",
-    ) -> None:
-        self.spec = spec
-        self.layout = Layout(spec)
-        self._base = base
-        self._by_value_from = base if by_value_from is None else by_value_from
+    def __init__(self, message: SendGeneration, regions: list[Region], part: Part = "all") -> None:
+        self.spec = message.spec
+        self.layout = Layout(message.spec)
+        self._base = message.base
+        # What is handed out has by-value tensors of the records whose states are wanted.
+        wanted = [record for record, (_, _, rank_states) in message.records.items() if message.serve and rank_states]
+        self._by_value_from = min(wanted, default=message.base)
         self._regions = GenerationRegions.of(self.layout, regions)
-        self._ring = SlotRing(self._regions.slots, self.layout, number)
-        self._missing, self._plain = missing, plain
+        self._ring = SlotRing(self._regions.slots, self.layout, message.number)
+        self._missing, self._plain = message.missing, message.plain
         self._part = part
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
+        for record, (step, meta, rank_states) in message.records.items():
+            self.note_record(record, step, meta, rank_states)
 
     def note_record(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
         """Note what belongs to a whole record beside the bytes of its slot."""

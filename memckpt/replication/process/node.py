@@ -246,20 +246,15 @@ class ReplicationNode:
 
     def begin_generation(self, message: SendGeneration, regions: list[Region]) -> None:
         """Send a generation, which is complete on this node."""
-        sender, spec = self._senders.get(message.ranks), message.spec
+        sender = self._senders.get(message.ranks)
         if sender is None:
             close_all(regions)
             return
         window = self.plan.window(message)
-        source = RegionSource(
-            spec, message.number, message.base, regions, message.missing, message.plain,
-            part="private" if window.private else "all",
-        )  # fmt: skip
-        for record, (step, meta, rank_states) in message.records.items():
-            source.note_record(record, step, meta, rank_states)
+        source = RegionSource(message, regions, "private" if window.private else "all")
         self._sources[message.ranks] = source
         records = [record for record in sorted(message.records) if not window.private or record >= message.base]
-        self.send_generation(sender, Outgoing(window, source, records, source.layout.ring), spec)
+        self.send_generation(sender, Outgoing(window, source, records, source.layout.ring), message.spec)
 
     def send_generation(self, sender: Sender, outgoing: Outgoing, spec: StateSpec) -> None:
         """Send a generation, or the states of its records, as N says."""

@@ -235,15 +235,7 @@ class Serving:
             self._blobs.pop(key).release()
         if former is not None:
             former.close()
-        # Those whose states are wanted, with their by-value tensors.
-        wanted = (record for record, (_, _, rank_states) in message.records.items() if rank_states)
-        oldest = min(wanted, default=message.base)
-        source = RegionSource(
-            message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=oldest
-        )
-        for record, (step, meta, rank_states) in message.records.items():
-            source.note_record(record, step, meta, rank_states)
-        self._sources[message.ranks] = source
+        self._sources[message.ranks] = RegionSource(message, regions)
 
     def close(self) -> None:
         for blob in self._blobs.values():

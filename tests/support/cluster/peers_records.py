@@ -32,6 +32,8 @@ Bytes = bytes | memoryview
 Answers = list[tuple[str, wire.WireMessage, Bytes]]
 T1 = Timeline(1, "a")
 RANKS = (0, 1)
+#: What belongs to a record: its step, its scalars, and the states of ranks.
+Held = tuple[int, bytes, dict[int, bytes]]
 STRIPED = 36_000
 
 
@@ -99,7 +101,7 @@ class Records:
         for region in self.regions:
             region.map[:] = numbers.randbytes(region.nbytes)
         self.ring = SlotRing(self.regions[0], self.layout, 1)
-        self.held: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
+        self.held: dict[int, Held] = {}
         for record in range(base - spec.period + 1, newest + 1):
             self.fill(record)
 
@@ -114,13 +116,18 @@ class Records:
 
     def source(self, part: Part = "all") -> RegionSource:
         """The records as a replicator reads them: through regions of its own on the same memory."""
-        source = RegionSource(self.spec, 1, self.base, self.duplicates(), (), b"", part=part)
-        for record, each in self.held.items():
-            source.note_record(record, *each)
-        return source
+        return RegionSource(self._message("", self.held), self.duplicates(), part)
+
+    def _message(self, generation: str, records: dict[int, Held], serve: bool = False) -> SendGeneration:
+        return SendGeneration(
+            self.spec.local_ranks, generation, 1, self.spec, self.base, records, (), b"", (), serve=serve
+        )
+
+    def send(self, generation: str) -> SendGeneration:
+        """The agent's message that a generation is complete."""
+        return self._message(generation, self.held)
 
     def duplicates(self) -> list[Region]:
-
         return [Region.open(os.dup(region.fd)) for region in self.regions]
 
     def serve(self, record: int, before: bool = False) -> SendGeneration:
@@ -128,7 +135,7 @@ class Records:
         oldest = record - before
         window = range(oldest - self.spec.period + 1, record + 1)
         records = {one: self.held[one] if one >= oldest else (*self.held[one][:2], {}) for one in window}
-        return SendGeneration(self.spec.local_ranks, "", 1, self.spec, self.base, records, (), b"", (), serve=True)
+        return self._message("", records, serve=True)
 
     def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> wire.Window:
         sizes = sizes_of(self.spec, private)

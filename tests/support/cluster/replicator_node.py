@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from memckpt.protocol.peer_job import Join, PeerJob, PeerNode, PeerUnit
-from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
@@ -170,11 +169,7 @@ class Node:
     def send_own(self) -> None:
         """Write a generation of this node's own rank, and send all of it."""
         records = self.records[NODES.index(self.name)]
-        message = SendGeneration(
-            ranks=records.spec.local_ranks, generation="own", number=1, spec=records.spec, base=2,
-            records=records.held, missing=(), plain=b"", history=(),
-        )  # fmt: skip
-        self.member.begin_generation(message, records.duplicates())
+        self.member.begin_generation(records.send("own"), records.duplicates())
         for owner in self.member.senders:
             for peer in NODES:
                 owner.met(peer)
