@@ -218,6 +218,8 @@ class Fetching:
 
 
 Question = wire.AskManifest | wire.Get | wire.AskWindow
+#: An answer, and the bytes beside it.
+Reply = tuple[wire.WireMessage, bytes | memoryview]
 _log = logging.getLogger("memckpt.replicator")
 
 
@@ -245,13 +247,17 @@ class Serving:
             source.close()
         self._sources.clear()
 
-    def answer(self, question: Question) -> tuple[wire.WireMessage | None, bytes | memoryview]:
-        """The answer to a peer, and the bytes beside it; None where it asks for fragments."""
-        if question.generation not in (LIVE_ALL, LIVE_SHARED):
-            return None, b""
+    def answer(self, question: Question, store: FragmentStore) -> Reply:
+        """The answer to a peer: of what stands still here, or from fragments that are kept."""
+        live = question.generation in (LIVE_ALL, LIVE_SHARED)
+        found = self._find_live(question) if live else self._find_kept(question, store)
+        return found if isinstance(found, tuple) else (wire.GotNone(question.request, found), b"")
+
+    def _find_live(self, question: Question) -> Reply | str:
+        """The answer, or why there is none."""
         source = self._sources.get(question.owner)
         if source is None:
-            return wire.GotNone(question.request, f"ranks {list(question.owner)} are not handed out here"), b""
+            return f"ranks {list(question.owner)} are not handed out here"
         if isinstance(question, wire.AskWindow):
             return wire.WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
         key = question.owner, question.generation, question.record
@@ -259,36 +265,29 @@ class Serving:
         if blob is None:
             blob = source.open(question.record, "all" if question.generation == LIVE_ALL else "shared")
             if blob is None:
-                return wire.GotNone(question.request, f"record {question.record} is not here any more"), b""
+                return f"record {question.record} is not here any more"
             self._blobs[key] = blob
         if isinstance(question, wire.AskManifest):
             return wire.Manifest(question.request, question.record, blob.nbytes, b""), b""
         if not 0 <= question.stripe < blob.stripes:
-            return wire.GotNone(question.request, f"record {question.record} has {blob.stripes} stripes"), b""
+            return f"record {question.record} has {blob.stripes} stripes"
         stripe = blob.stripe(question.stripe)
         digest = xxhash.xxh3_128_digest(stripe)
         return wire.Got(question.request, question.record, question.stripe, None, digest), stripe
 
     @staticmethod
-    def answer_from(fragment_store: FragmentStore, question: Question) -> tuple[wire.WireMessage, bytes | memoryview]:
-        """The answer from the fragments that are kept, and the bytes beside it."""
-        window = fragment_store.window(question.owner, question.generation)
+    def _find_kept(question: Question, store: FragmentStore) -> Reply | str:
+        window = store.window(question.owner, question.generation)
         if window is None:
-            return wire.GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""
-        match question:
-            case wire.AskWindow():
-                return wire.WindowIs(question.request, question.owner, window.window.spec), b""
-            case wire.AskManifest():
-                found = window.manifest(question.record)
-                if found is None:
-                    return wire.GotNone(question.request, f"record {question.record} is not complete here"), b""
+            return f"nothing is kept of generation {question.generation}"
+        if isinstance(question, wire.AskWindow):
+            return wire.WindowIs(question.request, question.owner, window.window.spec), b""
+        if isinstance(question, wire.AskManifest):
+            if (found := window.manifest(question.record)) is not None:
                 return wire.Manifest(question.request, question.record, *found), b""
-            case wire.Get():
-                kept = window.fragment(question.record, question.stripe)
-                if kept is None:
-                    return wire.GotNone(question.request, f"record {question.record} is not complete here"), b""
-                fragment, payload = kept
-                return wire.Got(question.request, question.record, question.stripe, fragment), bytes(payload)
+        elif (kept := window.fragment(question.record, question.stripe)) is not None:
+            return wire.Got(question.request, question.record, question.stripe, kept[0]), bytes(kept[1])
+        return f"record {question.record} is not complete here"
 
 
 #: Limit on questions of one peer that wait until it has room for the answers.
@@ -314,11 +313,7 @@ class Answering:
         """Answer questions of a peer, as far as it has room."""
         waiting = self._waiting[peer]
         while waiting and mail.room(peer) > 0:
-            question = waiting.popleft()
-            answer, payload = self.serving.answer(question)
-            if answer is None:
-                answer, payload = self.serving.answer_from(store, question)
-            mail.send(peer, answer, payload)
+            mail.send(peer, *self.serving.answer(waiting.popleft(), store))
         if not waiting:
             del self._waiting[peer]
 

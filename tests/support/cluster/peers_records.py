@@ -202,8 +202,7 @@ class Node:
 
     def answer(self, question: wire.WireMessage) -> tuple[wire.WireMessage, Bytes]:
         assert isinstance(question, wire.AskManifest | wire.Get | wire.AskWindow)
-        answer, payload = self.serving.answer(question)
-        return (answer, payload) if answer is not None else self.serving.answer_from(self.fragment_store, question)
+        return self.serving.answer(question, self.fragment_store)
 
     def close(self) -> None:
         self.serving.close()
