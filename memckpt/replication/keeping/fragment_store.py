@@ -139,10 +139,6 @@ class FragmentStore:
         self._windows[window.owner, window.generation] = kept
         return kept
 
-    def keeps_for_itself(self, window: KeptWindow) -> bool:
-        """Whether a window is of this node's own ranks."""
-        return window.window.node == self._node
-
     def drop_generation(self, owner: RankGroup, generation: str) -> None:
         """Drop a generation that is not needed any more."""
         window = self._windows.get((owner, generation))
@@ -201,7 +197,7 @@ class FragmentStore:
 
     def kept(self) -> tuple[tuple[str, RankGroup, int], ...]:
         """Node, ranks and newest record of all that is kept for other nodes."""
-        others = [one for one in self.windows() if not self.keeps_for_itself(one)]
+        others = [one for one in self.windows() if one.window.node != self._node]
         return tuple((one.window.node, one.window.owner, max(records)) for one in others if (records := one.records()))
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldFragments, ...]:

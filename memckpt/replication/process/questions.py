@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -220,7 +219,6 @@ class Fetching:
 Question = wire.AskManifest | wire.Get | wire.AskWindow
 #: An answer, and the bytes beside it.
 Reply = tuple[wire.WireMessage, bytes | memoryview]
-_log = logging.getLogger("memckpt.replicator")
 
 
 class Serving:

@@ -6,8 +6,6 @@ arrived is looked at, and so on; the network's own threads send meanwhile.
 
 from __future__ import annotations
 
-import logging
-
 import zmq
 
 from memckpt.errors import AgentError
@@ -31,7 +29,6 @@ from memckpt.replication.transport import wire
 from memckpt.replication.transport.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldFragments
 
-_log = logging.getLogger("memckpt.replicator")
 #: How often the agent is told how things are.
 _REPORT_SECONDS = 1.0
 #: How long peers may take to receive the final records of a training, in seconds.

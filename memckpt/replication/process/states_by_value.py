@@ -7,7 +7,6 @@ back to that state, too. From there they are sent to the holders of their fragme
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -27,7 +26,6 @@ from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup, RecordMeta, encode_meta
 
-_log = logging.getLogger("memckpt.replicator")
 #: Bytes that are copied before the loop looks at what has arrived.
 _COPY_BYTES = 16 << 20
 #: End of the name of what a node keeps of a state of its own.

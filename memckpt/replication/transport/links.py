@@ -122,7 +122,6 @@ class Traffic:
 
     sent_bytes: int = 0
     sent_messages: int = 0
-    resent_bytes: int = 0
     resent_messages: int = 0
     received_bytes: int = 0
     received_messages: int = 0
@@ -233,7 +232,6 @@ class Link:
         if self._next > self._sent_up_to:
             self._sent_up_to = self._next
         else:
-            traffic.resent_bytes += nbytes
             traffic.resent_messages += 1
 
     def _lost_connection(self) -> None:
