@@ -10,16 +10,15 @@ import msgspec
 from memckpt.memory.generation import branch_off
 from memckpt.protocol.peer_job import PeerJob, PeerNode, PeerUnit
 from memckpt.protocol.recovery import FromFragments
-from memckpt.protocol.replication import CopyState, GiveUp, StateCopied
+from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, StateCopied
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
 from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room
 from memckpt.replication.coding.code import Code, decode_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.process.node import ReplicationNode
-from memckpt.replication.transport.wire import Window, decode
+from memckpt.replication.transport.wire import decode
 from memckpt.state.records import Branch, HeldFragments
 from tests.support.cluster.peers_model import (
     MOST_BYTES,
@@ -383,31 +382,13 @@ class Job:
     def _send_generation(self, node: Node, unit: Unit) -> None:
         setting, generation = self.setting, node.live[unit].generations[-1]
         spec = setting.spec(unit)
-        sizes = sizes_of(spec, setting.private)
-        window = Window(
-            owner=unit,
-            node=node.name,
-            generation=generation.name,
-            attempt=self.attempt,
-            index=0,
-            data=setting.data,
-            tolerate=setting.tolerate,
-            base=generation.base,
-            period=sizes.period,
-            kept=sizes.kept,
-            every=sizes.every,
-            private=setting.private,
-            replicas=spec.serves,
-            record_bytes=sizes.record_bytes,
-            static=sizes.static,
-            history=self.history,
-            spec=msgspec.msgpack.encode(spec),
-        )
         member = self.members[node.name]
+        told = SendGeneration(unit, generation.name, 1, spec, generation.base, {}, (), b"", self.history)
+        window = member.plan.window(told)
         member._sources[unit] = generation  # type: ignore[assignment]
         outgoing = Outgoing(window, generation, generation.sendable(self.seen[node.name]))
         member.send_generation(self._owner(node, unit), outgoing, spec)
-        member._run_ahead.begin_generation(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
+        member._run_ahead.begin_generation(unit, window.kept - window.period - setting.standing, window.every)
 
     def begin_anew(self, unit: Unit) -> None:
         """Begin a generation with the next record: its layout has changed."""
