@@ -15,7 +15,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.kept_window import SLOTS, KeptWindow, Room
+from memckpt.replication.keeping.kept_window import SLOTS, KeptWindow, Room, sizes_of
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import Branch, Timeline
 from memckpt.state.spec import Shard, TensorSpec
@@ -147,7 +147,7 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     agent = Agent()
     shelf = Shelf(agent=agent)
     shelf.fragment_store.open(records.window("g", CODE))
-    most = records.window("g", CODE).kept
+    most = sizes_of(SPEC, False).kept
     for record in range(3, 3 + most + 1):  # the first one's slot is taken by the last
         shelf.put(record, stripes=2, content=bytes([record]))
     shelf.put(STATIC, stripes=3)
@@ -229,11 +229,10 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
     """Neither where a former record of the slot had more stripes."""
     agent = Agent()
     shelf = Shelf(agent=agent)
-    window = records.window("g", CODE)
-    shelf.fragment_store.open(window)
-    for record in range(3, 3 + window.kept):
+    shelf.fragment_store.open(records.window("g", CODE))
+    for record in range(3, 3 + shelf.window.sizes.kept):
         shelf.put(record, stripes=3)
-    newest = 3 + window.kept
+    newest = 3 + shelf.window.sizes.kept
     for stripe in range(present):
         fragment, payload = sealed(newest, stripe, 3, b"y" * STRIPE_BYTES)
         assert shelf.fragment_store.put(fragment, 0, payload) is None
@@ -325,17 +324,6 @@ def test_no_room_is_said_and_leaves_what_is_here(records: Records) -> None:
 
 
 WRONG_WINDOWS: dict[str, dict[str, Any]] = {
-    "kept nothing": {"kept": 0},
-    "kept less than nothing": {"kept": -5},
-    "kept far too many": {"kept": 1 << 60},
-    "no period": {"period": 0},
-    "a long period": {"period": 1 << 60},
-    "a step of nothing": {"every": 0},
-    "no bytes": {"record_bytes": 0},
-    "fewer than no bytes": {"record_bytes": -(1 << 62)},
-    "all bytes": {"record_bytes": 1 << 62},
-    "nothing static": {"static": False},
-    "other replicas": {"replicas": (0, 1)},
     "another owner's layout": {"owner": (2, 3)},
     "no layout": {"spec": b""},
     "no text": {"spec": b"\xd9\x01\xff"},
@@ -412,7 +400,7 @@ def test_a_fragment_that_cannot_be_is_refused(records: Records) -> None:
         assert "a fragment of it came damaged" in answer.reason
     assert shelf.records() == []
     lacking = records.window("h", CODE)
-    lacking = msgspec.structs.replace(lacking, private=True, period=1, kept=4, static=False, record_bytes=512)
+    lacking = msgspec.structs.replace(lacking, private=True)
     assert shelf.fragment_store.open(lacking) is None
     assert isinstance(shelf.put(STATIC, generation="h")[0], NotStored)  # nothing is sent once there
 

@@ -325,7 +325,7 @@ def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
     [owner] = node.member.senders
     assert owner.bytes_per_step == owner.record_bytes > 0
     outgoing = owner._generations[-1]
-    outgoing.window = msgspec.structs.replace(outgoing.window, every=10)
+    outgoing.sizes = outgoing.sizes._replace(every=10)
     assert owner.bytes_per_step == owner.record_bytes / 10
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from memckpt.replication.coding.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, check
+from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
@@ -50,12 +51,6 @@ class Slots:
 
     def close(self) -> None:
         self.closed = True
-
-
-def window(generation: str = "g", base: int = 0, static: bool = True) -> Window:
-    return Window(
-        RANKS, "n", generation, "a1", 0, 1, 3, base, PERIOD, KEPT, 1, False, (), SIZE, static, (), b""
-    )  # fmt: skip
 
 
 @dataclass
@@ -115,9 +110,9 @@ class Sent:
 
     def begin(self, generation: str = "g", base: int = 0, static: bool = True) -> Slots:
         slots, self.slots = self.slots, Slots(base)
-        self.owner.begin_generation(
-            Outgoing(window(generation, base, static), self.slots, range(base - PERIOD + 1, base + 1))
-        )
+        window = Window(RANKS, "n", generation, "a1", 0, 1, 3, base, False, (), b"")
+        sizes = WindowSizes(PERIOD, KEPT, 1, SIZE, static, 0, 0, 0)
+        self.owner.begin_generation(Outgoing(window, sizes, self.slots, range(base - PERIOD + 1, base + 1)))
         return slots
 
     def meet(self, *names: str) -> None:

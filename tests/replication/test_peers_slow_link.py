@@ -6,6 +6,7 @@ import pytest
 
 from memckpt.replication.coding.blob import Blob, Extent, RecordTail
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.transport.wire import Abandon, Put, Stored, Window, WireMessage
@@ -52,8 +53,9 @@ class Link:
         self._said: list[Stored] = []
         self.owner = Sender(RANKS, Code(1, 1), ["h"], self._take, lambda name: 1, 0, proceeds=True)
         self.ring = Ring()
-        window = Window(RANKS, "n", "g", "a", 0, 1, 1, PERIOD, PERIOD, KEPT, 1, False, (), len(DATA), False, (), b"")
-        self.owner.begin_generation(Outgoing(window, self.ring, range(1, PERIOD + 1)))
+        window = Window(RANKS, "n", "g", "a", 0, 1, 1, PERIOD, False, (), b"")
+        sizes = WindowSizes(PERIOD, KEPT, 1, len(DATA), False, 0, 0, 0)
+        self.owner.begin_generation(Outgoing(window, sizes, self.ring, range(1, PERIOD + 1)))
         self.owner.met("h")
         if begun:
             self.carry_all()

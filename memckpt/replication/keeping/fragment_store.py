@@ -193,7 +193,7 @@ class FragmentStore:
                 self._drop(window)
             else:
                 # One more than a state takes, for who repeats a step: where a slot is needed, the oldest goes first.
-                window.drop_up_to(self.watermark - told.period * told.every - (not window.snapshots))
+                window.drop_up_to(self.watermark - window.sizes.period * window.sizes.every - (not window.snapshots))
 
     def kept(self) -> tuple[tuple[str, RankGroup, int], ...]:
         """Node, ranks and newest record of all that is kept for other nodes."""

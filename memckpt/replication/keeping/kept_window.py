@@ -23,9 +23,15 @@ _TAIL_BYTES = 64 << 10
 
 
 class WindowSizes(NamedTuple):
-    """Sizes of a window (as in Window), and of the memory that a holder needs for it.
+    """Sizes of a window, and of the memory that a holder needs for it: owner and holders compute the same.
 
-    `stripes`: of a record, as a rule; `most_stripes`, `most_static_stripes`: limits.
+    Attributes:
+        period: T; 1 where each record stands for itself.
+        kept: how many records a holder keeps at most (T + D).
+        every: records have numbers that are multiples of it.
+        record_bytes: of a record as a rule, before it is cut; more is taken, too.
+        static: whether something is sent once for all records.
+        stripes: of a record, as a rule; `most_stripes`, `most_static_stripes`: limits.
     """
 
     period: int
@@ -57,17 +63,6 @@ def sizes_of(spec: StateSpec, private: bool, by_value: bool = False) -> WindowSi
         most_stripes=_stripes(record_bytes + MOST_TAIL_BYTES),
         most_static_stripes=_stripes(static_bytes + _TAIL_BYTES) if static_bytes else 0,
     )
-
-
-def differing(window: Window, spec: StateSpec, sizes: WindowSizes) -> str:
-    """Why a window does not follow from its layout, in words; empty if it does."""
-    names = ("period", "kept", "every", "record_bytes", "static")
-    expected: dict[str, object] = {name: getattr(sizes, name) for name in names}
-    expected |= {"owner": spec.local_ranks, "replicas": spec.serves}
-    for name, value in expected.items():
-        if getattr(window, name) != value:
-            return f"expected {name}={value} by its layout, found {getattr(window, name)}"
-    return ""
 
 
 def _stripes(nbytes: int) -> int:
@@ -203,27 +198,26 @@ class KeptWindow:
         found: rooms of a process that has died, by slot; the records that are whole in them are kept.
 
     Raises:
-        ValueError: the owner's layout cannot be read, the window does not follow from it, or the rooms do not fit it.
+        ValueError: the owner's layout cannot be read, is another owner's, or the rooms do not fit it.
         MemckptError: there is no room.
     """
 
     def __init__(self, window: Window, unit: int, rooms: Rooms, found: Mapping[int, Room] | None = None) -> None:
         self.window = window
         self.spec = read_spec(window.spec)
-        self._sizes = sizes_of(self.spec, window.private, window.by_value)
-        problem = differing(window, self.spec, self._sizes)
-        if problem:
-            raise ValueError(problem)
+        if window.owner != self.spec.local_ranks:
+            raise ValueError(f"expected a layout of ranks {list(window.owner)}, found {list(self.spec.local_ranks)}")
+        self.sizes = sizes_of(self.spec, window.private, window.by_value)
         self._unit = unit
         self._maker = rooms
-        self._slot_bytes = self._sizes.stripes * self._cell_bytes
+        self._slot_bytes = self.sizes.stripes * self._cell_bytes
         #: By slot, what its records have beyond that of all slots, as much as any of them had.
         self._rooms = dict(found or {})
         if SLOTS not in self._rooms:
-            self._add_room(SLOTS, self._slot_bytes * window.kept)
-        elif (nbytes := self._rooms[SLOTS].view.nbytes) != self._slot_bytes * window.kept:
-            raise ValueError(f"expected a room of {self._slot_bytes * window.kept} bytes, found {nbytes}")
-        self._free = list(range(window.kept))
+            self._add_room(SLOTS, self._slot_bytes * self.sizes.kept)
+        elif (nbytes := self._rooms[SLOTS].view.nbytes) != self._slot_bytes * self.sizes.kept:
+            raise ValueError(f"expected a room of {self._slot_bytes * self.sizes.kept} bytes, found {nbytes}")
+        self._free = list(range(self.sizes.kept))
         self._records: dict[int, _KeptRecord] = {}
         #: Nobody needs this record any more, or those before it.
         self._past = STATIC
@@ -237,10 +231,10 @@ class KeptWindow:
 
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
-        told, one, sizes = self.window, fragment, self._sizes
+        told, one, sizes = self.window, fragment, self.sizes
         if (one.index, one.data, one.tolerate) != (told.index, told.data, told.tolerate):
             return f"it is fragment {one.index} of a ({one.data}, {one.tolerate}) code"
-        if one.record != STATIC and one.record <= told.base - told.period * told.every:
+        if one.record != STATIC and one.record <= told.base - sizes.period * sizes.every:
             return f"record {one.record} lies before the generation, which begins after {told.base}"
         most = sizes.most_static_stripes if one.record == STATIC else sizes.most_stripes
         if one.stripes > most:
@@ -302,7 +296,7 @@ class KeptWindow:
 
     def _find_records(self) -> None:
         """Take up the records that are whole in memory of a process that has died; nothing else stays there."""
-        for slot in [*([_STATIC_SLOT] if _STATIC_SLOT in self._rooms else []), *range(self.window.kept)]:
+        for slot in [*([_STATIC_SLOT] if _STATIC_SLOT in self._rooms else []), *range(self.sizes.kept)]:
             cells = self._cells(slot)
             found = cells.find()
             number = found[0].fragment.record if found else None
@@ -347,7 +341,7 @@ class KeptWindow:
 
     def _in_slot(self, slot: int) -> int:
         """Number of stripes for which a slot has room without more being reserved."""
-        return 0 if slot == _STATIC_SLOT else self._sizes.stripes
+        return 0 if slot == _STATIC_SLOT else self.sizes.stripes
 
     def _cells(self, slot: int) -> Cells:
         parts = []
@@ -416,13 +410,13 @@ class KeptWindow:
             data=window.data,
             generation=window.generation,
             base=window.base,
-            period=window.period,
+            period=self.sizes.period,
             private=window.private,
-            replicas=window.replicas,
+            replicas=self.spec.serves,
             records=tuple(records),
             steps=tuple(self._records[number].step for number in records),
             history=window.history,
-            static=not window.static or (static is not None and static.complete),
+            static=not self.sizes.static or (static is not None and static.complete),
             world_size=self.spec.world_size,
             digest=self.spec.digest(),
             sharding=self.spec.sharding(),

@@ -12,6 +12,7 @@ from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
+from memckpt.replication.keeping.kept_window import WindowSizes
 from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
@@ -53,11 +54,13 @@ class Outgoing:
     `records`: those that are there; first the virtual ones up to its base. `slots`: of the ring in which they lie.
     """
 
-    def __init__(self, window: Window, source: Source, records: Sequence[int], slots: int | None = None) -> None:
-        self.window = window
+    def __init__(
+        self, window: Window, sizes: WindowSizes, source: Source, records: Sequence[int], slots: int | None = None
+    ) -> None:
+        self.window, self.sizes = window, sizes
         self.source = source
         self.records = deque(records)
-        self._slots = window.kept if slots is None else slots
+        self._slots = sizes.kept if slots is None else slots
         self._blobs: dict[int, Stripes] = {}
 
     @property
@@ -67,13 +70,13 @@ class Outgoing:
     def add(self, record: int) -> None:
         """Append a record. Records further back than a window reaches are not needed again."""
         self.records.append(record)
-        while len(self.records) > self.window.kept:
+        while len(self.records) > self.sizes.kept:
             self.release_record(self.records.popleft())
 
     def left(self, record: int) -> int:
         """Records that training may still commit before it overwrites the slot of this one."""
         newest = self.records[-1] if self.records else record
-        return record // self.window.every + self._slots - 1 - newest // self.window.every
+        return record // self.sizes.every + self._slots - 1 - newest // self.sizes.every
 
     def blob(self, record: int) -> Stripes | None:
         """The bytes of a record; None if they are not there any more."""

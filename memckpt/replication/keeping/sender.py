@@ -18,7 +18,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, Payload, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.keeping.stream import MAX_REASON_CHARS, OPEN, Stream
-from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, WireMessage
 from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.
@@ -192,10 +192,10 @@ class Sender:
             if stream.met and not stream.waits and not self.paused:
                 stream.rate.note_record(waiting=bool(stream.queue))
                 stream.add(outgoing, record)
-                if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
+                if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.sizes.kept:
                     # It takes nothing, and training goes on without it: what is gone from the slots is not remembered.
                     if missed := stream.lost_by_restart(outgoing):
-                        self._note_gap(min(missed), max(missed), len(missed), outgoing.window.every)
+                        self._note_gap(min(missed), max(missed), len(missed), outgoing.sizes.every)
                     stream.restart(outgoing)
 
     def pause(self) -> None:
@@ -220,8 +220,8 @@ class Sender:
             return
         self.paused = False
         for stream in self._streams:
-            if stream.met and not stream.waits and self._newest is not None:
-                stream.restart(self._newest)
+            if stream.met and not stream.waits and self.generation is not None:
+                stream.restart(self.generation)
 
     def withdraw_newer(self) -> None:
         """Drop generations newer than the watermark: something else is to be sent instead."""
@@ -235,8 +235,8 @@ class Sender:
 
     def holds(self, base: int) -> bool:
         """Whether all holders have the state that a generation begins with."""
-        windows = [one.window for one in self._generations if one.window.base == base]
-        return any(all(stream.holds(window, base) for stream in self._streams) for window in windows)
+        begun = [one for one in self._generations if one.window.base == base]
+        return any(all(stream.holds(one, base) for stream in self._streams) for one in begun)
 
     def give_up(self, generation: str) -> None:
         """Send no more of the state that a generation begins with: the replica in which it lies goes on."""
@@ -272,7 +272,7 @@ class Sender:
         for stream in self._streams:
             if stream.holder == holder:
                 stream.reset()
-                stream.restart(None if self.paused else self._newest)
+                stream.restart(None if self.paused else self.generation)
 
     def stored(self, holder: str, message: Stored) -> None:
         for stream in self._streams:
@@ -290,7 +290,7 @@ class Sender:
     def owing(self, progress: Callable[[str], tuple[int, Hashable]]) -> dict[str, Hashable]:
         """Holders that owe an acknowledgement, each with a value that changes with its progress, also of its link."""
         found: dict[str, Hashable] = {}
-        if self._newest is None:
+        if self.generation is None:
             return found
         for stream in self._streams:
             told = stream.progress
@@ -318,48 +318,43 @@ class Sender:
         """Whether all holders have all that the state after :attr:`acknowledged` needs."""
         if not self._generations:
             return False
-        return all(stream.whole(self._generations[-1].window) for stream in self._streams)
+        return all(stream.holds(self._generations[-1], stream.acknowledged) for stream in self._streams)
 
     @property
     def reaches_from(self) -> int:
         """The first record whose state all holders can produce, of those from :attr:`since` on."""
         base = self._generations[-1].window.base if self._generations else self._start
-        period = self._generations[-1].window.period if self._generations else 1
+        period = self._generations[-1].sizes.period if self._generations else 1
         return base if self.since <= base else self.since + period - 1
 
     @property
-    def _newest(self) -> Outgoing | None:
+    def generation(self) -> Outgoing | None:
+        """The newest generation; None before the first."""
         return self._generations[-1] if self._generations else None
-
-    @property
-    def window(self) -> Window | None:
-        """Window of the newest generation; None before the first."""
-        newest = self._newest
-        return None if newest is None else newest.window
 
     @property
     def newest(self) -> int | None:
         """The newest record that there is to send; None before the first."""
-        newest = self._newest
+        newest = self.generation
         return newest.records[-1] if newest is not None and newest.records else None
 
     @property
     def record_bytes(self) -> int:
         """Bytes of a record of the newest generation, in fragments for all holders."""
-        newest = self._newest
-        return 0 if newest is None else newest.window.record_bytes * len(self._streams) // self._code.data
+        newest = self.generation
+        return 0 if newest is None else newest.sizes.record_bytes * len(self._streams) // self._code.data
 
     @property
     def bytes_per_step(self) -> float:
         """Bytes that records of the newest generation add per step, in fragments for all holders, on average."""
-        newest = self._newest
-        return 0.0 if newest is None else self.record_bytes / newest.window.every
+        newest = self.generation
+        return 0.0 if newest is None else self.record_bytes / newest.sizes.every
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that are yet to be sent, about, to all holders that have room."""
-        newest = self._newest
-        each = 0 if newest is None else newest.window.record_bytes // self._code.data
+        newest = self.generation
+        each = 0 if newest is None else newest.sizes.record_bytes // self._code.data
         queues = (stream.queue for stream in self._streams if self._room(stream.holder) > 0)
         return each * sum(record is not OPEN for queue in queues for _, record in queue)
 
@@ -379,7 +374,7 @@ class Sender:
         for stream in self._streams:
             if stream.waits and stream.retry_at <= now:
                 stream.waits = False
-                stream.restart(None if self.paused else self._newest)
+                stream.restart(None if self.paused else self.generation)
 
     def pump(self, limit: int) -> int:
         """Send up to about `limit` bytes, in turns to all holders that take some; returns how many."""
@@ -426,7 +421,7 @@ class Sender:
         rate = stream.rate.bytes_per_record
         if not self.proceeds or rate is None or record == STATIC or record == outgoing.records[-1]:
             return False
-        nbytes = outgoing.window.record_bytes // self._code.data
+        nbytes = outgoing.sizes.record_bytes // self._code.data
         if stream.stripe:
             nbytes -= stream.stripe * STRIPE_BYTES // self._code.data
         return nbytes > outgoing.left(record) * rate
@@ -437,7 +432,7 @@ class Sender:
         Sending what still lies in its slot, but not for long, would leave out something time and again.
         """
         left_out = self._leave_out(stream, outgoing, outgoing.records[-1] - 1)
-        self._note_gap(left_out[0], left_out[-1], len(left_out), outgoing.window.every)
+        self._note_gap(left_out[0], left_out[-1], len(left_out), outgoing.sizes.every)
         for record in left_out:
             if not self._is_queued(outgoing, record):
                 self._writer.release_record(outgoing, record)
@@ -447,7 +442,7 @@ class Sender:
         if stream.stripe:
             self._writer.abandon(stream.holder, outgoing, record)
         if stream.skip() and record != STATIC:
-            self._note_gap(record, record, 1, outgoing.window.every)
+            self._note_gap(record, record, 1, outgoing.sizes.every)
         self._writer.release_record(outgoing, record)
 
     def _note_gap(self, first: int, last: int, count: int, every: int) -> None:

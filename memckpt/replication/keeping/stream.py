@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.keeping.outgoing import Outgoing
-from memckpt.replication.transport.wire import NotStored, Stored, Window
+from memckpt.replication.transport.wire import NotStored, Stored
 
 #: The longest reason from a peer that is kept and logged, in characters.
 MAX_REASON_CHARS = 500
@@ -111,7 +111,7 @@ class Stream:
     def queue_generation(self, outgoing: Outgoing) -> None:
         """Queue a generation with all records that are there."""
         self.queue.append(Due(outgoing, OPEN))
-        for record in ([STATIC] if outgoing.window.static else []) + list(outgoing.records):
+        for record in ([STATIC] if outgoing.sizes.static else []) + list(outgoing.records):
             self.add(outgoing, record)
 
     def add(self, outgoing: Outgoing, record: int) -> None:
@@ -177,11 +177,11 @@ class Stream:
         while self._pending and (self._pending[0][0].generation, self._pending[0][1]) in self._stored:
             outgoing, record = self._pending.popleft()
             if record >= outgoing.window.base:
-                if record > self.acknowledged + outgoing.window.every:
+                if record > self.acknowledged + outgoing.sizes.every:
                     self.since = record
                 self.acknowledged = max(self.acknowledged, record)
                 self.problem, self._backoff = "", _FIRST_RETRY_SECONDS
-                oldest = record - outgoing.window.kept * outgoing.window.every
+                oldest = record - outgoing.sizes.kept * outgoing.sizes.every
                 self._stored = {
                     one for one in self._stored if one[0] != outgoing.generation or one[1] == STATIC or one[1] > oldest
                 }
@@ -197,16 +197,12 @@ class Stream:
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, _LAST_RETRY_SECONDS)
 
-    def whole(self, window: Window) -> bool:
-        """Whether the holder has all that the state after its newest record needs."""
-        return self.holds(window, self.acknowledged)
-
-    def holds(self, window: Window, record: int) -> bool:
+    def holds(self, outgoing: Outgoing, record: int) -> bool:
         """Whether the holder has all that the state after a record needs."""
-        needed = {record - index * window.every for index in range(window.period)}
-        if window.static:
+        needed = {record - index * outgoing.sizes.every for index in range(outgoing.sizes.period)}
+        if outgoing.sizes.static:
             needed.add(STATIC)
-        return all((window.generation, one) in self._stored for one in needed)
+        return all((outgoing.generation, one) in self._stored for one in needed)
 
 
 def _is_up_to(record: int | None, last: int) -> bool:

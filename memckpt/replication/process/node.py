@@ -236,11 +236,11 @@ class ReplicationNode:
 
     def _forget_virtual(self, sender: Sender) -> None:
         """Give up virtual records that are not needed: once its base is acknowledged, a replica goes on."""
-        window, source = sender.window, self._sources.get(sender.ranks)
-        if window is None or source is None or window.base > self.watermark.record:
+        newest, source = sender.generation, self._sources.get(sender.ranks)
+        if newest is None or source is None or newest.window.base > self.watermark.record:
             return
-        if source.spec.mode == "eager" and not window.private:
-            sender.give_up(window.generation)
+        if source.spec.mode == "eager" and not newest.window.private:
+            sender.give_up(newest.generation)
 
     # What this node's ranks do
 
@@ -254,19 +254,23 @@ class ReplicationNode:
         source = RegionSource(message, regions, "private" if window.private else "all")
         self._sources[message.ranks] = source
         records = [record for record in sorted(message.records) if not window.private or record >= message.base]
-        self.send_generation(sender, Outgoing(window, source, records, source.layout.ring), message.spec)
+        self.send_generation(
+            sender,
+            Outgoing(window, sizes_of(source.spec, window.private), source, records, source.layout.ring),
+            message.spec,
+        )
 
     def send_generation(self, sender: Sender, outgoing: Outgoing, spec: StateSpec) -> None:
         """Send a generation, or the states of its records, as N says."""
-        window, snapshots = outgoing.window, spec.mode == "snapshot"
+        sizes, snapshots = outgoing.sizes, spec.mode == "snapshot"
         standing = 1 + spec.trails if spec.mode == "eager" else 0  # as where training waits for room
-        self._run_ahead.begin_generation(sender.ranks, window.kept - window.period - standing, window.every)
+        self._run_ahead.begin_generation(sender.ranks, sizes.kept - sizes.period - standing, sizes.every)
         if self.watermark.every == 1 or snapshots:
             sender.resume()
         else:
             sender.pause()
-        state = sizes_of(spec, window.private, by_value=True)
-        self._meter.ratio = state.period * state.record_bytes / max(1, window.record_bytes)
+        state = sizes_of(spec, outgoing.window.private, by_value=True)
+        self._meter.ratio = state.period * state.record_bytes / max(1, sizes.record_bytes)
         sender.begin_generation(outgoing)
         if self.leader is not None:
             self._announce(self.leader.begin_generation(snapshots))
@@ -323,7 +327,7 @@ class ReplicationNode:
                 if holder not in self.unheard:  # whether that is lost is the leader's to judge
                     owing[holder] = owing.get(holder), progress
         heard = {node: at for node, at in self.transport.heard().items() if node in self.plan.addresses}
-        every = max((sender.window.every for sender in self.senders if sender.window is not None), default=1)
+        every = max((one.generation.sizes.every for one in self.senders if one.generation is not None), default=1)
         self.laggards.check_peers(owing, heard, self._newest, every, now)
 
     def _how_far(self) -> wire.Acknowledged:
@@ -397,7 +401,7 @@ class ReplicationNode:
         record = sum(sender.record_bytes for sender in senders)
         waiting = sum(sender.waiting_bytes for sender in senders)
         # Where training waits for what is acknowledged, it does so long before peers have no room.
-        kept = max((one.window.kept for one in senders if one.window is not None), default=0)
+        kept = max((one.generation.sizes.kept for one in senders if one.generation is not None), default=0)
         records = self._run_ahead.records if self.job.wait else kept
         self.pacer.needs(needed, waiting, record * records or None)
 

@@ -12,7 +12,6 @@ from memckpt.errors import PeerError
 from memckpt.protocol.peer_job import PeerJob
 from memckpt.protocol.replication import SendGeneration, StateCopied
 from memckpt.replication.coding.placement import place
-from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.transport import wire
@@ -59,9 +58,7 @@ class NodePlan:
 
     def window(self, message: SendGeneration | StateCopied) -> wire.Window:
         """A generation of this node's records, or one of its states by value, as holders are told; for fragment 0."""
-        spec, by_value = message.spec, isinstance(message, StateCopied)
-        private = message.ranks in self.private and not by_value
-        sizes = sizes_of(spec, private, by_value)
+        by_value = isinstance(message, StateCopied)
         return wire.Window(
             owner=message.ranks,
             node=self.node,
@@ -71,15 +68,9 @@ class NodePlan:
             data=self.job.data,
             tolerate=self.job.tolerate,
             base=message.record if isinstance(message, StateCopied) else message.base,
-            period=sizes.period,
-            kept=sizes.kept,
-            every=sizes.every,
-            private=private,
-            replicas=spec.serves,
-            record_bytes=sizes.record_bytes,
-            static=sizes.static,
+            private=message.ranks in self.private and not by_value,
             history=message.history,
-            spec=msgspec.msgpack.encode(spec),
+            spec=msgspec.msgpack.encode(message.spec),
             by_value=by_value,
         )
 

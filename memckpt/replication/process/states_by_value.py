@@ -226,7 +226,7 @@ class StatesByValue:
     def _copy(self, taken: _StateCopy, window: Window, kept: KeptWindow, sender: Sender) -> Iterator[int]:
         """Keep a state, and have it sent from there; yields the bytes of each step, 0 while there is no room yet."""
         told = taken.message
-        for record in ([STATIC] if window.static else []) + list(taken.records):
+        for record in ([STATIC] if kept.sizes.static else []) + list(taken.records):
             blob = taken.open(record)
             for stripe in range(blob.stripes):
                 data = blob.stripe(stripe)
@@ -248,7 +248,7 @@ class StatesByValue:
                 yield len(payload)
             blob.release()
         self.problem = ""
-        sender.begin_generation(Outgoing(window, _OwnCopy(kept, told.step), taken.records))
+        sender.begin_generation(Outgoing(window, kept.sizes, _OwnCopy(kept, told.step), taken.records))
 
     @property
     def busy(self) -> bool:

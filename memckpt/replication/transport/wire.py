@@ -19,14 +19,9 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         attempt: the nonce of the attempt that writes it.
         index: which of the k + m - 1 fragments of each stripe the holder gets; `data`, `tolerate`: k and m.
         base: the record after which it begins.
-        period: T; 1 where each record stands for itself.
-        kept: how many records a holder keeps at most (T + D).
-        every: records have numbers that are multiples of it.
-        private, replicas: as in HeldFragments.
-        record_bytes: of a record as a rule, before it is cut; more is taken, too.
-        static: whether something is sent once for all records.
+        private: as in HeldFragments.
         history: timelines, oldest first.
-        spec: what the layout is made from (StateSpec), encoded.
+        spec: what the layout is made from (StateSpec), encoded; from it follow the sizes (WindowSizes).
         by_value: it is the state after `base` alone, cut into T virtual records, and no record follows.
     """
 
@@ -38,13 +33,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     data: int
     tolerate: int
     base: int
-    period: int
-    kept: int
-    every: int
     private: bool
-    replicas: tuple[int, ...]
-    record_bytes: int
-    static: bool
     history: tuple[Branch, ...]
     spec: bytes
     by_value: bool = False

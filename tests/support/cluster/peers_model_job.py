@@ -16,6 +16,7 @@ from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room
 from memckpt.replication.coding.code import Code, decode_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.transport.wire import decode
@@ -386,9 +387,10 @@ class Job:
         told = SendGeneration(unit, generation.name, 1, spec, generation.base, {}, (), b"", self.history)
         window = member.plan.window(told)
         member._sources[unit] = generation  # type: ignore[assignment]
-        outgoing = Outgoing(window, generation, generation.sendable(self.seen[node.name]))
+        sizes = sizes_of(spec, setting.private)
+        outgoing = Outgoing(window, sizes, generation, generation.sendable(self.seen[node.name]))
         member.send_generation(self._owner(node, unit), outgoing, spec)
-        member._run_ahead.begin_generation(unit, window.kept - window.period - setting.standing, window.every)
+        member._run_ahead.begin_generation(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
 
     def begin_anew(self, unit: Unit) -> None:
         """Begin a generation with the next record: its layout has changed."""

@@ -138,7 +138,6 @@ class Records:
         return self._message("", records, serve=True)
 
     def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> wire.Window:
-        sizes = sizes_of(self.spec, private)
         return wire.Window(
             owner=self.spec.local_ranks,
             node=node,
@@ -148,13 +147,7 @@ class Records:
             data=code.data,
             tolerate=code.tolerate,
             base=self.base,
-            period=sizes.period,
-            kept=sizes.kept,
-            every=sizes.every,
             private=private,
-            replicas=self.spec.serves,
-            record_bytes=sizes.record_bytes,
-            static=sizes.static,
             history=(Branch(T1, None),),
             spec=msgspec.msgpack.encode(self.spec),
         )
@@ -223,7 +216,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
     window = records.window("g", code, private=private)
     source = records.source("private" if private else "all")
     first = records.base if private else records.base - records.spec.period + 1
-    owner.begin_generation(Outgoing(window, source, range(first, records.newest + 1)))
+    owner.begin_generation(Outgoing(window, sizes_of(records.spec, private), source, range(first, records.newest + 1)))
     for node in nodes:
         owner.met(node.name)
     while owner.pump(1 << 30):
