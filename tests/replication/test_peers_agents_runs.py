@@ -23,6 +23,7 @@ from tests.support.cluster.peers_lab import (
     kill_replicators,
     peers_config,
     peers_job,
+    recovers,
     replicator_of,
     stop_agent,
     stop_both,
@@ -106,9 +107,7 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_replicato
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
     assert len(noted(died, "acted")[who]) == 1
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * setup.world_size
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected)
 
 
 @slow
@@ -122,9 +121,7 @@ def test_two_replicators_that_are_replaced_one_after_the_other_find_each_other(
     acts = [Act(1, 3, "forward", kill_replicator), Act(3, 3, "forward", dies)]
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1,node3", 8, "backward"))
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected)
 
 
 @slow
@@ -171,9 +168,7 @@ def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lo
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
     assert told(lab).count("it shows no sign of life") == 1
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected)
 
 
 @pytest.mark.promise("a silent node whose trainers are known to be alive")
@@ -206,6 +201,4 @@ def test_training_goes_on_without_a_node_that_stands_still_and_with_it_when_it_i
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 16)), Death("node3", 17, "backward"))
     assert len(noted(died, "acted")[who]) == 2
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 16]] * 4
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected)

@@ -15,6 +15,7 @@ from tests.support.cluster.peers_lab import (
     goes_on,
     peers_config,
     peers_job,
+    recovers,
     told,
 )
 from tests.support.cluster.sharded_cases import Setup, check_verdict
@@ -82,6 +83,4 @@ def test_states_are_sent_where_links_prove_to_be_slow(lab: Lab, ack: str, rate: 
     low, high = bounds(died)
     assert 32 < low < high
     assert "states are sent in place of records" in told(lab)
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, low, high)
+    recovers(lab, died, expected, low, high)

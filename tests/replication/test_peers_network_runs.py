@@ -30,6 +30,7 @@ from tests.support.cluster.peers_lab import (
     peers_config,
     peers_job,
     ranks_of,
+    recovers,
     replicator_of,
     revive_agents,
     told,
@@ -152,9 +153,7 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     assert len(noted(died, "acted")[0]) == len(acts)
     assert max(lags(died)) > SLOTS
     assert "the replicator is gone" not in logs(lab)
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected)
 
 
 @troubles
@@ -230,7 +229,5 @@ def test_a_node_that_was_given_up_and_comes_back_changes_nothing(lab: Lab, netwo
     assert stale.alive()
 
     # Its agent is still there, with what it has of the timeline that was left: it takes part again.
-    last = second.again(lab, names=())
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(second))
+    recovers(lab, second, expected, names=())
     assert stale.wait() == -signal.SIGKILL

@@ -22,8 +22,10 @@ from tests.support.cluster.peers_lab import (
     kill_nodes,
     kill_once,
     kill_replicator,
+    loses,
     peers_config,
     peers_job,
+    recovers,
     recovers_with,
     replicator_of,
     start,
@@ -75,9 +77,7 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
     assert all(codes[rank] == -9 for rank in asked)
     assert 0 not in codes
     assert not any(noted(attempt, "restored"))
-    last = attempt.again(lab, config=job.config)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, attempt, expected, *bounds(died), config=job.config)
 
 
 @slow
@@ -101,8 +101,7 @@ def test_a_node_is_lost_while_it_fetches_or_serves(lab: Lab, setup: Setup, toler
 def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> None:
     """In the same attempt; it comes to its senses when training has begun, and nobody has replaced it until then."""
     job = peers_job(lab, setup, peers_config(2, 2, agent=LEFT_ALONE))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     attempt = died.again(lab)
     begin, _ = bounds(died)
     goes = [Act(2, step, "forward", continue_replicator) for step in (begin, begin + 1)]
@@ -122,8 +121,7 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
 def test_fragments_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -> None:
     """A node is lost, then the replicators of all others die, one of them once more as it is asked for fragments."""
     job = peers_job(lab, setup, peers_config(3, 1))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     for name in ("node0", "node2", "node3"):
         kill_and_wait(replicator_of(died, name))
     attempt = died.again(lab)
@@ -145,9 +143,7 @@ def test_a_node_is_lost_as_the_replicators_of_others_die(lab: Lab, setup: Setup,
     expected = reference(lab, job)
     acts = [Act(rank, 6, "backward", kill_replicator) for rank in (0, 2, 3)]
     died = fail(lab, replace(job, protected_at=(5,), acts=acts), Death("node1", 6, "backward"))
-    attempt = died.again(lab)
-    finishes(lab, attempt, expected)
-    goes_on(attempt, 4, 6)
+    recovers(lab, died, expected, 4, 6)
 
 
 @pytest.mark.promise(
@@ -158,8 +154,7 @@ def test_a_node_is_lost_as_the_replicators_of_others_die(lab: Lab, setup: Setup,
 def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
     """With (3, 1) nobody can be done without. It is asked for a check as well, then without, and then once more."""
     job = peers_job(lab, FSDP, peers_config(3, 1, agent=LEFT_ALONE))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     attempt = died.again(lab)
     signals = iter([signal.SIGSTOP, signal.SIGSTOP])
     silence = recovers_with([2], lambda rank: os.kill(replicator_of(attempt, "node2"), next(signals, signal.SIGCONT)))
@@ -175,25 +170,21 @@ def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
 def test_a_start_that_silence_has_ended_is_made_good_by_the_next(lab: Lab) -> None:
     """Nothing else can be resumed, and what is held stays where it is."""
     job = peers_job(lab, FSDP, peers_config(3, 1, agent=LEFT_ALONE, recovery_patience_seconds=0.1))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     assert job.config is not None
     attempt = died.again(lab, config=replace(job.config, resume_check="off"))  # nothing is asked for a check as well
     silence = recovers_with([2], lambda rank: os.kill(replicator_of(attempt, "node2"), signal.SIGSTOP))
     assert 0 not in start(lab, replace(attempt, prepare=silence))
     assert "PeerError: expected an answer of node2, found none for 0 s; step" in told(lab)
     os.kill(replicator_of(attempt, "node2"), signal.SIGCONT)
-    last = attempt.again(lab, config=job.config)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, attempt, expected, *bounds(died), config=job.config)
 
 
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_a_replicator_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     attempt = died.again(lab)
     dies = recovers_with([1], lambda rank: kill_once(attempt, "node1"))
     finishes(lab, replace(attempt, prepare=dies), expected)
@@ -205,15 +196,12 @@ def test_a_replicator_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Se
 def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> None:
     """However late they are asked to: each of the others waits for rank 1, whose node fetches."""
     job = peers_job(lab, setup, peers_config(3, 1))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     read_fd, write_fd = os.pipe()
     late = recovers_with([0, 2, 3], lambda rank: wait_for(read_fd), lambda rank: send_to(write_fd, 3))
     # Ranks of DDP have all that there is to hand out, and only that travels; those of FSDP come back elsewhere for it.
     names = () if setup is DDP else ("node2", "fresh", "node3", "node0")
-    last = died.again(lab, prepare=late, names=names)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected, prepare=late, names=names)
     assert logs(lab).count("comes from peers") == 1  # and nothing had to be tried again
     os.close(read_fd)
     os.close(write_fd)
@@ -228,12 +216,9 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 @pytest.mark.parametrize("every", [1, 5000])
 def test_damaged_fragments_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    died, expected = loses(lab, job, 6)
     assert damage(replicator_of(died, "node2"), every) > 0
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    recovers(lab, died, expected)
     assert "cannot be read from node2" in told(lab)
 
 
@@ -247,12 +232,9 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
     lab: Lab, stored: bool, setup: Setup
 ) -> None:
     job = stored_job(lab, setup, 3, 1) if stored else peers_job(lab, setup, peers_config(3, 1))
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(6,)), Death("node1", 7, "backward"))
+    died, expected = loses(lab, job, 7)
     assert damage(replicator_of(died, "node2")) > 0
-    last = died.again(lab, **({} if stored else {"number": 0}))
-    finishes(lab, last, expected)
-    goes_on(last, 4 * stored, 4 * stored, "storage")
+    recovers(lab, died, expected, 4 * stored, 4 * stored, "storage", **({} if stored else {"number": 0}))
     said = told(lab)
     assert "memory cannot produce the states of all ranks (ranks [1]:" in said
     assert "2 of 3 fragments needed" in said

@@ -20,8 +20,10 @@ from tests.support.cluster.peers_lab import (
     falls_to_storage,
     finishes,
     goes_on,
+    loses,
     peers_config,
     peers_job,
+    recovers,
     start,
     stop_here,
     stored_job,
@@ -146,9 +148,7 @@ def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Se
     expected = reference(lab, job)
     stand = [Act(rank, 5, "in commit", stop_here) for rank in (0, 2, 3)]
     died = fail(lab, replace(job, acts=stand, protected_at=(4,)), Death("node1", 5, "committed"))
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, 5, 5)
+    recovers(lab, died, expected, 5, 5)
 
 
 @slow
@@ -167,9 +167,7 @@ def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
     job = peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
     died = fail(lab, job, Death("node1", step, place))
-    last = died.again(lab, number=0)
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(died))
+    last = recovers(lab, died, expected, number=0)
     if step == 0:
         goes_on(last, 0, 0)
 
@@ -206,9 +204,7 @@ def test_starts_over_when_too_much_is_lost_and_nothing_is_stored(lab: Lab, setup
     expected = reference(lab, job)
     names = ",".join(job.node_names[1:] if setup is FSDP else job.node_names)
     died = fail(lab, replace(job, protected_at=(4,)), Death(names, 5, "backward"))
-    last = died.again(lab, number=0)
-    finishes(lab, last, expected)
-    goes_on(last, 0, 0)
+    recovers(lab, died, expected, 0, 0, number=0)
     assert "starting over: " + ("memory cannot produce" if setup is FSDP else "nothing is held") in told(lab)
 
 
@@ -286,9 +282,7 @@ def test_ranks_come_back_on_other_nodes(lab: Lab, setup: Setup, who: int | str, 
     died = fail(lab, replace(job, protected_at=(3,)), Death(who, 4, "backward"))
     moved = fail(lab, died.again(lab, names=names, protected_at=(6,)), Death(names[0], 7, "stepped"))
     goes_on(moved, *bounds(died))
-    last = moved.again(lab, directory=fresh_directory(lab))
-    finishes(lab, last, expected)
-    goes_on(last, *bounds(moved))
+    last = recovers(lab, moved, expected, directory=fresh_directory(lab))
     # What was handed out for those that had moved, too, is proved by repeating its last step.
     assert check_verdict(moved) == check_verdict(last) == {"equal"}
 
@@ -357,9 +351,7 @@ def test_a_step_is_repeated_and_whatever_becomes_of_it_nothing_is_lost(
         losses = expected[rank]["losses"]
         assert all(each["loss"] == losses[each["step"]] for each in steps if each["step"] >= 5)
 
-    last = differing.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, 8, 8)
+    last = recovers(lab, differing, expected, 8, 8)
     assert verdict_of(last)[0] == "equal", told(lab)
 
 
@@ -472,8 +464,5 @@ def test_storage_serves_when_all_copies_are_lost(lab: Lab, tolerate: int) -> Non
 @slow
 def test_ranks_come_back_where_their_copies_are(lab: Lab) -> None:
     job = peers_job(lab, FSDP, peers_config(1, 1), nodes=4)
-    expected = reference(lab, job)
-    died = fail(lab, replace(job, protected_at=(3,)), Death("node0", 4, "backward"))
-    last = died.again(lab, names=("node3", "fresh", "node1", "node2"))
-    finishes(lab, last, expected)
-    goes_on(last, 4, 4)
+    died, expected = loses(lab, job, 4, "node0")
+    recovers(lab, died, expected, 4, 4, names=("node3", "fresh", "node1", "node2"))

@@ -254,11 +254,8 @@ class ReplicationNode:
         source = RegionSource(message, regions, "private" if window.private else "all")
         self._sources[message.ranks] = source
         records = [record for record in sorted(message.records) if not window.private or record >= message.base]
-        self.send_generation(
-            sender,
-            Outgoing(window, sizes_of(source.spec, window.private), source, records, source.layout.ring),
-            message.spec,
-        )
+        outgoing = Outgoing(window, sizes_of(source.spec, window.private), source, records, source.layout.ring)
+        self.send_generation(sender, outgoing, source.spec)
 
     def send_generation(self, sender: Sender, outgoing: Outgoing, spec: StateSpec) -> None:
         """Send a generation, or the states of its records, as N says."""

@@ -426,6 +426,20 @@ def finishes(lab: Lab, attempt: PeersJob, expected: Sequence[Any]) -> None:
     check_same(results(attempt), expected)
 
 
+def loses(lab: Lab, job: PeersJob, step: int, who: str = "node1") -> tuple[PeersJob, list[Any]]:
+    """Lose nodes in a step, when all of the step before is protected; what the undisturbed training gives, too."""
+    expected = reference(lab, job)
+    return fail(lab, replace(job, protected_at=(step - 1,)), Death(who, step, "backward")), expected
+
+
+def recovers(lab: Lab, died: PeersJob, expected: Sequence[Any], *found: Any, **changes: Any) -> PeersJob:
+    """Run the next attempt to its end. `found`: where it goes on, as for :func:`goes_on`; by default within bounds."""
+    last = died.again(lab, **changes)
+    finishes(lab, last, expected)
+    goes_on(last, *(found or bounds(died)))
+    return last
+
+
 def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
     """Check that the attempt's losses equal those of the undisturbed training."""
     for rank, (steps, theirs) in enumerate(zip(noted(attempt, "committed"), expected, strict=True)):
