@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 
 from memckpt.errors import MemoryBudgetError
+from memckpt.memory import region as region_module
 from memckpt.memory.region import Reservation
 from memckpt.replication.keeping import fragment_store
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored

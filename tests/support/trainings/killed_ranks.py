@@ -396,7 +396,7 @@ def run_ranks(
     *,
     patience: float = 0.0,
     hangs: int | None = None,
-    limit: float = 2 * CHILD_SECONDS,
+    limit: float = 3 * CHILD_SECONDS,
     name: str = "rank",
 ) -> list[Child]:
     """Run one attempt to its end: `body` in each rank, with its number. Repeated where ranks did not find each other.
@@ -418,7 +418,7 @@ def run_ranks(
     return children
 
 
-def wait(ranks: Sequence[Child], patience: float = 0.0, limit: float = 2 * CHILD_SECONDS) -> list[int]:
+def wait(ranks: Sequence[Child], patience: float = 0.0, limit: float = 3 * CHILD_SECONDS) -> list[int]:
     """The ranks' exit codes.
 
     Args:
