@@ -11,8 +11,7 @@ import pytest
 
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Allowance, Difference, GenerationRegions, PendingGeneration, Region
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.messages import Message
+from memckpt.protocol.channel import Channel, Message
 from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare, Prepared
 from memckpt.session.link import AgentLink
 from memckpt.state.layout import Layout

@@ -14,8 +14,7 @@ from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol import replication as protocol
-from memckpt.protocol.channel import ReplicatorChannel
-from memckpt.protocol.messages import AgentToReplicator
+from memckpt.protocol.channel import AgentToReplicator, ReplicatorChannel
 from memckpt.protocol.peer_job import Join, Listen, Listening, PeerKeys, PhasesAre
 from memckpt.protocol.recovery import Describe, Fill, FromFragments
 from memckpt.protocol.status import PeerLinkStatus, PeersReport, PeersStatus
