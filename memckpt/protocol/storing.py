@@ -183,6 +183,7 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     reserve: int = 0  #: bytes that it leaves free, for the checkpoint that the log has to end in
     witness: str = ""
     fixed_steps: bool = True  #: False: also with fewer records, where writing is fast
+    inexact: str = ""  #: as for a batch
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):

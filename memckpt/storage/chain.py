@@ -44,6 +44,12 @@ class StoredPoint:
         return self.checkpoint.world_size
 
     @property
+    def inexact(self) -> str:
+        """What audits had found in its redo when it was written, in words; empty if nothing."""
+        written: tuple[Part | Batch, ...] = (*self.checkpoint.parts.values(), *self.batches)
+        return next((one.inexact for one in written if one.inexact), "")
+
+    @property
     def files(self) -> Iterator[StoredFile]:
         """All files of the checkpoint and of the batches."""
         for part in self.checkpoint.parts.values():

@@ -47,6 +47,7 @@ class Part(msgspec.Struct, frozen=True):
         content: digest of the contents (:meth:`StateSpec.content`); records can be redone on a part with an equal one.
         serves: ranks whose parameters and optimizer state the part has; empty: all ranks.
         run: id of the run that wrote it; empty: a run without storage, which was saved by hand.
+        inexact: what an audit had found by then in the redo that has made the part, in words; empty if nothing.
     """
 
     format: int
@@ -62,6 +63,7 @@ class Part(msgspec.Struct, frozen=True):
     content: str = ""
     serves: tuple[int, ...] = ()
     run: str = ""
+    inexact: str = ""
 
     @property
     def served(self) -> tuple[int, ...]:
@@ -95,7 +97,7 @@ class Batch(msgspec.Struct, frozen=True):
     """One node's share of consecutive records: the content of a batch's commit file.
 
     Attributes:
-        format, world_size, ranks, node, created, files, content, serves, run: as for a part.
+        format, world_size, ranks, node, created, files, content, serves, run, inexact: as for a part.
         full: whether the batch has gradients.
         timeline, first, last: timeline, and first and last record.
         steps: the user-facing step of each record.
@@ -117,6 +119,7 @@ class Batch(msgspec.Struct, frozen=True):
     files: tuple[StoredFile, ...] = ()
     serves: tuple[int, ...] = ()
     run: str = ""
+    inexact: str = ""
 
     @property
     def served(self) -> tuple[int, ...]:

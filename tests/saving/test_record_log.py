@@ -14,6 +14,7 @@ from memckpt.agent.saving.record_log import RecordLog
 from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import AgentError
 from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import Drift
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name
 from memckpt.storage.catalog import read_catalog
@@ -308,6 +309,19 @@ def test_it_is_one_for_others_that_go_on_behind_it(node: Node) -> None:
     assert node.log.covers(6)
     assert newest(node.here) == (T3, 6)
     assert gradients(node.here, T3, 6) == [value_of(T2, 4), value_of(T3, 5), value_of(T3, 6)]
+
+
+def test_what_is_logged_after_a_finding_of_the_audit_says_so(node: Node) -> None:
+    node.train(3)
+    node.checkpoint(3)
+    node.train(6)
+    node.filled.held.drift = Drift(6, 2.0, "w", steps=(4, 5))
+    node.train(9)
+    node.flush()
+    said = {point.record: point.inexact for point in stored_points(read_catalog(node.here))}
+    assert said[9] == "the audit found w off by 2 ulp when steps 4 to 5 were redone"
+    (base,) = (point for point in stored_points(read_catalog(node.here), also=6) if point.record == 6)
+    assert base.inexact == ""
 
 
 # Processes that fail

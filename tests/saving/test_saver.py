@@ -15,7 +15,7 @@ from memckpt.agent.saving import checkpoints, jobs, record_log, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Appended, Saved, SaveFailed, SnapshotTaken
-from memckpt.protocol.trainer import Configure
+from memckpt.protocol.trainer import Configure, Drift
 from memckpt.state.records import Timeline
 from tests.support.cluster.storage_node import Clock, Filled, spec_of
 from tests.support.storage.saver_node import Node
@@ -295,6 +295,21 @@ def test_what_is_committed_while_the_record_before_is_written_is_written_then(ma
         node.saved()
     assert written == [3, 4]
     assert not node.saver.saving
+
+
+@pytest.mark.parametrize("standing", [True, False], ids=["redone", "copied-by-trainers"])
+def test_a_checkpoint_that_is_redone_after_a_finding_of_the_audit_says_so(make: Any, standing: bool) -> None:
+    node = make(every_steps=10, mode="replica")
+    node.train(3)
+    record = node.orders[-1].record
+    node.held.drift = Drift(3, 2.0, "w", steps=(1, 2))
+    if standing:
+        node.saver.save_held(node.held, as_checkpoint=True)
+    else:
+        node.train(record - node.attempt.at)
+        node.copy(record)
+    (save,) = node.saves
+    assert save.part.inexact == ("the audit found w off by 2 ulp when steps 1 to 2 were redone" if standing else "")
 
 
 class Replica(SimpleNamespace):

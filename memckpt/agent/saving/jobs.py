@@ -112,6 +112,7 @@ class JobMaker:
         config = settings.storage or StorageConfig()
         assert settings.timeline is not None
         step = generation.ledger.steps.get(record)
+        redone = source == "ring" or generation.replica is not None  # else trainers have copied their own state
         part = Part(
             format=FORMAT_VERSION,
             timeline=settings.timeline,
@@ -125,6 +126,7 @@ class JobMaker:
             content=spec.content(),
             serves=spec.serves,
             run=config.owner or "",
+            inexact=str(generation.drift) if redone and generation.drift is not None else "",
         )
         return Save(
             url=url,

@@ -78,8 +78,8 @@ class RecordLog:
         #: The record behind which the timeline branched off, and that record's timeline.
         self._branched: tuple[int, Timeline] | None = None
         self._generation: Generation | None = None
-        #: The timeline and generation last opened in the process, and the newest record given to it.
-        self._opened: tuple[Timeline, int, bool] | None = None
+        #: What was last opened in the process (timeline, generation, ...), and the newest record given to it.
+        self._opened: tuple[Timeline, int, bool, str] | None = None
         self._given = 0
         self._pending: deque[_Waiting] = deque()
         self._busy_since: float | None = None
@@ -265,7 +265,8 @@ class RecordLog:
         if self._writer is None:
             self._opened, self._heard = None, False
             self._writer = self._open_writer()
-        opened_for = first.timeline, generation.number, self.based
+        inexact = str(generation.drift) if generation.drift is not None else ""
+        opened_for = first.timeline, generation.number, self.based, inexact
         if self._opened == opened_for:
             return
         opened = OpenLog(
@@ -283,6 +284,7 @@ class RecordLog:
             reserve=generation.layout.checkpoint_bytes * (1 if self.based else 2),
             witness=self._witness,
             fixed_steps=self._asked_steps is not None,
+            inexact=inexact,
         )
         self._writer.send(opened, [generation.regions.slots.fd])
         self._opened = opened_for

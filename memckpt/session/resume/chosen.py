@@ -183,7 +183,6 @@ class ChosenInStorage:
     Attributes:
         newest_known: newest record that some memory knows of; None if none does.
         repeated: reader of the state after `stored`, whose step is repeated; None if no step is.
-        not_exact: always empty: checkpoints are not audited.
         diverges: first rank that was seeded as this one, if generators have to differ again from those of other ranks.
     """
 
@@ -194,7 +193,11 @@ class ChosenInStorage:
     repeated: StoredState | None = None
     diverges: int | None = None
     restored: bool = False
-    not_exact: str = ""
+
+    @property
+    def not_exact(self) -> str:
+        """What the audit had found in what is restored when it was written, in words; empty if nothing."""
+        return self.stored.point.inexact
 
     @property
     def spec(self) -> StateSpec:

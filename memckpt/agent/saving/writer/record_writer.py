@@ -218,6 +218,7 @@ class RecordWriter:
             content=opened.spec.content(),
             serves=opened.spec.serves,
             run=opened.run,
+            inexact=opened.inexact,
         )
         store = open_store(opened.url, opened.witness)
         free = store.free()
