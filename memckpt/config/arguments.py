@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
     resume = resume_from_environment()
     group.add_argument(
         "--run-dir",
-        type=_argument(_not_empty),
+        type=_argument(_directory),
         default=directory,
         required=directory is None,
         help=f"names the run; the same directory continues it (default: {RUN_DIR}{fallback})".replace("%", "%%"),
@@ -194,9 +194,9 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def _not_empty(text: str) -> str:
-    if not text:
-        raise ConfigurationError("expected a directory, found ''")
+def _directory(text: str, name: str = "") -> str:
+    if not text:  # Path("") is the current directory
+        raise ConfigurationError(f"{name}expected a directory, found ''")
     return text
 
 
@@ -206,9 +206,7 @@ def _not_empty(text: str) -> str:
 def run_dir_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
     """MEMCKPT_RUN_DIR; None where it is not set. Raises ConfigurationError: it is empty."""
     found = environment.get(RUN_DIR)
-    if found == "":
-        raise ConfigurationError(f"{RUN_DIR}: expected a directory, found ''")
-    return found
+    return None if found is None else _directory(found, f"{RUN_DIR}: ")
 
 
 def resume_from_environment(environment: Mapping[str, str] = os.environ) -> ResumeChoice | int | None:
@@ -273,11 +271,9 @@ def with_environment(
         settings = observer.change_config(settings)
         if observer.run_dir is not None:
             run_dir, resume = observer.run_dir, "auto"
-    directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
+    directory = run_dir_from_environment() if run_dir is None else _directory(os.fspath(run_dir), "run_dir: ")
     if directory is None:
         raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
-    if directory == "":  # Path("") is the current directory
-        raise ConfigurationError("run_dir: expected a directory, found ''")
     if resume is None:
         resume = resume_from_environment()
     return ProtectionArguments(directory, check_resume("auto" if resume is None else resume), settings)
