@@ -1,8 +1,8 @@
 """``python -m memckpt.recovery.auditor``: the process that redoes pieces while training runs. Not for people.
 
-With lazy redo the slots hold each piece's anchor at some record, its anchor T records later, and all gradients in
-between. This process redoes the piece from the one to the other as a restore would, and compares. What it reads may be
-written over meanwhile: stamps are checked after each copy, and an audit that comes too late is thrown away.
+Slots hold a piece's anchor at some record, its anchor T records later, and all gradients in between. This process
+redoes the piece from the one to the other as a restore would, and compares. What it reads may be written over: stamps
+are checked after each copy, and an audit that comes too late is thrown away.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
 from memckpt.protocol.trainer import Arithmetic
-from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
+from memckpt.recovery.target import HostState
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import dtype_of
@@ -141,8 +141,7 @@ def _compute_as(other: Arithmetic) -> bool:
 def _distance(found: object, held: object, steps: int) -> float:
     """How far a redone value is from the anchored one, in units in the last place; 0: as near as it should be.
 
-    Args:
-        steps: number of steps in which another device has rounded otherwise; 0: all bits are to be the same.
+    `steps` is the number of steps in which another device has rounded otherwise; with 0 all bits are to be the same.
     """
     if isinstance(found, torch.Tensor) and isinstance(held, torch.Tensor):
         if found.shape != held.shape or found.dtype != held.dtype:

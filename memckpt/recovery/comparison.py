@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture.evidence import Evidence
 from memckpt.recovery.target import is_restored
 from memckpt.state import codec
 from memckpt.state.spec import StateSpec
@@ -34,13 +35,9 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs.
+    """One value that differs, by its name in the user's own objects. `dtype` is empty for what is no tensor.
 
-    Attributes:
-        name: its name in the user's own objects.
-        relative: largest difference as a fraction of the largest held value; infinite if it cannot be rounding.
-        ulp: largest difference in units in the last place.
-        dtype: dtype of the tensor, empty for anything else.
+    The largest difference is `relative` to the largest held value (infinite: it cannot be rounding), and in `ulp`.
     """
 
     kind: ComparedKind
@@ -131,6 +128,16 @@ class Comparison:
         self._tensors.clear()
         self._findings.problem = self.problem
         return self._findings
+
+
+def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
+    """Compare the live state with a sample that a record carries."""
+    with torch.no_grad():
+        pairs = evidence.pairs(held)
+    if pairs is None:
+        comparison.absence("the state", "other tensors", "those of the record")
+    for pair in pairs or ():
+        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
 
 
 class LiveCopies:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import groupby
 from math import prod
+from typing import Any
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
 from memckpt.errors import DamagedStateError, UnsupportedError
-from memckpt.recovery.host_state import HostState
-from memckpt.recovery.stored_unit import StoredUnit, plain_state
-from memckpt.recovery.target import RestoreTarget, is_restored
+from memckpt.recovery.target import HostState, RedoThreads, RestoreTarget, common_device, is_restored, progress
+from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_like
-from memckpt.state.records import RankGroup, RecordMeta
-from memckpt.state.redo import GradientSource, OptimizerFactory
+from memckpt.state.records import RankGroup, RecordMeta, decode_meta
+from memckpt.state.redo import (
+    SMALL_GROUP_ELEMENTS,
+    GradientSource,
+    OptimizerFactory,
+    RedoGroup,
+    RedoTarget,
+    chunks,
+)
 from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.tensors import fill, local, shard_of
 from memckpt.storage import batch as batches
@@ -26,25 +36,116 @@ from memckpt.storage import dcp
 from memckpt.storage.base import StoredNames, write_base
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
-from memckpt.storage.format import FORMAT_VERSION, NodeState, decode_node_state
+from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_node_state
 from memckpt.storage.store import Store
+
+
+class StoredUnit:
+    """The state of a node's ranks that hold the same shards; it can be restored into any of these ranks."""
+
+    def __init__(self, store: Store, point: StoredPoint, part: Part, records: batches.RecordReader) -> None:
+        self._store = store
+        self._point = point
+        self._records = records
+        self.part = part
+        self.state: NodeState = decode_node_state(store.read(part.state_path))
+        self.layout = Layout(self.state.spec)
+        self.names = StoredNames(self.state.spec)
+
+    def load(self, target: RestoreTarget, also: dict[str, torch.Tensor], wanted: Collection[int] | None = None) -> None:
+        """Read the checkpoint's parameters, static tensors and optimizer state, and `also` tensors by stored name.
+
+        `wanted` are indices of the parameters to read, without others and without static tensors; None: all.
+        """
+        tensors = dict(also)
+        if wanted is None:
+            static = self.layout.spec.static
+            tensors |= {self.names.tensor(spec): local(target.tensors[spec.name]) for spec in static}
+        tensors |= {name: local(tensor) for name, tensor in self.make_room(target, wanted).items()}
+        if tensors:
+            dcp.load_into(self._store, self.part.base_directory, tensors, self.names.shards())
+
+    def make_room(self, target: RestoreTarget, wanted: Collection[int] | None = None) -> dict[str, torch.Tensor]:
+        """Parameters, and room for the optimizer state that there is, by their names in the store."""
+        found: dict[str, torch.Tensor] = {}
+        plain: dict[int, Any] = codec.decode(self.state.plain) if self.state.plain else {}
+        absent = set(self.state.missing)
+        for index, spec, param in self._params(target, wanted):
+            found[self.names.tensor(spec.tensor)] = param
+            for owner in spec.owners:
+                values = dict(plain.get(index, {}).get(owner.optimizer, {}))
+                for state in owner.state:
+                    if (index, owner.optimizer, state.key) not in absent:
+                        room = values[state.key] = target.state_tensor(param, state)
+                        found[self.names.state(spec, owner.optimizer, state)] = room
+                if values:
+                    target.optimizers[owner.optimizer].state[param] = values
+        return found
+
+    def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:
+        """Redo the records on the loaded state."""
+        layout = self.layout
+        redo_targets = []
+        for index, spec, param in self._params(target, wanted):
+            states = {
+                one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners
+            }
+            held = local(param)
+            parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
+            redo_targets.append(RedoTarget(index, 0, held.numel(), parameter, states))
+        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(redo_targets, SMALL_GROUP_ELEMENTS)]
+        device = common_device(one.parameter for one in redo_targets)
+        records = self._point.gradient_batches(self.part)
+        nbytes = sum(redo_target.stop for redo_target in redo_targets) * 4
+        by_batch = [(batch, [record for record, _ in some]) for batch, some in groupby(records, lambda one: one[1])]
+        with (
+            progress("redoing records", nbytes * len(records)) as advance,
+            RedoThreads(layout) as threads,
+            closing(self._records.read_in_turn([batch for batch, _ in by_batch])) as batches_read,
+        ):
+            for batch, (_, numbers) in zip(batches_read, by_batch, strict=True):
+                metas = [decode_meta(self._records.data(batch, batches.meta_name(number))) for number in numbers]
+                gradients = partial(self._records.gradient, batch, layout, device=device)
+                for group in groups:
+                    done = sum(one.stop for one in group.redo_targets) * 4 * len(metas)
+                    redo = partial(group.apply_all, metas, gradients)
+                    threads.run(group.redo_targets, redo, partial(advance, done))
+                threads.wait()  # before another batch takes its place
+        for redo_target in redo_targets:
+            target.bring_home(redo_target)
+
+    def last_record(self) -> tuple[RecordMeta, GradientSource] | None:
+        """The record that is redone last, with its gradients; None if the checkpoint itself has the state."""
+        redone = self._point.gradient_batches(self.part)
+        if not redone:
+            return None
+        record, batch = redone[-1]
+        meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
+        return meta, partial(self._records.gradient, batch, self.layout)
+
+    def _params(
+        self, target: RestoreTarget, wanted: Collection[int] | None
+    ) -> Iterator[tuple[int, ParamSpec, torch.Tensor]]:
+        for index, (spec, param) in enumerate(zip(self.layout.spec.params, target.params, strict=True)):
+            if wanted is None or index in wanted:
+                yield index, spec, param
+
+
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of one parameter, with this rank's local tensors."""
+    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 class StoredState:
     """A verified state in a store, as seen by one rank; a rank unknown to it gets the state of another one.
 
     If the rank holds other shards than are stored for it, its tensors are assembled from all parts of the checkpoint
-    (*resharding*).
+    (*resharding*); optimizer state that cannot be cut is refused.
 
     Attributes:
-        resharded: whether the rank's tensors have to be assembled from other ranks' shards.
         exact: whether training continues as if uninterrupted: the rank existed, with these shards.
         state: metadata of the part that the rank's parameters come from; of several parts, of the first.
         own: metadata of the part with the rank's own state.
-
-    Raises:
-        UnsupportedError: the rank needs shards of optimizer state that cannot be cut.
-        DamagedStateError, StorageError: the state cannot be read.
     """
 
     def __init__(self, store: Store, point: StoredPoint, rank: int, spec: StateSpec) -> None:
@@ -165,8 +266,7 @@ def _is_cut(tensor: TensorSpec) -> bool:
 class Resharding:
     """A stored state of which a rank needs other shards than are stored for it.
 
-    Attributes:
-        state: metadata of the first rank's part; everything that is not sharded comes from there.
+    `state` is of the first rank's part; everything that is not sharded comes from there.
     """
 
     def __init__(self, store: Store, point: StoredPoint, records: batches.RecordReader) -> None:
@@ -202,27 +302,11 @@ class Resharding:
             if spec.shard is not None:
                 live[names.by_value(spec, 0)] = target.tensors[spec.name]
         if with_params:
-            live |= self._params(target, names)
+            live |= self._first.make_room(target)
         shards = {name: shard for name, tensor in live.items() if (shard := shard_of(tensor)) is not None}
         checkpoint = self._point.checkpoint
         tensors = {name: local(tensor) for name, tensor in live.items()}
         dcp.load_into(self._store, checkpoint.directory, tensors, shards, checkpoint.tensor_nodes)
-
-    def _params(self, target: RestoreTarget, names: StoredNames) -> dict[str, torch.Tensor]:
-        """Parameters, and room for the existing optimizer state, by their names in the store."""
-        found = {}
-        absent, plain = set(self.state.missing), plain_state(self.state)
-        for index, (spec, param) in enumerate(zip(self.state.spec.params, target.params, strict=True)):
-            found[names.tensor(spec.tensor)] = param
-            for owner in spec.owners:
-                values = dict(plain.get(index, {}).get(owner.optimizer, {}))
-                for state in owner.state:
-                    if (index, owner.optimizer, state.key) not in absent:
-                        room = values[state.key] = target.state_tensor(param, state)
-                        found[names.state(spec, owner.optimizer, state)] = room
-                if values:
-                    target.optimizers[owner.optimizer].state[param] = values
-        return found
 
     # Parameters that have to be redone
 

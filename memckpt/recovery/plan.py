@@ -19,11 +19,8 @@ from memckpt.storage.chain import StoredPoint
 class NewAttempt:
     """The attempt that a plan is for.
 
-    Attributes:
-        shardings: by rank, digest of its shards; empty: nothing is sharded.
-        units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
-            where every node restores what it holds itself.
-        former: number of the newest attempt that some node knows of, whether anything is left of it or not.
+    `shardings` are digests of shards, by rank (empty: nothing is sharded). `units` are, by rank, its node and the ranks
+    there that hold the same shards; empty without peers. `former` is the newest attempt that some node knows of.
     """
 
     world_size: int
@@ -35,11 +32,9 @@ class NewAttempt:
 
 @dataclass(frozen=True)
 class Stored:
-    """States that a store can produce.
+    """States that a store can produce, newest first, and the highest number of an attempt that wrote to it.
 
-    Attributes:
-        latest_attempt: the highest number of an attempt that has begun to write to it.
-        stranded: what it has of which no state can be made, in words; empty if there is nothing.
+    `stranded`: what it has of which no state can be made, in words; empty if there is nothing.
     """
 
     points: Sequence[StoredPoint] = ()
@@ -53,12 +48,7 @@ NOTHING_STORED = Stored()
 
 @dataclass(frozen=True)
 class StartOver:
-    """Nothing is restored.
-
-    Attributes:
-        discard: whether something is held that is to be dropped.
-        asked: whether the user asked for it.
-    """
+    """Nothing is restored. `discard`: something is held that is to be dropped; `asked`: the user asked for it."""
 
     timeline: Timeline
     reason: str
@@ -68,7 +58,7 @@ class StartOver:
 
 @dataclass(frozen=True)
 class RestoreRecord:
-    """All ranks restore the state after `record`. `lost`: number of later committed records.
+    """All ranks restore the state after `record`, behind which `lost` records were committed.
 
     With peers, `fetches` are the units that get it from other nodes, and `history` is the record's history.
     """
@@ -84,10 +74,9 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class RestoreStored:
-    """All ranks restore the first intact one of these states in storage. `reason`: why memory cannot serve.
+    """All ranks restore the first intact one of these states in storage, for which memory cannot serve.
 
-    `newest`: the newest record of the run that some node's memory knows of but cannot produce; None: there is none.
-    `tier`: name of the store in words; ``"storage"`` is the user's.
+    `newest` is the newest record that some memory knows of; None: there is none.
     """
 
     timeline: Timeline
@@ -111,9 +100,9 @@ def make_plan(
 ) -> Plan:
     """Choose the newest record that memory can produce for every rank, or else the newest in storage.
 
+    Ranks of one node repeat its inventories and fragments.
+
     Args:
-        inventories: live state of every rank's node, for each set of shards it holds; ranks of one node repeat them.
-        fragments: those on every rank's node of other nodes' records; ranks of one node repeat them.
         without: sources that an earlier plan used and that proved bad.
         before: fetch from peers so that the previous record can be produced, too, where possible.
 
@@ -168,10 +157,7 @@ def make_plan(
 def must_reshard(
     inventories: Sequence[HeldRecords], attempt: NewAttempt, fragments: Sequence[HeldFragments] = ()
 ) -> bool:
-    """Whether the held state cannot be restored directly: another number of ranks, or other shards.
-
-    With peers, also if ranks that shared a node no longer do. Arguments as for :func:`make_plan`.
-    """
+    """Whether the held state cannot be restored directly: other ranks or shards, or ranks placed otherwise (peers)."""
     if attempt.units:
         return bool(_PeersMemory(inventories, fragments, (), attempt).changed)
     return bool(_OwnMemory(inventories, attempt).changed)
@@ -195,10 +181,7 @@ def plan_to_reshard(
 ) -> RestoreRecord | RestoreStored:
     """The record that the nodes write to storage before resharding, and their fetches for it.
 
-    Units whose node is gone are fetched by a remaining one.
-
-    Returns:
-        RestoreStored, without candidates, if memory cannot produce the record asked for.
+    Units whose node is gone are fetched by another. RestoreStored, without candidates: memory cannot produce it.
     """
     timeline = Timeline(0, nonce)  # no training happens on it
     sources = Sources(inventories, fragments, without)
@@ -232,11 +215,7 @@ def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
 
 
 class _OwnMemory:
-    """Every node restores what it holds itself.
-
-    Attributes:
-        changed: reason why the held state cannot be restored directly; empty if it can.
-    """
+    """Every node restores what it holds itself. `changed`: why that is impossible, in words; empty if it is not."""
 
     name = "local memory"
 
@@ -279,10 +258,7 @@ class _OwnMemory:
 
 
 class _PeersMemory:
-    """Every node restores what it holds of its ranks, or what others hold of them, live or as fragments.
-
-    Attributes as for :class:`_OwnMemory`.
-    """
+    """Every node restores what it holds of its ranks, or what others hold of them, live or as fragments."""
 
     name = "memory"
 
@@ -314,10 +290,7 @@ class _PeersMemory:
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
     def refuse_changed(self, stored: Stored) -> None:
-        """Refuse a changed run whose live state is not in storage yet.
-
-        Fragments cannot be written there first: for these an older state in storage suffices.
-        """
+        """Refuse a changed run whose live state is not in storage; of fragments alone an older state there suffices."""
         unsaved = _not_stored(self._nodes, Sources(self._nodes).common_of_all(), stored.points) is not None
         if unsaved or (not stored.points and self._sources.common_of_all()):
             raise _changed_error(f"memory holds a run {self.changed}", stored.name)

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import GenerationRegions
 from memckpt.memory.slots import SlotRing
-from memckpt.recovery.redo_threads import RedoThreads
-from memckpt.recovery.target import RestoreTarget, common_device, is_restored, progress
+from memckpt.recovery.target import RedoThreads, RestoreTarget, common_device, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import rebuild_like
@@ -29,12 +28,8 @@ from memckpt.state.tensors import fill, local
 class Restorer:
     """Restores one rank from one node's memory. Only reads the regions; a kill at any point is harmless.
 
-    Args:
-        build: makes an optimizer like the live one of an index; None copies the live one.
-
-    Attributes:
-        record_redo_seconds: duration of the redo of one record of all parameters at the last restore, copies left out;
-            None where nothing was redone.
+    `build` makes an optimizer like the live one of an index; None copies the live one. `record_redo_seconds` is the
+    time to redo a record of all parameters at the last restore; None where nothing was redone.
     """
 
     def __init__(

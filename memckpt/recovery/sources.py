@@ -1,7 +1,6 @@
 """The recovery plan's view of peers: who can produce which state, and who fetches it from where. Pure functions.
 
-A *unit* is the ranks of one node that hold the same shards. It is identified by its ranks, not by its node: a unit of
-an earlier attempt may be on another node now.
+A *unit* is the ranks of one node that hold the same shards, and is identified by its ranks: it may have moved.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup,
 class BadSource:
     """A source that proved useless; the plan is made again without it.
 
-    Attributes:
-        generation: generation of its fragments; empty: the live state of these ranks on that node.
-        damaged: False if other nodes only could not fetch the live state: the node itself continues with it.
+    `generation` is that of its fragments; empty: live state. Unless `damaged`, only other nodes could not fetch that.
     """
 
     node: str
@@ -31,12 +28,7 @@ class BadSource:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The fetch of a record by a unit whose node cannot produce it.
-
-    Attributes:
-        source: where the state comes from: a node that holds the unit live, else fragments.
-        before: whether the previous state is fetched, too; its step is then repeated.
-    """
+    """The fetch of a record by a unit whose node cannot produce it; with `before`, of the state before it as well."""
 
     ranks: RankGroup
     node: str
@@ -159,8 +151,7 @@ class _Generation:
 class Sources:
     """Everything that the nodes of a job hold on its newest history, live and as fragments.
 
-    Several attempts may have made records of one number. A record counts only if it was made on the timeline that the
-    newest history has for that number.
+    A record counts only if it was made on the timeline that the newest history has for its number.
 
     Attributes:
         units: units of which anything is held, live or as fragments.
@@ -244,7 +235,7 @@ class Sources:
     # What can be produced
 
     def homes(self, nodes: Sequence[str]) -> dict[RankGroup, str]:
-        """A node for each unit of the attempt that left this state: one that holds it live, or the least loaded one.
+        """A node for each unit of the attempt that left this: one that holds it live, or the least loaded one.
 
         Empty if not all ranks of that attempt are known.
         """
@@ -296,12 +287,9 @@ class Sources:
         return [live for live in self._alike.get(generation.shared, ()) if generation.private and live.serves(node)]
 
     def fetches(self, record: int, places: Mapping[RankGroup, str], before: bool = False) -> tuple[Fetch, ...]:
-        """The fetches of `record` by units whose own node cannot produce it, ascending by unit.
+        """The fetches of `record` by units whose own node cannot produce it, ascending by unit; balanced over servers.
 
-        The load is balanced over nodes that serve live state. All units must be able to get `record`.
-
-        Args:
-            before: fetch the previous state as well if all units can.
+        All units must be able to get it. With `before` the previous state is fetched as well, if all units can.
         """
         lacking = [one for one in sorted(places.items()) if not self._has_itself(*one, record)]
         own = all(self._has_itself(*one, record - 1) for one in places.items() if one not in lacking)

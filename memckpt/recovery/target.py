@@ -1,18 +1,27 @@
-"""The live training state that a restore fills: tensors by name, and optimizer state created as needed."""
+"""What a restore fills, live tensors or host memory, and the threads that redo it."""
 
 from __future__ import annotations
 
+import collections
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
+from memckpt.state import codec
 from memckpt.state.layout import Layout
+from memckpt.state.optimizers import dtype_of, rebuild_from_spec, without_global_hooks
 from memckpt.state.redo import RedoTarget
-from memckpt.state.spec import StateTensorSpec, TensorSpec, is_ours
+from memckpt.state.spec import StateSpec, StateTensorSpec, TensorSpec, is_ours
 from memckpt.state.tensors import is_like, local
+from memckpt.storage.base import StoredNames
+from memckpt.storage.format import NodeState
 
 #: Bytes from which on a copy takes long enough for a progress bar.
 _PROGRESS_BYTES = 1 << 30
@@ -98,3 +107,139 @@ def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"memckpt: {what}", total=nbytes)
         yield lambda amount: bar.advance(task, amount)
+
+
+class RedoThreads:
+    """Threads that redo groups of parameters, a core each; in the calling thread where that is not safe.
+
+    A step of a small tensor keeps one core busy, and a group's records find its state in that core's cache. A group is
+    safe if its parameters may be cut into pieces: their bits do not depend on the number of threads. An accelerator is
+    parallel by itself.
+    """
+
+    def __init__(self, layout: Layout, threads: int | None = None) -> None:
+        self._layout = layout
+        self._threads = torch.get_num_threads() if threads is None else threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._hooks = without_global_hooks()
+
+    @property
+    def width(self) -> int:
+        """Number of groups that are redone at the same time."""
+        return self._threads if self._pool is not None else 1
+
+    def __enter__(self) -> RedoThreads:
+        self._hooks.__enter__()
+        if self._threads > 1:
+            # A thread for each core, and no threads of torch's own beside them.
+            self._torch_threads = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(
+                self._threads, "memckpt-redo", initializer=torch.set_num_threads, initargs=(1,)
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=error is not None)
+                torch.set_num_threads(self._torch_threads)  # also for threads that torch begins later
+        finally:
+            self._running.clear()
+            self._hooks.__exit__(kind, error, traceback)
+
+    def run(self, redo_targets: Sequence[RedoTarget], redo: Callable[[], None], after: Callable[[], None]) -> None:
+        """Redo a group, possibly later and in another thread; raises what its redo, or an earlier one, has raised.
+
+        `after` is called behind that in the calling thread, at the latest by :meth:`wait`; groups in their order.
+        """
+        if self._pool is None or not all(self._is_safe(one) for one in redo_targets):
+            self.wait()
+            redo()
+            after()
+            return
+        self._running.append((self._pool.submit(_without_gradients, redo), after))
+        if len(self._running) > 2 * self._threads:
+            self._take_first()
+
+    def wait(self) -> None:
+        """Wait until all groups are redone."""
+        while self._running:
+            self._take_first()
+
+    def _take_first(self) -> None:
+        redone, after = self._running.popleft()
+        redone.result()
+        after()
+
+    def _is_safe(self, redo_target: RedoTarget) -> bool:
+        param = self._layout.spec.params[redo_target.param]
+        return redo_target.parameter.device.type == "cpu" and not param.whole
+
+
+def _without_gradients(redo: Callable[[], None]) -> None:
+    with torch.no_grad():  # a thread's own setting
+        redo()
+
+
+class _Shell:
+    """Stand-in for an optimizer in a restore without training: it only holds state."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = collections.defaultdict(dict)
+        self.param_groups: list[dict[str, Any]] = []
+
+
+class HostState:
+    """Host memory for a state, to be filled by a restore.
+
+    `wanted` are the names of the tensors to allocate (None: all). `optimizers` are stand-ins that hold state.
+    """
+
+    def __init__(self, spec: StateSpec, by_value: bool, wanted: Collection[str] | None = None) -> None:
+        self._spec = spec
+
+        def room(one: TensorSpec) -> torch.Tensor:
+            device = "cpu" if wanted is None or one.name in wanted else "meta"
+            return torch.empty(one.shape, dtype=dtype_of(one.dtype), device=device)
+
+        named = [param.tensor for param in spec.params] + list(spec.static)
+        self.tensors: dict[str, torch.Tensor] = {
+            one.name: torch.nn.Parameter(room(one), requires_grad=False) for one in named
+        }
+        if by_value:
+            self.tensors |= {one.name: room(one) for one in spec.by_value}
+        self._shells = [_Shell() for _ in spec.optimizers]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return cast("list[Optimizer]", self._shells)
+
+    def build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
+        """An optimizer like the one of that index that made the state."""
+        return rebuild_from_spec(self._spec.optimizers[index], groups)
+
+    def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
+        """All tensors except by-value ones, by their names in a store, and their metadata."""
+        spec = self._spec
+        names = StoredNames(spec)
+        tensors = {names.tensor(one): self.tensors[one.name].data for one in spec.static}
+        missing: list[tuple[int, int, str]] = []
+        plain: dict[int, dict[int, dict[str, Any]]] = {}
+        for index, param in enumerate(spec.params):
+            tensor = self.tensors[param.tensor.name]
+            tensors[names.tensor(param.tensor)] = tensor.data
+            for owner in param.owners:
+                kept = self._shells[owner.optimizer].state.get(tensor, {})
+                for one in owner.state:
+                    value = kept.get(one.key)
+                    if isinstance(value, torch.Tensor):
+                        tensors[names.state(param, owner.optimizer, one)] = value
+                    else:
+                        missing.append((index, owner.optimizer, one.key))
+                values = {key: value for key, value in kept.items() if not isinstance(value, torch.Tensor)}
+                if values:
+                    plain.setdefault(index, {})[owner.optimizer] = values
+        return tensors, NodeState(spec, tuple(missing), codec.encode(plain) if plain else b"", rank_states)

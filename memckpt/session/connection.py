@@ -1,7 +1,7 @@
 """One connection of a trainer to its agent: messages both ways, what the agent has said, the goodbye; and the next one.
 
-A connection that waits watches the agent's life page. An agent that stands still (stopped, or its node's memory is
-being reclaimed) cannot be replaced: it holds the state, and answers once it runs again.
+A connection that waits watches the agent's life page. An agent that stands still (stopped, or short of memory) cannot
+be replaced: it holds the state, and answers once it runs again.
 """
 
 from __future__ import annotations
@@ -24,31 +24,16 @@ from memckpt.memory.region import GenerationRegions, Region
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.launch import spawn_agent
+from memckpt.protocol import trainer
 from memckpt.protocol.channel import AgentToTrainer, TrainerChannel, TrainerToAgent, encode
 from memckpt.protocol.descriptors import readable, writable
 from memckpt.protocol.recovery import Recovered, RecoveryProgress
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import Logged, Saved, SaveFailed, TakeSnapshot
-from memckpt.protocol.trainer import (
-    Alarm,
-    Begin,
-    Credit,
-    Drift,
-    Fencing,
-    Gap,
-    Goodbye,
-    HoldingOn,
-    Leaving,
-    OthersStay,
-    Prepared,
-    Protected,
-    Refused,
-    SlotsMade,
-)
 from memckpt.state.layout import Layout
 
-Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
+Notice = trainer.Begin | trainer.Protected | trainer.Drift | trainer.Gap | trainer.Alarm | Saved | SaveFailed | Logged
 Answer = TypeVar("Answer", bound=AgentToTrainer)
 _log = logging.getLogger("memckpt")
 #: Time that the agent may take to end after the last step is in storage.
@@ -66,7 +51,7 @@ _live: weakref.WeakSet[AgentConnection] = weakref.WeakSet()
 class PreparedRegions(GenerationRegions):
     """Regions of a generation, mapped. The receiver closes them."""
 
-    def __init__(self, message: Prepared, regions: list[Region]) -> None:
+    def __init__(self, message: trainer.Prepared, regions: list[Region]) -> None:
         layout = Layout(message.spec)
         given = GenerationRegions.of(layout, regions)
         super().__init__(layout, given.slots, given.static, given.replica)
@@ -75,10 +60,7 @@ class PreparedRegions(GenerationRegions):
 
 @dataclass(frozen=True)
 class SnapshotOrder:
-    """Order of the agent: copy the state after `record` into `region`, which the receiver closes.
-
-    `number` tells it from other orders, also those for the same record.
-    """
+    """Order of the agent, with a number: copy the state after `record` into `region`, which the receiver closes."""
 
     record: int
     number: int
@@ -108,7 +90,7 @@ class AgentConnection:
         self.waits_suspended = False
         self.order: SnapshotOrder | None = None
         self.notices: list[Notice] = []
-        self.slots_made: dict[int, SlotsMade] = {}
+        self.slots_made: dict[int, trainer.SlotsMade] = {}
         self._config = config
         #: Whether it has said that it leaves. Until what it holds is in storage it still answers, and takes commits.
         self._leaving = False
@@ -119,11 +101,7 @@ class AgentConnection:
 
     @classmethod
     def open(cls, address: AgentAddress, config: AgentConfig) -> AgentConnection:
-        """Connect to the run's agent on this node; start one if none answers.
-
-        Raises:
-            AgentError: no agent answers and none could be started.
-        """
+        """Connect to the run's agent on this node; start one if none answers. Raises AgentError if that fails."""
         sock, started = address.connect(), False
         if sock is None:
             address.say_if_copied(_log)
@@ -183,11 +161,7 @@ class AgentConnection:
                 raise AgentGoneError(f"it has shown no sign of life for {watch.limit:g} s (stopped?)")
 
     def receive(self) -> tuple[AgentToTrainer, list[int]]:
-        """The next message, however long it takes, as long as the agent's loop runs.
-
-        Raises:
-            AgentGoneError: the agent is gone, stands still, or has not answered within the time limit.
-        """
+        """The next message, as long as the agent's loop runs; raises as :meth:`ask_for_life` does."""
         half = self._config.start_seconds / 2
         return self.poll(half) or self.ask_for_life(half)
 
@@ -209,18 +183,13 @@ class AgentConnection:
         return self.receive_answer(expected)
 
     def receive_answer(self, expected: type[Answer]) -> tuple[Answer, list[int]]:
-        """Wait for an answer of a type; other messages are kept.
-
-        Raises:
-            MemckptError: the agent refuses; the message says why.
-            AgentGoneError: the agent is gone, or has not answered within the time limit.
-        """
+        """Wait for an answer of a type; other messages are kept. A refusal raises the error that it stands for."""
         while True:
             received = self.poll(self._config.start_seconds)
             if received is None:
                 raise AgentGoneError(f"no answer within {self._config.start_seconds:.0f} s")
             answer, fds = received
-            if isinstance(answer, Refused):
+            if isinstance(answer, trainer.Refused):
                 raise refusal(answer)
             if isinstance(answer, expected):
                 return answer, fds
@@ -242,7 +211,7 @@ class AgentConnection:
                 self.order = SnapshotOrder(message.record, message.order, Region.open(fds[0]))
                 # The copy is a few steps away: by then all pages are mapped.
                 self.order.region.populate_in_background()
-            case Credit():
+            case trainer.Credit():
                 self.applied = max(self.applied, message.applied)
             case ReplicatorLost():
                 # Logged at once: while training waits for peers, notices are not read.
@@ -253,21 +222,21 @@ class AgentConnection:
                     how = "does not wait" if message.waits_suspended else "waits, where it has to,"
                     _log.info("memckpt: training %s for peers", how)
                 self.whole, self.waits_suspended = message.whole, message.waits_suspended
-            case Prepared():
+            case trainer.Prepared():
                 for fd in fds:  # the answer to a question that was given up
                     os.close(fd)
-            case SlotsMade():
+            case trainer.SlotsMade():
                 self.slots_made[message.generation] = message
-            case Begin() | Protected() | Drift() | Gap() | Alarm() | Saved() | SaveFailed() | Logged():
+            case _ if isinstance(message, Notice):
                 self.notices.append(message)
-            case Fencing():
+            case trainer.Fencing():
                 _log.warning("memckpt: the start waits for trainers of the last attempt, %s", message.reason)
             case RecoveryProgress() | Recovered() | Status():
                 pass  # messages of a recovery that was given up; a sign of life
-            case Leaving():
+            case trainer.Leaving():
                 self._leaving = True
                 self._refuse_leaving()
-            case Refused():
+            case trainer.Refused():
                 raise AgentError(f"the agent refused: {message.reason}")
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
@@ -275,7 +244,7 @@ class AgentConnection:
     @property
     def alarmed(self) -> bool:
         """Whether an alarm is among the unread notices: what training waits for may never come."""
-        return any(isinstance(notice, Alarm) for notice in self.notices)
+        return any(isinstance(notice, trainer.Alarm) for notice in self.notices)
 
     def _refuse_leaving(self) -> None:
         """Raise AgentGoneError if the agent leaves: it does not keep what comes."""
@@ -287,12 +256,10 @@ class AgentConnection:
     def say_goodbye(self, finished: bool, saving_seconds: float) -> None:
         """Tell the agent that this rank leaves.
 
-        Args:
-            finished: whether training has finished. Then this waits for the agent's answer, and for its end.
-            saving_seconds: time that the agent may take to write the last step to storage.
+        With `finished` this waits for its end, for `saving_seconds` longer where it has a last step to store.
         """
         try:
-            self.channel.send(Goodbye(finished), timeout=5.0)
+            self.channel.send(trainer.Goodbye(finished), timeout=5.0)
             if finished:
                 self._wait_for_end(saving_seconds)
         except AgentGoneError as error:
@@ -310,11 +277,11 @@ class AgentConnection:
             for fd in fds:
                 os.close(fd)
             match message:
-                case OthersStay():
+                case trainer.OthersStay():
                     return
-                case Leaving(last=True):  # before, one that was told to end says so, and has to write yet
+                case trainer.Leaving(last=True):  # before, one that was told to end says so, and has to write yet
                     break
-                case HoldingOn():
+                case trainer.HoldingOn():
                     _log.warning(
                         "memckpt: the final step is not in storage: %s; the agent (pid %d) keeps it in memory for "
                         "%.0f s, and tries again",
@@ -353,7 +320,7 @@ class AgentConnection:
             life.close()
 
 
-def refusal(answer: Refused) -> Exception:
+def refusal(answer: trainer.Refused) -> Exception:
     """The exception that a refusal of the agent stands for."""
     error: Exception = getattr(errors, answer.kind, AgentError)(answer.reason)
     return error
@@ -386,12 +353,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 class Reconnection:
     """Decides, at each commit without an agent, whether to try again: at once where it died, rarely where it stands.
 
-    Training waits for an agent that stands still once. After that each commit polls for the answer to a question. Owns
-    a connection, which :meth:`close` closes.
-
-    Args:
-        patience: time that the first question waits for an answer, in seconds.
-        pauses: False for no pauses, where other nodes wait for this one until it is overdue.
+    Training waits once for an agent that stands still, `patience` seconds. After that each commit polls for its answer.
+    Without `pauses` it never pauses: other nodes wait for this one until it is overdue. Owns a connection.
     """
 
     def __init__(

@@ -8,20 +8,10 @@ States (:class:`SwitchState`):
 - OPEN: the log goes on. Records are committed to the current generation.
 - DUE: a generation begins after the record `after`. Records up to it are committed as far as they can be staged.
 
-Events, each a method of :class:`GenerationSwitch`, and the state that follows:
-
-- ``start``, the attempt has begun: DUE where there is no held generation to go on with.
-- ``resume``, a held state is back: OPEN; DUE with other settings than before, and with peers.
-- ``end_self_test``, redo has been tested: DUE at this record, in the mode that the test allows.
-- ``order_generation``, a record cannot be committed as it is staged: DUE.
-- ``write_generation``, the record `after` ends, and the whole state is written: OPEN.
-- ``begin_record``, the next record begins: no change, or EMPTY if the agent gives no slots.
-- ``obey``, the agent orders a generation of all local ranks: DUE.
-- ``distrust``, the audit has found that steps are not redone as they were: DUE, with gradients taken later; if that was
-  so before, no change, and DUE in mode ``"snapshot"`` where all ranks agree on that.
-- ``lose_replica``, the agent's redo has failed: no change. The record has a problem, and the next generation is lazy.
-- ``rejoin``, another agent is there: DUE. Ranks that share slots are EMPTY until this agent orders a generation.
-- ``capture_last``, training has ended: no change.
+DUE follows where there is no held generation to go on with, where a held one has other settings, and with peers; where
+a record cannot be committed as it is staged; where the mode changes, by a self-test or a finding of the audit; at the
+agent's order, and with another agent. OPEN follows where the whole state is written, or a held state is back. EMPTY
+follows where the agent gives no slots, or ranks that share slots wait for its order.
 
 The loss of the agent turns OPEN into EMPTY: :class:`memckpt.session.protection.Protection` closes the generation.
 """
@@ -103,18 +93,11 @@ class GenerationSwitch:
     # Events
 
     def start(self, after: int | None) -> None:
-        """Begin the attempt.
-
-        Args:
-            after: record after which its first generation begins; None where it goes on with a held one.
-        """
+        """Begin the attempt; its first generation begins after that record, or is a held one (None)."""
         self.after = after
 
     def resume(self, writer: SlotWriter, record: int, anew: bool) -> None:
-        """Go on behind a restored record, in its generation where the settings are the same.
-
-        Args:
-            anew: whether a new generation has to begin in any case.
+        """Go on behind a restored record, in its generation where the settings are the same, unless `anew`.
 
         Raises:
             MemoryBudgetError: there is no room for the slots of the held generation.
@@ -175,12 +158,9 @@ class GenerationSwitch:
         self.after = self._turn(record) if len(self._ranks.unit) == 1 else None
 
     def capture_last(self, point: RestorePoint) -> bool:
-        """Write a generation for the final step, where the agent could not bring it to storage otherwise.
+        """Write a generation for the final step, where the agent could not bring it to storage; True if it was written.
 
         That is so where every N-th step is captured, and where only this process can redo steps.
-
-        Returns:
-            True if a generation has begun.
         """
         only_here = self._mode.mode == "lazy" and bool(self._live.redone_only_here)
         if point.record == self.began or not (only_here or self._staging.owes(point.record)):
@@ -207,11 +187,7 @@ class GenerationSwitch:
             self.after = record
 
     def _turn(self, record: int) -> int:
-        """The first record, from this one on, after which a generation may begin.
-
-        Captured records must be common to all ranks. So a generation of some ranks begins with a record that the other
-        ranks capture, too.
-        """
+        """The first record, from this one on, that all ranks capture: captured records must be common to all."""
         if self.request.mode != "snapshot" or len(self._ranks.unit) == self._ranks.world_size:
             return record
         every = self.request.every

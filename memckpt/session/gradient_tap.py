@@ -53,9 +53,7 @@ _PIECE_ON_HOST, _PIECE_ON_DEVICE = 1e-4, 3e-4
 class GradientTap:
     """Owns the tap that stages gradients, and notes in-place changes of gradients.
 
-    Args:
-        before_reduction: called before a reduction over all ranks begins.
-        compression: compressor of gradients, and what is known of a user's.
+    `before_reduction` is called before a reduction over all ranks begins.
 
     Attributes:
         reason: why this tap, in words.
@@ -230,14 +228,11 @@ def _refuse_hooks(name: str, data_parallel: DistributedDataParallel) -> None:
 
 
 def period_for(numel: int, encoded: int, params: int, on_host: bool) -> int:
-    """T, the number of steps over which everything is copied once.
+    """T, the number of steps over which everything is copied once; `encoded` is the bytes of compressed gradients.
 
     Anchors take 12/T bytes per parameter with Adam, and would outweigh a gradient of c bytes: so T is 12/c or more,
     unless redo at a restore, T/2 records for each of about T pieces more than there are parameters, would take longer
     than :data:`REDO_SECONDS`.
-
-    Args:
-        encoded: bytes of their compressed gradients.
     """
     period = _SHORTEST
     while period < min(_LONGEST, 12 * numel / encoded):
@@ -251,8 +246,7 @@ def period_for(numel: int, encoded: int, params: int, on_host: bool) -> int:
 class _Settings:
     """A compressor's settings, and its state beside tensors, as rank state.
 
-    Attributes:
-        whole: whether the restored state had all that was left out of gradients.
+    `whole`: whether the restored state had all that was left out of gradients.
     """
 
     def __init__(self, config: CompressionConfig, reducer: Reducer) -> None:
@@ -279,14 +273,11 @@ def _by_name(carried: Mapping[str, torch.Tensor], paths: Sequence[str]) -> dict[
 
 
 class CompressedAverages:
-    """The compressor of a session.
+    """The compressor of a session. Raises UnsupportedError where gradients are not averaged by DDP alone.
 
     Attributes:
         modules: modules with state of the compressor, by name.
         drops: why left-out parts of gradients are lost at a resume, in words; empty: they are not.
-
-    Raises:
-        UnsupportedError: gradients of this model are not averaged by DDP alone.
     """
 
     def __init__(self, config: MemckptConfig, model: nn.Module, data_parallel: DistributedDataParallel | None) -> None:
@@ -380,8 +371,8 @@ class CompressedAverages:
     def restored(self, report: RestoreReport, provided: Mapping[str, Any]) -> RestoreReport:
         """End a restore: what is carried beside tensors is loaded; frameworks restore theirs, and know nothing of ours.
 
-        The compressor begins anew where what it carries was not restored: the dead attempt was not compressed, or
-        dropped it, or had other shapes; or another rank's was, where the number of ranks has changed.
+        The compressor begins anew, and the report is inexact, where the dead attempt was not compressed so, or dropped
+        what it carried, or where another rank's state was restored.
         """
         self._rank_state.load([RESIDUALS, _POWER_SGD], provided)
         why = self._why_not_restored(report, provided)
@@ -418,10 +409,7 @@ class CompressedAverages:
 def record_redo_seconds(elements: float, pieces: float, on_host: bool) -> float:
     """Time to redo one record of a model of which nothing is measured yet, on the high side.
 
-    Source: docs/compression.md, "Anchors"; measured on one machine.
-
-    Args:
-        pieces: number of parameters and pieces of parameters that are redone apart.
+    `pieces` counts parameters, and pieces that are redone apart. Source: docs/compression.md, "Anchors".
     """
     rate, each = (_REDONE_ON_HOST, _PIECE_ON_HOST) if on_host else (_REDONE_ON_DEVICE, _PIECE_ON_DEVICE)
     return elements / rate + pieces * each

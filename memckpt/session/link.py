@@ -18,29 +18,12 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.launch import user_search_path
+from memckpt.protocol import trainer
 from memckpt.protocol.channel import TrainerToAgent
 from memckpt.protocol.peer_job import AskPhases, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
 from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.storing import RecordSaved, SaveRecord
-from memckpt.protocol.trainer import (
-    PROTOCOL_VERSION,
-    Advance,
-    Advanced,
-    Arithmetic,
-    Begin,
-    Configure,
-    Hello,
-    Inventory,
-    NeedGeneration,
-    NeedSlots,
-    Note,
-    Preempted,
-    Prepare,
-    Prepared,
-    Refused,
-    Resume,
-)
 from memckpt.session.connection import AgentConnection, Notice, PreparedRegions, Reconnection, SnapshotOrder, refusal
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.records import Timeline
@@ -111,14 +94,11 @@ class AgentLink:
 
     # Start
 
-    def connect(self, spec: StateSpec) -> Inventory:
+    def connect(self, spec: StateSpec) -> trainer.Inventory:
         """Connect when an attempt begins, and have all in storage that is on its way there; what the node holds.
 
-        An agent of this node that was told to end answers no more, while it writes what it holds. One that was told so
-        after it had taken the connection, or has died since, is left for another one.
-
-        Raises:
-            RunBusyError: another live trainer holds the run.
+        An agent that was told to end answers no more while it writes what it holds. One that was told so, or has died,
+        after it took the connection is left for another one.
         """
         try:
             inventory = self._introduce(spec, next_record=0, rejoining=False)
@@ -134,7 +114,7 @@ class AgentLink:
             self._address.await_leaving(grace + _LEAVING_SECONDS, _log)
         return inventory
 
-    def connect_again(self, spec: StateSpec, before: Inventory) -> Inventory:
+    def connect_again(self, spec: StateSpec, before: trainer.Inventory) -> trainer.Inventory:
         """Do what :meth:`connect` does once more, unless the agent that has answered `before` is the node's still."""
         serving = self._address.serving()
         if serving is not None and serving.pid == before.agent_pid:
@@ -148,11 +128,11 @@ class AgentLink:
         self._introduce(spec, next_record, rejoining=True)
         self.configure(self._timeline)
 
-    def _introduce(self, spec: StateSpec, next_record: int, rejoining: bool) -> Inventory:
+    def _introduce(self, spec: StateSpec, next_record: int, rejoining: bool) -> trainer.Inventory:
         """Connect to the agent, starting it if there is none, and introduce this rank; what the node holds."""
         self._connection = connection = AgentConnection.open(self._address, self._config)
-        hello = Hello(
-            version=PROTOCOL_VERSION,
+        hello = trainer.Hello(
+            version=trainer.PROTOCOL_VERSION,
             nonce=self._ranks.nonce,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
@@ -166,7 +146,7 @@ class AgentLink:
             liveness_seconds=self._config.liveness_seconds,
             accelerated=self._accelerated,
         )
-        inventory, fds = connection.request(hello, Inventory)
+        inventory, fds = connection.request(hello, trainer.Inventory)
         connection.watch_life(fds[0])
         return inventory
 
@@ -177,7 +157,7 @@ class AgentLink:
         if storage is not None:
             storage = replace(storage, owner=self.owner or None)
         self.send(
-            Configure(
+            trainer.Configure(
                 agent.linger_seconds,
                 timeline,
                 storage,
@@ -186,7 +166,7 @@ class AgentLink:
                 claimed=self.claimed,
                 metrics=MetricsSettings(agent.metrics_port, agent.metrics_host, agent.metrics_file),
                 audit=self._audit,
-                arithmetic=Arithmetic(
+                arithmetic=trainer.Arithmetic(
                     torch.backends.cpu.get_cpu_capability(),
                     torch.get_float32_matmul_precision(),
                     torch.are_deterministic_algorithms_enabled(),
@@ -205,18 +185,14 @@ class AgentLink:
         reason: str = "",
         whole: bool = False,
     ) -> PreparedRegions:
-        """Allocate a generation.
-
-        Args:
-            record: record after which it begins.
-            whole: whether all slots are allocated, and not only the start of the generation.
+        """Allocate a generation that begins after `record`, the start of it or (`whole`) all slots.
 
         Raises:
             MemoryBudgetError: it does not fit.
         """
         assert self._timeline is not None
         threads, budget = self._config.threads, self._config.memory_budget_bytes
-        message = Prepare(spec, self._timeline, threads, budget, discard, record, reason, whole)
+        message = trainer.Prepare(spec, self._timeline, threads, budget, discard, record, reason, whole)
         while True:
             regions = self._request_regions(message)
             if (regions.message.begins, regions.message.spec) == (record, spec):
@@ -225,38 +201,37 @@ class AgentLink:
 
     def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
         """Have the agent produce the state after a record; with `repeat` the state before it as well."""
-        return self._request_regions(Resume(record, timeline, self._config.linger_seconds, repeat))
+        return self._request_regions(trainer.Resume(record, timeline, self._config.linger_seconds, repeat))
 
-    def _request_regions(self, message: Prepare | Resume) -> PreparedRegions:
+    def _request_regions(self, message: trainer.Prepare | trainer.Resume) -> PreparedRegions:
         connection = self.connection
-        answer, fds = connection.request(message, Prepared)
+        answer, fds = connection.request(message, trainer.Prepared)
         connection.applied = max(connection.applied, answer.record)
         return PreparedRegions(answer, Region.open_all(fds))
 
-    def advance(self, record: int) -> Advanced:
+    def advance(self, record: int) -> trainer.Advanced:
         """Advance the replica to the resumed record; waits until all local ranks have asked."""
-        answer, _ = self.connection.request(Advance(record), Advanced)
+        answer, _ = self.connection.request(trainer.Advance(record), trainer.Advanced)
         return answer
 
     def ask_for_generation(
         self, record: int, reason: str, changing: frozenset[str] = frozenset(), later: str = ""
-    ) -> Begin:
+    ) -> trainer.Begin:
         """Have all local ranks begin a new generation after `record` or later. Returns the order that they all get."""
         connection = self.connection
-        order, _ = connection.request(NeedGeneration(record, reason, changing, later), Begin)
+        order, _ = connection.request(trainer.NeedGeneration(record, reason, changing, later), trainer.Begin)
         while order.record < record:  # the answer to an earlier question, which another rank's order had met
             connection.notices.append(order)
-            order, _ = connection.receive_answer(Begin)
+            order, _ = connection.receive_answer(trainer.Begin)
         return order
 
     def make_slots(self, generation: int) -> bool:
-        """Allocate the slots of a generation whose start is written; waits for all local ranks, and for others.
+        """Allocate the slots of a generation whose start is written, once all local ranks ask.
 
-        Raises:
-            MemoryBudgetError: the slots do not fit. The start of the generation is kept.
+        Returns False if another generation follows. Raises MemoryBudgetError where they do not fit; the start is kept.
         """
         connection, limit = self.connection, self._config.start_seconds
-        self.send(NeedSlots(generation))
+        self.send(trainer.NeedSlots(generation))
         until = time.monotonic() + limit
         while generation not in connection.slots_made:
             if connection.alarmed:
@@ -264,7 +239,7 @@ class AgentLink:
             received = connection.poll(max(0.0, until - time.monotonic()))
             if received is None:
                 # The agent's loop runs, and a rank is not through its record: then both generations are held.
-                self.send(NeedSlots(generation, now=True))
+                self.send(trainer.NeedSlots(generation, now=True))
                 received = connection.ask_for_life(limit)
             connection.keep_news(*received)
         made = connection.slots_made.pop(generation)
@@ -312,13 +287,13 @@ class AgentLink:
         """Tell the run's journal; nothing happens where there is no agent."""
         if self._connection is not None:
             with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
-                self._connection.send(Note(event))
+                self._connection.send(trainer.Note(event))
 
     def tell_preempted(self) -> None:
         """Tell the agent that this rank got SIGTERM. Called from a signal handler."""
         if self._connection is not None:
             try:
-                self._connection.send(Preempted())
+                self._connection.send(trainer.Preempted())
             except AgentGoneError as error:
                 _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
 
@@ -331,11 +306,7 @@ class AgentLink:
         return order
 
     def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:
-        """Have the agent write a record to a store; notices about other checkpoints are kept.
-
-        Raises:
-            StorageError: it could not be written, or not in time.
-        """
+        """Have the agent write a record to a store. Raises StorageError if that fails, or is not done in time."""
         connection = self.connection
         self.send(SaveRecord(record, url))
         deadline = time.monotonic() + timeout
@@ -354,15 +325,12 @@ class AgentLink:
     # Waits before a slot is used again
 
     def wait_for_room(self, record: int, spec: StateSpec, began: int) -> float:
-        """Wait until the slot of `record` is free.
+        """Wait until the slot of `record` is free, in a generation that `began` after that record; returns the seconds.
 
         With eager redo the agent must have applied the former record of the slot. Where training waits for peers, every
         node must be able to produce the newest record that is acknowledged for all of them. A replica also needs that
         record's by-value tensors, which lie in its slot; a replica that trails needs those of the record before. While
         a state is captured, only the capture before it is whole.
-
-        Args:
-            began: record after which the generation began.
         """
         started = time.perf_counter()
         if self.waits and spec.mode == "snapshot":
@@ -400,8 +368,7 @@ class AgentLink:
     def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until the replica has applied `record`; returns early after an alarm, or where `give_up()` is true.
 
-        Raises:
-            AgentGoneError: the agent is gone, stands still, or applies no record for ten time limits.
+        Raises AgentGoneError also where the agent applies no record for ten time limits.
         """
         connection = self.connection
         limit, applied = _RECORD_LIMITS * self._config.start_seconds, connection.applied
@@ -428,10 +395,7 @@ class AgentLink:
         return PhasesPage.open(fds[0]), answer.position
 
     def recover(self, message: Recover, progress: Callable[[RecoveryProgress], None]) -> Recovered:
-        """Have the agent fetch states that this node lacks, and serve those that others lack.
-
-        There is no time limit, as a state may be large and the network slow. A warning is logged now and then.
-        """
+        """Have the agent fetch states that this node lacks, and serve those that others lack, without a time limit."""
         connection, waited = self.connection, 0
         connection.send(message)
         while True:
@@ -450,7 +414,7 @@ class AgentLink:
                     progress(news)
                 case Recovered() as answer:
                     return answer
-                case Refused() as answer:
+                case trainer.Refused() as answer:
                     raise refusal(answer)
                 case _:
                     connection.keep_news(*received)
@@ -469,7 +433,7 @@ class AgentLink:
         connection, self._connection = self._connection, None
         if connection is None or connection.channel.fileno() < 0:
             return
-        if finished and self._storage is not None and self._ranks.rank == self._ranks.local_ranks[0]:
+        if finished and self._storage is not None and self._ranks.leads:
             _log.info("memckpt: the final step is being brought to storage")
         try:
             connection.say_goodbye(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)

@@ -1,7 +1,6 @@
 """The user's loop over data: loaders that continue at their place, epochs that are counted over restarts.
 
-At the end: what Lightning Fabric has wrapped. Its classes are known by name, since Fabric need not be installed, and
-comes under two package names.
+At the end: what Lightning Fabric has wrapped, known by names of classes, since Fabric need not be installed.
 """
 
 from __future__ import annotations
@@ -114,10 +113,8 @@ class Loop:
     def continue_at(self, held: HeldState | None) -> None:
         """Continue at the place of `held`, once; leaves the global generators as they are.
 
-        Raises:
-            ForeignStateError: other loaders were followed in the run that is continued.
-            UnsupportedError: it had another number of ranks.
-            DataPositionError: a loader differs from its former self.
+        Raises ForeignStateError for other loaders, UnsupportedError for another number of ranks, and DataPositionError
+        where a loader differs from its former self.
         """
         if self._begun:
             return
@@ -190,11 +187,7 @@ class Loop:
         self._followers.committing()
 
     def begin_commit(self, epoch_over: bool) -> None:
-        """Check the place of a commit, before the rank state is captured.
-
-        Raises:
-            UsageError: a restart would take the epoch's batches again.
-        """
+        """Check the place of a commit; raises UsageError where a restart would take the epoch's batches again."""
         self._begun = True
         if self._in_epochs and len(self._followers) and not self._followers.active:
             raise UsageError(
@@ -245,10 +238,7 @@ def _parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
 def bare_model(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """The model inside of Fabric's wrapper and of DistributedDataParallel, and the latter.
 
-    A model sharded by FSDP1 keeps its outermost wrapper, which manages its parameters.
-
-    Raises:
-        UnsupportedError: Fabric trains it by another strategy.
+    FSDP1 keeps its outermost wrapper, which manages its parameters. Raises UnsupportedError for other strategies.
     """
     wrapper: Any = _uncompiled(model)
     if _is(wrapper, "_FabricModule"):

@@ -29,12 +29,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class LayoutSettings:
-    """Settings that a generation is laid out by.
-
-    Attributes:
-        period: T, in steps.
-        slots: D, records in flight.
-    """
+    """Settings that a generation is laid out by: mode, T in steps, and D, records in flight."""
 
     mode: RedoMode
     period: int
@@ -64,7 +59,7 @@ class ModeChoice:
         self.not_redoable = ""
         self.every = 1
         #: Why some node has no memory for lazy redo, the same on all ranks.
-        self._shortage = next(filter(None, ranks.gather(lazy_shortage(config, live, ranks, device))), "")
+        self._shortage = next(filter(None, ranks.gather(self._find_shortage())), "")
         own = choose_redo(config, live, device, len(ranks.local_ranks), self._shortage)
         untested = [
             index
@@ -97,12 +92,22 @@ class ModeChoice:
         """Mode, T and D of the next generation."""
         return LayoutSettings(self.mode, self._config.anchor_period(self.mode), self._config.records_in_flight)
 
-    def request(self, asynchronous: bool, settings: LayoutSettings | None = None) -> SpecRequest:
-        """Settings of a generation.
+    @property
+    def lazy_settings(self) -> LayoutSettings:
+        """Settings of a generation with lazy redo."""
+        return LayoutSettings("lazy", self._config.anchor_period("lazy"), self._config.records_in_flight)
 
-        Args:
-            asynchronous: whether commits are sent later than they are made, as on an accelerator.
-        """
+    def _find_shortage(self) -> str:
+        """Reason why ``redo="auto"`` avoids lazy redo on an accelerator, with figures; empty if there is memory."""
+        config = self._config
+        if config.redo != "auto" or self._device.type == "cpu" or self._live.not_redoable:
+            return ""
+        needed = node_bytes(self._live.spec(self.request(False, self.lazy_settings)), self._ranks)
+        what, budget = "lazy redo, which is exact on an accelerator,", config.agent.memory_budget_bytes
+        return _shortage(what, needed, SHARE * available_bytes(), budget)
+
+    def request(self, asynchronous: bool, settings: LayoutSettings | None = None) -> SpecRequest:
+        """Settings of a generation. `asynchronous`: commits are sent later than they are made, as on an accelerator."""
         config, ranks = self._config, self._ranks
         chosen = self.settings if settings is None else settings
         trails = config.replays and chosen.mode == "eager"
@@ -183,14 +188,12 @@ class ModeChoice:
             )
 
     def after_record(self, compiled: str | None, changing: str, record: int) -> bool:
-        """Evaluate the self-test, and what the audit has found, at the end of a record, the same one on all ranks.
-
-        Returns True if the mode has changed.
+        """Evaluate self-test and audit at the end of a record, the same one on all ranks; True if the mode has changed.
 
         Args:
             compiled: class name of an optimizer whose step is compiled; empty if there is none, None before any step.
-            changing: what something else than its optimizer changes at every step, in words; empty: nothing is. The
-                state is captured then, where no other rank would have to do so, too: as exact, and less dear.
+            changing: what something else than its optimizer changes at every step, in words. A single rank's state is
+                captured then: as exact, and less dear.
         """
         if self._find_compiled(compiled) or self._find_distrusted(record):
             return True
@@ -210,11 +213,10 @@ class ModeChoice:
         return False
 
     def _find_compiled(self, compiled: str | None) -> bool:
-        """Switch to capture if an optimizer's step is compiled. Returns True if it is.
+        """Switch to capture if an optimizer's step is compiled: its kernels round differently from those of redo.
 
-        Compiled kernels round differently from the class that would redo them. The ranks agree on it after the first
-        record with a step. A rank that compiles later cannot make the others capture, and writes a generation after
-        each of its steps.
+        Ranks agree on it after the first record with a step. A rank that compiles later cannot make the others capture,
+        and writes a generation after each of its steps.
         """
         if self.mode == "snapshot" and self._test is None:
             return False
@@ -289,13 +291,10 @@ def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:
 def choose_redo(
     config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int, shortage: str = ""
 ) -> tuple[RedoMode, str]:
-    """Choose the redo mode of this rank.
+    """Choose the redo mode of this rank: the mode, and the reason in words.
 
     Eager where a core is free for it. Lazy where training needs all cores, where the agent could not redo exactly, and
     on an accelerator, whose own kernels redo exactly. Capture where it is configured, or where steps cannot be redone.
-
-    Args:
-        shortage: why some node has no memory for lazy redo; empty if all have.
     """
     if config.redo == "snapshot":
         return "snapshot", "as configured"
@@ -334,37 +333,14 @@ def choose_redo(
 
 
 def node_bytes(spec: StateSpec, ranks: Ranks) -> int:
-    """Shared memory that a generation of this layout takes on this node, in bytes.
-
-    All units of a node hold shards of about the same size.
-    """
+    """Shared memory of a generation on this node, in bytes: all units hold shards of about the same size."""
     return Layout(spec).total_bytes * len(ranks.local_ranks) // len(ranks.unit)
 
 
-def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> str:
-    """Reason why ``redo="auto"`` avoids lazy redo on an accelerator, with figures; empty if there is enough memory."""
-    if config.redo != "auto" or device.type == "cpu" or live.not_redoable:
-        return ""
-    request = SpecRequest(
-        mode="lazy",
-        period=config.anchor_period("lazy"),
-        slots=config.records_in_flight,
-        local_ranks=ranks.unit,
-        world_size=ranks.world_size,
-        replicas=ranks.replicas if len(ranks.groups) > 1 else (),
-        reads_late=config.reads_late,
-    )
-    needed, budget = node_bytes(live.spec(request), ranks), config.agent.memory_budget_bytes
-    return _shortage("lazy redo, which is exact on an accelerator,", needed, SHARE * available_bytes(), budget)
-
-
 def find_shortage(config: MemckptConfig, ranks: Ranks, spec: StateSpec, held: StateSpec | None) -> str:
-    """Reason why a layout is not advised, with figures; empty if there is enough memory.
+    """Reason why a layout is not advised in place of the held one, with figures; empty if there is memory for it.
 
     A budget is not advised to the full: generations to come need some of it.
-
-    Args:
-        held: layout of what is held in its place now; None: nothing is held.
     """
     given_back = node_bytes(held, ranks) if held is not None else 0
     budget = config.agent.memory_budget_bytes

@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -63,18 +63,10 @@ class Peers:
         """Whether peers are configured."""
         return self._config is not None
 
-    @property
-    def _leads(self) -> bool:
-        return self._ranks.rank == self._ranks.local_ranks[0]
-
     # Start
 
     def listen(self) -> list[HeldFragments]:
-        """Have all nodes listen with new keys; collective.
-
-        Returns:
-            The records of other nodes that each node keeps.
-        """
+        """Have all nodes listen with new keys; the records of others that each node keeps. Collective."""
         config, ranks = self._config, self._ranks
         self._refuse_differing()
         if config is None:
@@ -86,10 +78,11 @@ class Peers:
                 f"peers: expected {config.group_nodes} nodes or more to tolerate the loss of {config.tolerate}, found "
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
-        ranks.together(lambda: _try_code(config))
+        from memckpt.replication.coding.code import Code
         from memckpt.replication.coding.placement import choose_level, find_domain
         from memckpt.replication.transport.directory import make_keys, make_password
 
+        ranks.together(lambda: Code(config.data, config.tolerate, config.backend).close())  # this node can encode
         made: tuple[str, ...] | None = None
         if ranks.rank == 0:
             made = msgspec.structs.astuple(make_keys()) if config.security == "curve" else (make_password(),)
@@ -125,12 +118,15 @@ class Peers:
             threads=threads,
             liveness_seconds=self._agent.liveness_seconds,
         )
-        return self._link.listen(self._listen) if self._leads else None
+        return self._link.listen(self._listen) if self._ranks.leads else None
 
     def _refuse_differing(self) -> None:
         from memckpt.replication.transport.links import WIRE_VERSION
 
-        own = None if self._config is None else f"{_common(self._config)!r}, protocol {WIRE_VERSION}"
+        own = None
+        if self._config is not None:
+            common = replace(self._config, host=None, port=0, rack=None, zone=None)
+            own = f"{common!r}, protocol {WIRE_VERSION}"
         everybody = self._ranks.gather(own)
         differing = next((rank for rank, one in enumerate(everybody) if one != everybody[0]), None)
         if differing is not None:
@@ -175,7 +171,7 @@ class Peers:
         if self._ranks.rank == 0 and job.every_steps != config.every_steps and config.every_steps is not None:
             _log.info("memckpt: peers.every_steps: each step is sent, as only what is private to ranks is")
         assert self._ranks.node in names
-        self._ranks.together(lambda: self._link.send(Join(job)) if self._leads else None)
+        self._ranks.together(lambda: self._link.send(Join(job)) if self._ranks.leads else None)
         self._link.connection.watermark = job.record or 0
 
     def _sent_units(self, config: ErasureConfig) -> tuple[PeerUnit, ...]:
@@ -238,27 +234,10 @@ class Peers:
             self._link.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
 
 
-def _try_code(config: ErasureConfig) -> None:
-    """Check that this node can encode."""
-    from memckpt.replication.coding.code import Code
-
-    Code(config.data, config.tolerate, config.backend).close()
-
-
-def _common(config: ErasureConfig) -> ErasureConfig:
-    """The settings that have to be equal on all nodes."""
-    from dataclasses import replace
-
-    return replace(config, host=None, port=0, rack=None, zone=None)
-
-
 def own_address(host: str | None, alone: bool) -> str:
-    """The address of this node on the route to the job's master, or on the default route.
+    """The address of this node on the route to the job's master, or on the default route; `host` takes precedence.
 
-    Args:
-        host: configured address, which takes precedence; None without one.
-        alone: whether all nodes are on this machine. If not, a loopback address is no use: the master's own name may
-            resolve to one.
+    Where not all nodes are on this machine a loopback address is no use: the master's own name may resolve to one.
     """
     if host is not None:
         return host
@@ -287,12 +266,7 @@ def _route_to(there: str) -> str | None:
 
 @dataclass
 class Avoided:
-    """Sources that plans do without.
-
-    Attributes:
-        bad: those that are damaged, or could not be read.
-        silent: those whose nodes only did not answer.
-    """
+    """Sources that plans do without: bad ones, and silent ones, whose nodes only did not answer."""
 
     bad: set[BadSource] = field(default_factory=set)
     silent: set[BadSource] = field(default_factory=set)
@@ -303,11 +277,7 @@ class Avoided:
 
 
 class PeerRecovery:
-    """Carries out plans together with the other ranks.
-
-    Args:
-        patience_seconds: how long nodes that do not answer are asked again.
-    """
+    """Carries out plans together with the other ranks; asks nodes that do not answer again, for so many seconds."""
 
     def __init__(
         self,
@@ -340,12 +310,10 @@ class PeerRecovery:
         Args:
             plan_without: makes the plan, the same on every rank, without some sources; told whether the state before
                 the newest is wanted, too.
-            before: whether the state before the newest is wanted, if it can be had.
             adopt: whether nodes fetch states of ranks that they do not have, to write them to a store.
 
         Raises:
-            AgentError: a node cannot fetch or serve, twice in a row, for a reason of its own. Its sources are left as
-                they are.
+            AgentError: a node cannot fetch or serve, twice in a row, for a reason of its own; its sources stay.
             PeerError: nodes did not answer in time, and nothing can be resumed without them. Nothing is dropped.
         """
         layout = Layout(spec)
@@ -394,11 +362,7 @@ class PeerRecovery:
         return plan
 
     def _waits_for(self, silent: Collection[BadSource], plan: RestoreRecord, without: Plan | NothingHeldError) -> bool:
-        """Whether nodes that did not answer are asked once more; the same on every rank.
-
-        Raises:
-            PeerError: they did not answer in time, and nothing can be resumed without them.
-        """
+        """Whether nodes that did not answer are asked once more; the same on every rank. Raises as `carry_out` does."""
         now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now
@@ -435,7 +399,6 @@ class PeerRecovery:
     def _fetch(self, plan: RestoreRecord, adopt: bool) -> list[Recovered]:
         """Have all nodes fetch the states that they lack. Returns the answers with problems, the same on every rank."""
         ranks = self._ranks
-        leads = ranks.rank == ranks.local_ranks[0]
         own = [fetch for fetch in plan.fetches if fetch.node == ranks.node]
         message = Recover(
             record=plan.record,
@@ -452,7 +415,7 @@ class PeerRecovery:
         # All nodes serve before any fetches.
         phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
         for phase in phases if any(fetch.server for fetch in plan.fetches) else phases[1:]:
-            answers = ranks.together(partial(self._ask, phase) if leads else Recovered)
+            answers = ranks.together(partial(self._ask, phase) if ranks.leads else Recovered)
             problems = [answer for answer in answers if answer.problem]
             for answer in problems:
                 _log.warning("memckpt: %s", answer.problem)

@@ -41,7 +41,7 @@ class Protection:
     Attributes:
         unprotected_since: last record before a gap; None while records are protected.
         stored_step: newest step that this attempt's agent has written to storage; None before the first.
-        stored_at: when that was, by the monotonic clock; before the first: when this attempt began.
+        stored_at: when that was, or when this attempt began, by the monotonic clock.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Protection:
             what = "step was" if gap == 1 else "steps were"
             _log.warning("memckpt: protected again from step %d on; %d %s not", point.step, gap, what)
             self.unprotected_since = None
-            if self._training.ranks.rank == self._training.ranks.local_ranks[0]:
+            if self._training.ranks.leads:
                 self.link.tell_journal(GapEnded(point.step, gap))
 
     def leave_record(self, record: int) -> None:
@@ -221,8 +221,7 @@ class Protection:
 class DriftReports:
     """Logs the first drift that another device's rounding explains, and tells it from findings.
 
-    Args:
-        exact: whether the replica is redone on the hardware that trains, so that there must be no drift.
+    `exact`: the replica is redone on the hardware that trains, so that there must be no drift.
     """
 
     def __init__(self, exact: bool) -> None:
@@ -248,12 +247,9 @@ class DriftReports:
 
 
 class PreemptionNotice:
-    """Chains a handler before the installed one.
+    """Calls `tell` on SIGTERM, in the main thread, before the installed handler.
 
-    Launchers send SIGTERM on ordinary restarts, too. So the handler only tells the agent, which saves meanwhile.
-
-    Args:
-        tell: called in the main thread, between any two instructions.
+    Launchers send SIGTERM on ordinary restarts, too. So the agent is told, which saves meanwhile, and nothing ends.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:

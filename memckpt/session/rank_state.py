@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,20 +36,12 @@ ACCEPTED = "an earlier resume was not exact, and was accepted: "
 OBJECTS = OWN + "objects"
 
 
-class Stateful(Protocol):
-    """An object with a state_dict that belongs to the rank state."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
 class RankState:
     """Captures and encodes the rank state, with what users and adapters add to it.
 
     Attributes:
         unrepeatable: why repeating the current record would repeat more than a step, in words; empty if it would not.
-        never_repeatable: why no step of this attempt can be repeated, in words; empty if that is not so.
+        never_repeatable: the same of all steps of this attempt.
     """
 
     def __init__(self, live: LiveState, copier: Copier, device: torch.device) -> None:
@@ -108,8 +100,7 @@ class RankState:
         """Call `capture()` at each commit.
 
         Args:
-            parts: splits the value into named parts for the resume check, without those that depend on the clock; None
-                compares it as a whole.
+            parts: splits the value into parts for the resume check, without those that depend on the clock; None: one.
             put_back: called after a repeated step that differs, with the value captured when it was first taken.
         """
         if name in self._captures:
@@ -123,8 +114,7 @@ class RankState:
     def register(self, name: str, obj: Any, attributes: Sequence[str] = (), parts: Parts | None = None) -> None:
         """Call an object's ``state_dict()`` at each commit and its ``load_state_dict()`` at a resume.
 
-        A generator of torch, numpy or random is carried by its state.
-        With `attributes`, these are carried instead.
+        A generator of torch, numpy or random is carried by its state, or the `attributes` are in place of a state.
         """
         if attributes and any(obj is each for each in self._live.optimizers):
             kind = type(obj).__qualname__
@@ -151,10 +141,7 @@ class RankState:
         self._loaders[name] = self._put_back[name] = obj.load_state_dict
 
     def capture(self, reduction: Any, pending: Any) -> codec.Packed:
-        """The current rank state; copies from a device may still be in flight.
-
-        User code runs here. An exception from it leaves everything unchanged.
-        """
+        """The current rank state; copies may still be in flight. If user code raises here, nothing has changed."""
         groups = describe_groups(self._live)
         self._look_for_schedulers()
         for reason in self._live.not_carried:
@@ -190,11 +177,7 @@ class RankState:
                 )
 
     def compare(self, found: Mapping[str, Any], held: Mapping[str, Any], comparison: Comparison) -> list[str]:
-        """Compare a rank state with the held one, part by part.
-
-        Returns:
-            Names of the provided values that differ.
-        """
+        """Compare a rank state with the held one, part by part; returns the names of provided values that differ."""
         for name in held["rng"]:
             comparison.value("generators", name, found["rng"].get(name), held["rng"][name])
         for key in _HYPERPARAMETERS:
@@ -236,11 +219,7 @@ class RankState:
                 self._put_back[name](value)
 
     def load_registered(self, provided: Mapping[str, Any]) -> str:
-        """Load the state of registered objects.
-
-        Returns:
-            Why other names are provided in this attempt than are held, in words; empty if they are the same.
-        """
+        """Load the state of registered objects. Returns why other names are provided than held; empty if none are."""
         held, now = ({name for name in names if not name.startswith(OWN)} for names in (provided, self._captures))
         self.load(self._loaders, provided)
         if held == now:

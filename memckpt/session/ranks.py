@@ -1,7 +1,6 @@
 """The ranks of a job: their nodes, what each holds and trains, and how they agree at the start.
 
-Nothing here runs during training, except the self-test of unknown optimizers in the first steps, and the question
-whether redo is trusted, every 128 steps.
+Nothing here runs during training, except the self-test in the first steps, and a question every 128 steps.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from memckpt.processes.handles import start_ticks
 from memckpt.protocol.trainer import Launcher
 from memckpt.recovery.restore import replica_digest
 from memckpt.state import rng
-from memckpt.state.tensors import is_dtensor
+from memckpt.state.tensors import is_dtensor, local
 
 T = TypeVar("T")
 
@@ -68,11 +67,7 @@ class Ranks:
         self.groups = [self.replicas]
 
     def share(self, shards: str) -> None:
-        """Set :attr:`unit`, :attr:`replicas` and :attr:`groups`; collective.
-
-        Args:
-            shards: key that is equal on two ranks exactly if they hold the same parameters and optimizer state.
-        """
+        """Set units, replicas and groups; `shards` is equal on ranks that hold the same. Collective."""
         everybody = self.gather(shards)
         groups: dict[str, list[int]] = {}
         for rank, each in enumerate(everybody):
@@ -80,6 +75,11 @@ class Ranks:
         self.groups = [tuple(ranks) for ranks in groups.values()]
         self.replicas = tuple(groups[shards])
         self.unit = tuple(rank for rank in self.local_ranks if rank in groups[shards])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.rank == self.local_ranks[0]
 
     @property
     def shares(self) -> bool:
@@ -109,8 +109,7 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and gather the results; collective.
 
-        If one rank raises a MemckptError, every rank raises it. Otherwise the others would wait in their next
-        collective for a rank that has left.
+        If one rank raises a MemckptError, every rank does: none waits in its next collective for a rank that has left.
         """
         result: tuple[str, Any]
         failure: MemckptError | None = None
@@ -140,9 +139,8 @@ class Ranks:
 def find_launcher(world_size: int) -> Launcher:
     """The process that restarts this trainer when it dies: torchrun, `memckpt run`, or the parent of several ranks.
 
-    It is the parent, but where `memckpt worker` stands between and names it.
-
-    A single process that was started by hand has no launcher: its parent is a shell, which may end earlier.
+    It is the parent, or what `memckpt worker` names. A single process that was started by hand has none: its parent is
+    a shell, which may end earlier.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get(RESTART_COUNT)
     parent = int(os.environ.get(LAUNCHER) or os.getppid())
@@ -183,11 +181,7 @@ def refuse_few_slots(slots: int, ranks: Ranks) -> None:
 
 
 def refuse_uneven(data_parallel: DistributedDataParallel | None) -> None:
-    """Refuse uneven inputs, which only a batch shows.
-
-    Raises:
-        UnsupportedError: the model is in a ``join`` context.
-    """
+    """Refuse uneven inputs, which only a batch shows: the model is in a ``join`` context."""
     config = getattr(data_parallel, "_join_config", None)
     if config is not None and config.enable:
         raise UnsupportedError(
@@ -201,9 +195,7 @@ def find_replicas(
 ) -> None:
     """Group the ranks by the shards that they hold, from the placements of DTensors; collective.
 
-    Args:
-        replicated: patterns of names of plain parameters that are equal on all ranks of a sharded job. Other plain
-            parameters count as a rank's own.
+    `replicated` are patterns of names of plain parameters that are equal on all ranks; others count as a rank's own.
     """
     pieces = live.pieces()
     flattened = is_flattened(live.model)
@@ -280,11 +272,7 @@ def _refuse_differing(declared: dict[str, torch.Tensor], ranks: Ranks) -> None:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Objects that the classes of a session share. Owns nothing that has to be closed.
-
-    Attributes:
-        caveats: limits of exactness and of checks, one line each.
-    """
+    """Objects that the classes of a session share, and limits of exactness and of checks. Owns nothing to be closed."""
 
     config: MemckptConfig
     ranks: Ranks
@@ -298,3 +286,7 @@ class LocalTraining:
     def clock(self) -> StallClock:
         """Seconds that the training thread has spent in the session, by cause."""
         return self.recorder.clock
+
+    def any_accelerator(self) -> bool:
+        """Whether some rank trains on an accelerator; collective."""
+        return any(self.ranks.gather(any(local(one).device.type != "cpu" for one in self.live.tensors().values())))

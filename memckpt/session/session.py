@@ -51,7 +51,6 @@ from memckpt.session.ranks import (
 )
 from memckpt.session.resume.proof import ProvenEnvironments, ResumeProof
 from memckpt.session.resume.report import VERDICT_VALUES, HeldState, RestoreReport, ResumeCheck, describe_protection
-from memckpt.session.resume.restoration import Restoration
 from memckpt.session.resume.resume import Resumption
 from memckpt.session.staging import Changes, RestorePoint, Staging
 from memckpt.session.tuning import Tuning, tell_when_log_pays
@@ -139,9 +138,7 @@ class Session:
         self._peers = peers = Peers(config.peers, ranks, link, config.agent)
         # What an attempt goes on from.
         self._proof = ResumeProof(training, link, rank_state, proven)
-        self._restoration = Restoration(training, link, staging, self._proof)
-        check, restoration = self._proof.check, self._restoration
-        self._resumption = Resumption(training, link, staging, peers, run_dir, check, restoration)
+        self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof)
         # How records are taken and kept.
         self._mode = ModeChoice(config, live, ranks, training.device)
         training.caveats.extend(self._mode.caveats())
@@ -164,10 +161,10 @@ class Session:
             if not is_flattened(self._live.model):
                 raise
             raise ForeignStateError(f"{error}. {FLATTENED_REMEDY}") from error
-        resumed, held = self._resumption, self._resumption.held
+        held = self._resumption.held
         if self._ranks.rank == 0:
             tell_when_log_pays(self._training.config.storage, self._live.spec(self._switch.request))
-        self._mode.resume(resumed.held_mode, resumed.not_redoable)
+        self._mode.resume(*self._resumption.held_mode)
         self._tuning.resume_rate(held.rank_state if held is not None else None)
         self._switch.use_mode()
         self._recorder.begin_record(None, start.record)
@@ -218,15 +215,13 @@ class Session:
         """Make an object with ``state_dict`` and ``load_state_dict`` part of what is committed and restored.
 
         Args:
-            name: key of its state, not provided before.
             obj: an object with these methods, a generator of torch, numpy or random, or any object with `attributes`.
             attributes: names of attributes of the object that are carried in place of its state.
             parts: as for :meth:`provide`.
 
         Raises:
             UsageError: the name is taken, or the object has no such methods.
-            ConfigurationError, UnsupportedStateError: an attribute does not exist, is one of an optimizer, or cannot be
-                stored.
+            ConfigurationError, UnsupportedStateError: an attribute does not exist, or cannot be stored.
         """
         self._rank_state.register(name, obj, attributes, parts)
 
@@ -268,8 +263,7 @@ class Session:
 
     def restore_tensors(self) -> RestoreReport | None:
         """Restore parameters, buffers, optimizer state and groups, in place; the first half of :meth:`restore`."""
-        chosen = self._resumption.chosen
-        if chosen is None or chosen.restored:
+        if not self._resumption.due:
             return None
         self._compression.expect_carried()
         filled = self._resumption.fill(self._has_told)
@@ -277,8 +271,8 @@ class Session:
         if filled.start is not None:
             self._recorder.begin_record(None, filled.start.record)
             self._switch.start(filled.start.record)
-        report = self._restoration.go_on(chosen, filled.proof, self._tap.current, self._protection.resume)
-        self._tuning.set_redo_seconds(self._restoration.record_redo_seconds)
+        report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
+        self._tuning.set_redo_seconds(self._resumption.restoration.record_redo_seconds)
         report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
         report = self._compression.restored(report, chosen.held.rank_state)
         known = self._rank_state.reasons
@@ -314,7 +308,7 @@ class Session:
 
     def _restore_rng(self) -> None:
         if self._resumption.chosen is not None:
-            self._restoration.restore_rng(self._resumption.chosen)
+            self._resumption.restoration.restore_rng(self._resumption.chosen)
 
     # The loop over data
 
@@ -479,7 +473,7 @@ class Session:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
         writer, lost = self._proof.end_repetition(point)
         if writer is not None:
-            self._restoration.adopt_writer(writer)
+            self._resumption.restoration.adopt_writer(writer)
             try:
                 self._protection.resume(writer, point.record)
             except AgentGoneError as error:
@@ -519,7 +513,7 @@ class Session:
     @property
     def report(self) -> RestoreReport | None:
         """What :meth:`restore` has returned, with what has shown since; None where training started over."""
-        return self._restoration.report
+        return self._proof.report
 
     @property
     def tap_reason(self) -> str:
@@ -552,37 +546,23 @@ class Session:
         They are what this process knows, without asking anybody. `stall_ms` is that since the last call.
         """
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
-        lag = 0.0
-        if self._link.up and self._switch.request.mode == "eager":
-            lag = float(max(0, self._recorder.record - 1 - self._link.connection.applied))
+        protection, link, report = self._protection, self._link, self.report
+        record, writer = self._recorder.record - 1, self._staging.writer
+        redone = link.connection.applied if link.up and self._switch.request.mode == "eager" else record
+        at_peers = link.connection.watermark if link.up and self._peers.active else record
         return {
             "stall_ms": stalled * 1e3,
-            "lag_steps": lag,
+            "lag_steps": float(max(0, record - redone)),
             "drift_ulp": self.drift_ulp,
-            "step": float(self._recorder.record - 1),
+            "step": float(record),
             "resume_check": VERDICT_VALUES[self.check.verdict],
-            **self._tiers(),
-            **self._attempt(),
-        }
-
-    def _tiers(self) -> dict[str, float]:
-        protection, writer = self._protection, self._staging.writer
-        lag = 0.0
-        if self._peers.active and self._link.up:
-            lag = float(max(0, self._recorder.record - 1 - self._link.connection.watermark))
-        return {
             "stored_step": float(protection.stored_step or 0),
             "stored_age_s": time.monotonic() - protection.stored_at,
             "stored_bytes": float(protection.stored_bytes),
-            "peers_lag_records": lag,
+            "peers_lag_records": float(max(0, record - at_peers)),
             "held_bytes": float(writer.layout.total_bytes) if writer is not None else 0.0,
             "alarms": float(protection.alarms),
-        }
-
-    def _attempt(self) -> dict[str, float]:
-        report = self._restoration.report
-        return {
-            "attempt": float(self._link.attempt),
+            "attempt": float(link.attempt),
             "recovery_s": report.seconds if report is not None else 0.0,
             "steps_lost": float(report.steps_lost or 0) if report is not None else 0.0,
         }

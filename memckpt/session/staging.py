@@ -35,11 +35,7 @@ _MANY = 5
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """A record and its rank state, without the staged tensors.
-
-    Attributes:
-        packed: rank state; copies from a device may still be in flight.
-    """
+    """A record and its rank state, of which copies may still be in flight; without the staged tensors."""
 
     record: int
     step: int
@@ -59,8 +55,7 @@ class RestorePoint:
 class Staging:
     """Owns the writer of the current generation, and the prepared regions of the next one.
 
-    Attributes:
-        not_redoable: why a self-test has failed, in words, so that a resume need not repeat it; empty if it has not.
+    `not_redoable` says why a self-test has failed, so that a resume need not repeat it; empty if it has not.
     """
 
     def __init__(self, training: LocalTraining, changes: Changes) -> None:
@@ -156,8 +151,7 @@ class Staging:
     def ranks_disagree(self, record: int) -> bool:
         """Whether the ranks that share slots had different values of a tensor that is held once for them.
 
-        Call it at the end of `record`. It looks at an earlier record that all these ranks have committed, since this
-        rank is through a reduction that they entered afterwards. So all of them find the same (`capture/digests.py`).
+        Called at the end of `record`. It looks at an earlier one that all of them have committed, so all find the same.
         """
         writer = self.writer
         if writer is None:
@@ -176,10 +170,7 @@ class Staging:
         return bool(names)
 
     def outgrown(self, record: int, request: SpecRequest) -> bool:
-        """Whether a record that is to be captured no longer fits the layout.
-
-        With redo the recorded steps show that; captured records have none.
-        """
+        """Whether a record that is to be captured no longer fits the layout. With redo, recorded steps show that."""
         writer = self.writer
         if writer is None or not writer.is_snapshot(record):
             return False
@@ -263,11 +254,7 @@ class Staging:
         return finish
 
     def write_generation(self, regions: PreparedRegions, point: RestorePoint) -> tuple[SlotWriter, GenerationCommit]:
-        """Write this rank's part of the whole state into the regions of a new generation.
-
-        Returns:
-            The writer, which owns the regions and which the caller closes, and the commit to be sent.
-        """
+        """Write this rank's part of the state into a new generation; the caller closes the writer, sends the commit."""
         writer = self.open(regions)
         try:
             with torch.no_grad():
@@ -310,11 +297,7 @@ class Staging:
 
 
 class Changes:
-    """Watches the tensors of the current generation.
-
-    Attributes:
-        problem: why the whole state has to be written again, in words; None if it need not be.
-    """
+    """Watches a generation's tensors. `problem`: why the whole state has to be written again; None: it has not."""
 
     def __init__(self, recorder: Recorder, live: LiveState) -> None:
         self._recorder = recorder

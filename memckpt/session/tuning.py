@@ -73,8 +73,8 @@ class Tuning:
         self._link = protection.link
         self._on = config.tuning == "auto"
         self._rate = FailureRate(config.mtbf_seconds)
-        lazy = LayoutSettings("lazy", config.anchor_period("lazy"), config.records_in_flight)
-        self._adviser = Adviser(config.overhead_budget, lazy, self._fits, advises_period=config.compression is None)
+        advises_period = config.compression is None
+        self._adviser = Adviser(config.overhead_budget, mode.lazy_settings, self._fits, advises_period)
         tensors = training.live.tensors().values()
         self._redo_seconds = record_redo_seconds(
             sum(one.numel() for one in tensors), len(tensors), training.device.type == "cpu"
@@ -111,7 +111,7 @@ class Tuning:
 
     def end_record(self, record: int) -> None:
         """Look, if it is time, at the end of a record."""
-        if not self._on or self._ranks.rank != self._ranks.local_ranks[0]:
+        if not self._on or not self._ranks.leads:
             return
         try:
             if self._next is None:
@@ -218,15 +218,10 @@ def tell_when_log_pays(storage: StorageConfig | None, spec: StateSpec) -> None:
 
 @dataclass
 class FailureRate:
-    """Estimate of a job's rate of failures from those that it has had; the last eight count most.
+    """Estimate of a job's rate of failures from those that it has had; older ones are discounted, the last eight count.
 
     The mean of a Gamma distribution: before the first failure it is the expected rate, which weighs as much as one
     failure where the user has given the MTBF, and a tenth of one where it is a guess (one a day).
-
-    Attributes:
-        mtbf_seconds: MTBF that the user expects; None: a guess.
-        failures: number of failures, older ones discounted.
-        seconds: time in which they happened, discounted alike.
     """
 
     mtbf_seconds: float | None = None
@@ -285,11 +280,7 @@ class Advice:
 
 
 def period_cost(now: LayoutSettings, measured: Measured, period: int) -> float:
-    """Share of training time that depends on T: copies of anchors, and redo of half a window at each failure.
-
-    Source: docs/design.md, "A record's life": a step copies a T-th of the state, a restore redoes (T + 1)/2
-    records.
-    """
+    """Share of training time that depends on T: copies of anchors, and redo of (T + 1)/2 records at a failure."""
     copies = measured.anchor_seconds * now.period / period / measured.step_seconds
     return copies + measured.failures_per_second * (period + 1) / 2 * measured.redo_seconds
 
@@ -308,10 +299,7 @@ def best_period(
 ) -> int:
     """T with the least cost, among those within the overhead budget; one that is shorter has to be well within.
 
-    Where none is, the longest if that spares half of the budget or more, else the present one.
-
-    Args:
-        fits: whether there is memory for a layout. A shorter T takes less than the present one.
+    Where none is, the longest if that spares half of the budget or more, else the present one. Memory has to be there.
     """
 
     def is_within(period: int) -> bool:
@@ -333,10 +321,7 @@ class Adviser:
     """Says which other redo mode, T or D would pay.
 
     - Eager redo for which training waits longer than the budget: more slots, else lazy redo.
-    - Lazy redo: the T of the least cost.
-
-    Args:
-        advises_period: whether T is free: with compression it follows from the bytes of records.
+    - Lazy redo: the T of the least cost, unless compression fixes T (`advises_period`).
     """
 
     def __init__(

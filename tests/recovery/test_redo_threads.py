@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memckpt.recovery.redo_threads import RedoThreads
+from memckpt.recovery.target import RedoThreads
 from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import hyperparameters

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memckpt.capture.copier import HostCopier
-from memckpt.session.resume import witness
+from memckpt.session.resume import first_steps
 from tests.support.cluster import sharded_cases
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.faults.deferred_copier import defer
@@ -104,16 +104,33 @@ class ZeroesLast(Training):
         return float(loss)
 
 
-def test_gradients_that_were_added_to_used_ones_are_compared(lab: Lab) -> None:
-    """Small gradients that are left are carried, and a resume has them in their place."""
-    ended = kill_and_resume(lab, Case("adds-to-used", AddsToUsed), "lazy", ("before step", 6))
-    assert ended.verdict[0] == "equal"
-    assert ended.verdict[1].startswith("step 6's first 6 gradients")
+class FrozenInTurns(Training):
+    """The last layer's weight is frozen in every other step."""
+
+    def batch(self, step: int) -> float:
+        self.model[-1].weight.requires_grad_(step % 2 == 0)
+        return super().batch(step)
 
 
-def test_gradients_that_were_zeroed_in_place_are_compared(lab: Lab) -> None:
-    ended = kill_and_resume(lab, Case("zeroes-first", ZeroesFirst), "lazy", ("before step", 6))
+@pytest.mark.parametrize(
+    ("kind", "kill", "said"),
+    [
+        # Small gradients that are left are carried, and a resume has them in their place.
+        (AddsToUsed, ("before step", 6), "step 6's first 6 gradients ("),
+        (ZeroesFirst, ("before step", 6), ""),
+        # In the second of three micro-batches: the last layer's gradients are of two, the others of one.
+        (Accumulation, ("backward", 8), "step 9's first 6 gradients (53.0 KiB) are those"),
+        # The new process makes parameters frozen; they are trained again when the state is back.
+        (Unfrozen, ("after step", 9), "step 9's first 6 gradients ("),
+        (FrozenInTurns, ("before step", 6), "step 6's first 5 gradients ("),
+    ],
+)
+def test_gradients_of_loops_of_all_kinds_are_compared(
+    lab: Lab, kind: type[Training], kill: tuple[str, int], said: str
+) -> None:
+    ended = kill_and_resume(lab, Case(kind.__name__, kind), "lazy", kill)
     assert ended.verdict[0] == "equal", ended.verdict
+    assert ended.verdict[1].startswith(said)
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -172,27 +189,24 @@ class Attribute(Training):
         return super().loss(step) * self.level
 
 
-@pytest.mark.promise("plain attributes that hooks change and no `state_dict()` contains")
-def test_it_finds_a_plain_attribute_that_is_used_in_forward(lab: Lab) -> None:
-    ended = kill_and_resume(lab, Case("attribute", Attribute), "lazy", ("backward", 5))
-    assert ended.verdict[0] == "different"
-
-
-def test_a_difference_of_a_lost_generator_shows_on_dropout(lab: Lab) -> None:
+def lose_generators(control: Control) -> None:
     """The data are those of the dead attempt; what is drawn behind them is not."""
+    original = Training.inputs
 
-    def prepare(control: Control) -> None:
-        original = Training.inputs
+    def inputs(self: Training) -> tuple[Tensor, Tensor]:
+        drawn = original(self)
+        if control.session is not None and control.step == 5:
+            torch.manual_seed(11)
+        return drawn
 
-        def inputs(self: Training) -> tuple[Tensor, Tensor]:
-            drawn = original(self)
-            if control.session is not None and control.step == 5:
-                torch.manual_seed(11)
-            return drawn
+    Training.inputs = inputs  # type: ignore[method-assign]
 
-        Training.inputs = inputs  # type: ignore[method-assign]
 
-    ended = kill_and_resume(lab, PLAIN, "lazy", ("backward", 5), prepare=prepare)
+@pytest.mark.promise("plain attributes that hooks change and no `state_dict()` contains")
+@pytest.mark.parametrize("case", [Case("attribute", Attribute), PLAIN], ids=["attribute", "generator"])
+def test_it_finds_what_is_used_in_forward_and_not_restored(lab: Lab, case: Case) -> None:
+    prepare = lose_generators if case is PLAIN else None
+    ended = kill_and_resume(lab, case, "lazy", ("backward", 5), prepare=prepare)
     assert ended.verdict[0] == "different"
 
 
@@ -227,40 +241,9 @@ def test_a_gradient_that_was_being_copied_is_not_compared(lab: Lab) -> None:
     assert ended.verdict[1].startswith("step 5's first 3 gradients")
 
 
-def test_gradients_that_accumulate_are_compared_with_the_same_micro_batch(lab: Lab) -> None:
-    """Death in the second of three: the last layer's gradients are of two micro-batches, the others of one."""
-    case = Case("accumulation", Accumulation)
-    ended = kill_and_resume(lab, case, "lazy", ("backward", 8), last_step=10)
-    assert ended.verdict == (
-        "equal",
-        "step 9's first 6 gradients (53.0 KiB) are those that the dead attempt had left: equal, bit for bit",
-    )
-
-
-def test_parameters_that_were_unfrozen_before_the_death_are_compared(lab: Lab) -> None:
-    """The new process makes them frozen; they are trained again when the state is back."""
-    ended = kill_and_resume(lab, Case("unfrozen", Unfrozen), "lazy", ("after step", 9))
-    assert ended.verdict[0] == "equal", ended.verdict
-    assert "step 9's first 6 gradients" in ended.verdict[1]
-
-
-class FrozenInTurns(Training):
-    """The last layer's weight is frozen in every other step."""
-
-    def batch(self, step: int) -> float:
-        self.model[-1].weight.requires_grad_(step % 2 == 0)
-        return super().batch(step)
-
-
-def test_a_parameter_that_is_unfrozen_right_behind_the_resume_is_no_alarm(lab: Lab) -> None:
-    ended = kill_and_resume(lab, Case("frozen-in-turns", FrozenInTurns), "lazy", ("before step", 6))
-    assert ended.verdict[0] == "equal"
-    assert ended.verdict[1].startswith("step 6's first 5 gradients (")
-
-
 @pytest.mark.parametrize("limit", [100, 2048])
 def test_no_more_is_set_aside_than_allowed(lab: Lab, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(witness, "WITNESS_BYTES", limit)
+    monkeypatch.setattr(first_steps, "WITNESS_BYTES", limit)
     ended = kill_and_resume(lab, PLAIN, "lazy", ("after step", 5))
     assert ended.verdict[0] == "equal"
     assert f"({limit / 1024:.1f} KiB)" in ended.verdict[1]
@@ -295,7 +278,7 @@ def test_a_failure_to_compare_never_reaches_training(lab: Lab) -> None:
         def failing(kept: Any, found: Tensor) -> None:
             raise RuntimeError("out of memory")
 
-        witness._compare = failing
+        first_steps._compare = failing
 
     ended = kill_and_resume(lab, PLAIN, "lazy", ("after step", 5), prepare=prepare)
     assert ended.verdict[0] == "equal"

@@ -34,7 +34,7 @@ def fails(damaged: str = "", silent: str = "") -> Recovered:
 class Alone:
     """Stands for the ranks of a job of which this is the only one."""
 
-    rank, node, nonce, groups, local_ranks = 0, "a", "a1", ((0,),), (0,)
+    rank, node, nonce, groups, local_ranks, leads = 0, "a", "a1", ((0,),), (0,), True
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
         return [work()]

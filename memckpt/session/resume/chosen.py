@@ -1,59 +1,98 @@
-"""A state that is held, in this node's memory or in storage, and can be written to the live tensors."""
+"""A state that is held, in this node's memory or in storage, and its restore into the live tensors."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 
+from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.param_groups import describe_groups, restore_groups, restore_modes, restore_state_order
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
+from memckpt.recovery.comparison import Comparison, LiveCopies, compare_sample
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
-from memckpt.recovery.restore import Restorer
+from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.connection import PreparedRegions
 from memckpt.session.link import AgentLink
-from memckpt.session.resume.report import HeldState
-from memckpt.session.staging import RestorePoint
-from memckpt.state import codec
+from memckpt.session.ranks import LocalTraining
+from memckpt.session.resume.report import HeldState, Proof, prove
+from memckpt.session.staging import Staging
+from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import GradientSource, StagedGradients
 from memckpt.state.spec import StateSpec
+from memckpt.state.tensors import local
 
+_log = logging.getLogger("memckpt")
 #: The live parameters in the order of a layout, that layout, and a record's optimizer steps and gradients.
 RecordedSteps = tuple[list[torch.Tensor], Layout, RecordMeta, GradientSource]
 
 
+class HeldGeneration:
+    """A generation in this node's memory, as its agent has produced a state of it. Owned until its writer is taken.
+
+    `writer` owns the regions; it is None before the first restore, and once it is taken.
+    """
+
+    def __init__(self, regions: PreparedRegions) -> None:
+        self.regions = regions
+        self.writer: SlotWriter | None = None
+        self._taken = False
+
+    @property
+    def message(self) -> Prepared:
+        """The agent's answer: how the state is produced."""
+        return self.regions.message
+
+    def open_writer(self, staging: Staging) -> SlotWriter:
+        """The writer, opened once."""
+        if self.writer is None:
+            self.writer = staging.open(self.regions)
+        return self.writer
+
+    def take_writer(self) -> SlotWriter:
+        """The writer, once; the caller closes it."""
+        writer, self.writer = self.writer, None
+        assert writer is not None
+        self._taken = True
+        return writer
+
+    def close(self) -> None:
+        """Close the regions, unless the writer was taken."""
+        if self.writer is not None:
+            self.take_writer().close()
+        elif not self._taken:
+            self._taken = True
+            self.regions.close()
+
+
 @dataclass
 class ChosenInMemory:
-    """A record in this node's memory. Owns the regions until training takes the writer that was opened on them.
+    """A record in this node's memory. Each rank gets its own state back.
 
     Attributes:
-        state: decoded rank state that is restored; that of the record before it where the step is repeated.
-        metas: encoded records to redo; those of the record before where its step is repeated.
-        writer: writer on the regions, which owns them; None before the first restore, and once training has taken it.
+        state: decoded rank state.
+        metas: encoded records to redo, behind the replica where there is one.
         following: encoded rank states of the records behind it that are still to be compared, by record.
-        restored: whether the restore has begun.
-        diverges: always None: each rank gets its own state back.
-        resharded: always False, for the same reason.
     """
 
     plan: RestoreRecord
     held: HeldState
     state: dict[str, Any]
-    point: RestorePoint
-    regions: PreparedRegions
     metas: tuple[bytes, ...]
-    writer: SlotWriter | None = None
+    generation: HeldGeneration
     following: dict[int, bytes] = field(default_factory=dict)
-    restored: bool = False
-    diverges: int | None = None
-    resharded: bool = False
+    diverges: ClassVar[int | None] = None
+    resharded: ClassVar[bool] = False
 
     @property
     def lost(self) -> int | None:
@@ -68,121 +107,71 @@ class ChosenInMemory:
     @property
     def not_exact(self) -> str:
         """What the audit had found in what is restored, in words; empty if nothing."""
-        drift = self.message.drift
+        drift = self.generation.message.drift
         return "" if drift is None else str(drift)
-
-    @property
-    def message(self) -> Prepared:
-        """The agent's answer: how the record is produced."""
-        return self.regions.message
 
     @property
     def spec(self) -> StateSpec:
         """Layout of the state."""
-        return self.message.spec
+        return self.generation.message.spec
 
     tensors_spec = spec
 
-    # Writing to the live tensors
+    @property
+    def writer(self) -> SlotWriter | None:
+        """The writer on its generation, once a state of it was restored."""
+        return self.generation.writer
 
-    def restore(self, live: LiveState, rank: int) -> float | None:
-        """Write the state to the live tensors.
-
-        Returns:
-            The duration of the redo of one record, in seconds; None where nothing was redone.
-        """
-        assert self.writer is not None
-        restorer = Restorer(self.writer.layout, self.regions, self.writer.ring, live.tensors(), live.optimizers)
-        missing, plain = self.message.missing, self.message.plain
-        restorer.restore(self.held.record, rank, self.metas, missing, plain)
+    def restore(self, live: LiveState, rank: int, staging: Staging) -> float | None:
+        """Write the state to the live tensors. Returns the seconds that redo of a record took, None without redo."""
+        writer, message = self.generation.open_writer(staging), self.generation.message
+        restorer = Restorer(writer.layout, self.generation.regions, writer.ring, live.tensors(), live.optimizers)
+        restorer.restore(self.plan.record, rank, self.metas, message.missing, message.plain)
         return restorer.record_redo_seconds
 
     def is_recut(self, live: LiveState) -> bool:
         """Whether the live tensors are cut into other shards: a node's memory has this rank's own."""
         return False
 
-    # The step that is repeated
+    def earlier(self, rank: int) -> list[ChosenInMemory]:
+        """The records before it, newest first, in the same generation."""
+        message = self.generation.message
+        earlier = message.earlier or filter(None, [message.before])
+        return [self.at(before, rank, back) for back, before in enumerate(earlier, 1)]
 
-    def repeat_from(self, before: Before, rank: int) -> None:
-        """Restore the state before the record, from which its step is repeated."""
-        self.state, self.metas = codec.decode(before.rank_states[rank]), before.metas
-        self.held = replace(self.held, step=before.step, record=self.plan.record - 1, rank_state=self.state["provided"])
-
-    def unrepeated(self, rank: int) -> ChosenInMemory | None:
-        """The record itself where its step is to be repeated; None where it is not."""
-        if self.message.before is None:
-            return None
-        return self._at(self.plan.record, self.plan.step, self.message.rank_states[rank], self.message.metas)
-
-    def take_repeated(self, rank: int) -> ChosenInMemory | None:
-        """The record whose step is repeated from this state, which owns the writer then; None if no step is."""
-        repeated = self.unrepeated(rank)
-        if repeated is not None:
-            self.writer = None
-        return repeated
-
-    def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
-        """The optimizer steps of a record that is repeated; None where it has none."""
-        assert self.writer is not None
-        before = self.message.before
-        if before is None or not before.meta or self.writer.snapshots:
-            return None
-        layout = self.writer.layout
-        return self.writer.params, layout, decode_meta(before.meta), StagedGradients(self.regions.slots.map, layout)
+    def at(self, before: Before, rank: int, back: int = 1) -> ChosenInMemory:
+        """The state so many records before it."""
+        record, state = self.plan.record - back, codec.decode(before.rank_states[rank])
+        plan = replace(self.plan, record=record, step=before.step, lost=self.plan.lost + back)
+        held = replace(
+            self.held, step=before.step, record=record, rank_state=state["provided"], newest_step=before.step
+        )
+        return replace(self, plan=plan, held=held, state=state, metas=before.metas, following={})
 
     def advance_replica(self, link: AgentLink) -> None:
         """Have the agent's replica, if there is one, redo the step of the record: the state before is not needed."""
-        message = msgspec.structs.replace(self.message, before=None)
-        if self.regions.replica is not None:
-            advanced = link.advance(self.plan.record)
-            message = msgspec.structs.replace(message, missing=advanced.missing, plain=advanced.plain, metas=())
-            self.metas = ()
-        self.regions.message = message
+        regions = self.generation.regions
+        if regions.replica is not None:
+            done = link.advance(self.plan.record)
+            changes: dict[str, Any] = {"missing": done.missing, "plain": done.plain, "metas": (), "before": None}
+            regions.message, self.metas = msgspec.structs.replace(regions.message, **changes), ()
 
-    def forgo_repetition(self) -> None:
-        """Do not repeat the record's step; the state before it stays one that can be restored."""
-        message = self.message
-        assert message.before is not None
-        earlier = message.earlier or (message.before,)
-        self.regions.message = msgspec.structs.replace(message, before=None, earlier=earlier)
-
-    def earlier(self, rank: int) -> list[ChosenInMemory]:
-        """The records before it, newest first, in the same regions; none where its step is to be repeated."""
-        if self.message.before is not None:
-            return []
-        return [
-            self._at(self.plan.record - back, before.step, before.rank_states[rank], before.metas)
-            for back, before in enumerate(self.message.earlier, 1)
-        ]
-
-    def _at(self, record: int, step: int, rank_state: bytes, metas: tuple[bytes, ...]) -> ChosenInMemory:
-        state = codec.decode(rank_state)
-        plan = replace(self.plan, record=record, step=step, lost=self.plan.lost + self.plan.record - record)
-        held = replace(self.held, step=step, record=record, rank_state=state["provided"], newest_step=step)
-        point = RestorePoint.known(record, step, state)
-        return replace(self, plan=plan, held=held, state=state, point=point, metas=metas, following={})
-
-    def take_writer(self) -> SlotWriter:
-        """The writer, once; the caller closes it."""
-        writer, self.writer = self.writer, None
+    def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
+        """The optimizer steps of the record, which is repeated; None where it has none."""
+        writer, before = self.writer, self.generation.message.before
         assert writer is not None
-        return writer
-
-    def close(self) -> None:
-        """Close the regions, unless training has taken them."""
-        if self.writer is not None:
-            self.take_writer().close()
-        elif not self.restored:
-            self.regions.close()
+        if before is None or not before.meta or writer.snapshots:
+            return None
+        gradients = StagedGradients(self.generation.regions.slots.map, writer.layout)
+        return writer.params, writer.layout, decode_meta(before.meta), gradients
 
 
 @dataclass
 class ChosenInStorage:
-    """A state in a store. Owns nothing.
+    """A state in a store. Owns nothing; checkpoints are not audited.
 
     Attributes:
         newest_known: newest record that some memory knows of; None if none does.
-        repeated: reader of the state after `stored`, whose step is repeated; None if no step is.
         diverges: first rank that was seeded as this one, if generators have to differ again from those of other ranks.
     """
 
@@ -190,9 +179,15 @@ class ChosenInStorage:
     state: dict[str, Any]
     stored: StoredState
     newest_known: int | None
-    repeated: StoredState | None = None
     diverges: int | None = None
-    restored: bool = False
+    generation: ClassVar[None] = None
+
+    @classmethod
+    def of(cls, stored: StoredState, tier: str, newest_known: int | None) -> ChosenInStorage:
+        """The state that a reader reads."""
+        point, state = stored.point, codec.decode(stored.rank_state)
+        held = HeldState(point.step, point.record, tier, state["provided"], point.world_size, point.step)
+        return cls(held, state, stored, newest_known)
 
     @property
     def not_exact(self) -> str:
@@ -217,19 +212,9 @@ class ChosenInStorage:
     @property
     def lost(self) -> int | None:
         """Number of committed records beyond it; None where no memory knows."""
-        reached = self.repeated if self.repeated is not None else self.stored
-        return max(0, self.newest_known - reached.point.record) if self.newest_known is not None else None
+        return None if self.newest_known is None else max(0, self.newest_known - self.stored.point.record)
 
-    def repeat_from(self, before: StoredState, state: Mapping[str, Any]) -> None:
-        """Restore the state before the chosen one, from which its step is repeated."""
-        self.repeated, self.stored = self.stored, before
-        self.state = dict(state)
-        point, newest = before.point, self.held.newest_step
-        self.held = HeldState(
-            point.step, point.record, self.held.tier, self.state["provided"], point.world_size, newest
-        )
-
-    def restore(self, live: LiveState, rank: int) -> None:
+    def restore(self, live: LiveState, rank: int, staging: Staging) -> None:
         """Write the state to the live tensors, as :meth:`ChosenInMemory.restore` does."""
         self.stored.restore(live.tensors(), live.optimizers)
 
@@ -238,38 +223,130 @@ class ChosenInStorage:
         held = sorted((one.name, one.shape, one.shard) for one in self.spec.tensors() if one.shard is not None)
         return sorted(live.pieces()) != held
 
-    def unrepeated(self, rank: int) -> ChosenInStorage | None:
-        """The state after the step that is repeated from this one; None if no step is."""
-        if self.repeated is None:
-            return None
-        point, state = self.repeated.point, codec.decode(self.repeated.rank_state)
-        held = replace(self.held, step=point.step, record=point.record, rank_state=state["provided"])
-        return ChosenInStorage(held, state, self.repeated, self.newest_known)
-
-    def take_repeated(self, rank: int) -> ChosenInStorage | None:
-        """The same, as the state that is put back."""
-        repeated = self.unrepeated(rank)
-        return None if repeated is None else replace(repeated, restored=True)
-
-    def forgo_repetition(self) -> None:
-        """No-op: the state before it is found in the store again."""
-
-    def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
-        """The optimizer steps of the state's last record; None where it has none."""
-        last, tensors = self.stored.last_record(), live.tensors()
-        if last is None:
-            return None
-        spec = self.stored.state.spec
-        return ([tensors[param.tensor.name] for param in spec.params], Layout(spec), *last)
-
     def advance_replica(self, link: AgentLink) -> None:
         """No-op: nothing of it is in an agent."""
 
-    def take_writer(self) -> None:
-        """None: a new generation begins with the next record."""
-
-    def close(self) -> None:
-        """No-op: no file stays open between two reads."""
+    def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
+        """The optimizer steps of the state's last record; None where it has none."""
+        last, tensors, spec = self.stored.last_record(), live.tensors(), self.tensors_spec
+        return None if last is None else ([tensors[one.tensor.name] for one in spec.params], Layout(spec), *last)
 
 
 Chosen = ChosenInMemory | ChosenInStorage
+
+
+class Restoration:
+    """Restores states that are held, in place.
+
+    Attributes:
+        seconds: duration of all restores so far.
+        record_redo_seconds: duration of the redo of one record at the last restore; None where nothing was redone.
+    """
+
+    def __init__(self, training: LocalTraining, staging: Staging) -> None:
+        self._training = training
+        self._ranks = training.ranks
+        self._live = training.live
+        self._staging = staging
+        self.seconds = 0.0
+        self.record_redo_seconds: float | None = None
+
+    def fill(self, chosen: Chosen) -> Proof | None:
+        """Restore tensors, optimizer state and groups, and compare them with the record's sample; collective.
+
+        It may be called again, for the same state or another one. Returns None where other ranks or shards than the
+        record's are restored, or there is no sample.
+        """
+        started = time.perf_counter()
+        self._live.put_shards_in_place()
+        evidence, problem = None, ""
+        try:
+            evidence = self.write(chosen)
+        except Exception as error:  # becomes a finding: redo runs the user's classes with what was recorded
+            problem = f"{type(error).__name__}: {error}"
+            _log.info("memckpt: step %d cannot be restored from %s", chosen.held.step, chosen.held.tier, exc_info=error)
+        found = next(filter(None, self._ranks.gather(problem)), "")
+        if found or evidence is None:
+            what = f"the state after step {chosen.held.step}, from {chosen.held.tier},"
+            return Proof(f"{what} cannot be made: {found}", differs=True, broken=True)
+        if chosen.generation is not None:
+            self._agree_on_replicas(chosen.generation.open_writer(self._staging))
+        self.seconds += time.perf_counter() - started
+        return None if any(self._ranks.gather(chosen.resharded)) else self._prove(evidence, chosen)
+
+    def write(self, chosen: Chosen, comparison: Comparison | None = None) -> Evidence:
+        """Write a state to the live tensors, at any time; returns what samples it. Not collective.
+
+        `comparison` compares with it what the live tensors had before.
+        """
+        state = chosen.state
+        restore_groups(self._live, state)
+        self._live.growth.written.update(state["written"])
+        self._live.part_views(state["views"])
+        copies = None
+        if comparison is not None:
+            copies = LiveCopies(chosen.tensors_spec, chosen.spec, self._live.tensors(), self._live.optimizers)
+        with rng.preserved():
+            self.record_redo_seconds = chosen.restore(self._live, self._ranks.rank, self._staging)
+        if "optimizers" in state:  # what is in no slot
+            self._live.restore_optimizers(state["optimizers"], chosen.is_recut(self._live))
+        restore_state_order(self._live, state)
+        if copies is not None and comparison is not None:
+            copies.compare(comparison)
+        return Evidence(chosen.spec, self._live)  # not the writer's: a repeated step may have replaced modules
+
+    def restore_rng(self, chosen: Chosen) -> None:
+        """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
+        # Once more: what the loop set above its batches, it had set before the batches behind the held one.
+        restore_modes(self._live, chosen.state)
+        rng.restore(chosen.state["rng"])
+        if chosen.diverges is not None:
+            rng.diverge(chosen.diverges)
+
+    def adopt_writer(self, writer: SlotWriter) -> None:
+        """Have training go on in a held generation, after a repeated step."""
+        try:
+            self._agree_on_replicas(writer)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._staging.adopt_writer(writer)
+
+    def _agree_on_replicas(self, writer: SlotWriter) -> None:
+        """Make replicas equal: other kernels or thread counts may give other bits. The first rank's replica wins."""
+        ranks = self._ranks
+        if all(len(group) == 1 for group in ranks.groups):
+            return
+        digests = ranks.gather(replica_digest(writer.params, self._live.optimizers))
+        if all(len({digests[rank] for rank in group}) == 1 for group in ranks.groups):
+            return
+        _log.warning("memckpt: replicas differ in bits; every rank takes that of the first rank that holds the same")
+        group = ranks.open_replica_group()
+        for param in writer.params:
+            ranks.broadcast_tensor(local(param), group)
+            for optimizer in self._live.optimizers:
+                state = optimizer.state.get(param, {})
+                for key in sorted(state):
+                    if isinstance(state[key], torch.Tensor):
+                        ranks.broadcast_tensor(local(state[key]), group)
+
+    def _prove(self, evidence: Evidence, chosen: Chosen) -> Proof | None:
+        """Compare the live state with the sample that its record carries; collective. None where some rank has none."""
+        if not all(self._ranks.gather("evidence" in chosen.state)):
+            return None
+        comparison = Comparison()
+        compare_sample(evidence, chosen.state["evidence"], comparison)
+        held = _without_extra_state(chosen.state)
+        for name, value in _without_extra_state(describe_groups(self._live)).items():
+            comparison.value("hyperparameters", name, value, held.get(name, value))
+        findings = comparison.findings(self._live.tensors())
+        # Something else may have written to them: they are compared whole from now on.
+        self._live.growth.written.update(one.name for one in findings.differences if one.kind == "parameter")
+        everybody = self._ranks.gather(findings)
+        return prove(everybody, self._training.any_accelerator(), chosen.held.step, chosen.held.tier)
+
+
+def _without_extra_state(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what ``get_extra_state()`` returns: it may depend on the clock."""
+    modules = {key: value for key, value in described.get("modules", {}).items() if key != "extra"}
+    return {**described, "modules": modules}

@@ -27,12 +27,10 @@ from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import EARLIER, RankState
 from memckpt.session.ranks import LocalTraining, Ranks
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
-from memckpt.session.resume.repetition import Repetition, any_accelerator, compare_following
+from memckpt.session.resume.first_steps import Repetition, Witness, compare_following
 from memckpt.session.resume.report import RestoreReport, ResumeCheck, judge, judge_witness
 from memckpt.session.resume.storage_tier import StorageTier
-from memckpt.session.resume.witness import Witness
 from memckpt.session.staging import RestorePoint
-from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.spec import StateSpec
 from memckpt.user_messages import show_by_default
@@ -132,9 +130,8 @@ class ResumeProof:
     def end_repetition(self, point: RestorePoint) -> tuple[SlotWriter | None, str]:
         """Compare the state after the repeated step, and put the held one back; collective.
 
-        Returns:
-            Writer of the generation that holds the record, which the caller closes, None where a new one begins; and
-            why the agent is lost, in words, empty if it is not.
+        Returns the writer of its generation, which the caller closes (None: a new one begins), and why the agent is
+        lost, empty if it is not.
         """
         repetition, self.repetition = self.repetition, None
         self._recorder.compare_steps(None)
@@ -154,17 +151,14 @@ class ResumeProof:
         if found is None:
             self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
             return None, "the agent has gone"
-        judge(self.check, found, any_accelerator(self._training.live, self._ranks), what)
+        judge(self.check, found, self._training.any_accelerator(), what)
         if self.check.verdict in ("equal", "rounding"):
             self._proven.note_equal()
-        return repetition.held.take_writer(), ""
+        generation = repetition.held.generation
+        return None if generation is None else generation.take_writer(), ""
 
     def end_record(self, point: RestorePoint) -> None:
-        """Compare the first records after the resumed one.
-
-        Raises:
-            ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
-        """
+        """Compare the first records after the resumed one; raises as :meth:`tell_verdict` does."""
         self._compare_following(point)
         self._hear_witness(point)
 
@@ -176,7 +170,7 @@ class ResumeProof:
         assert self._evidence is not None
         everybody = compare_following(point.rank_state, held, self._evidence, self._rank_state, self._ranks)
         what = f"step {point.step} was taken again, and compared by a sample"
-        judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
+        judge(self.check, everybody, self._training.any_accelerator(), what)
         self.tell_verdict()
 
     def _hear_witness(self, point: RestorePoint) -> None:
@@ -188,14 +182,13 @@ class ResumeProof:
         everybody = self._ranks.gather(witness.testify())
         # A verdict "none" has been logged already if the step could not be repeated.
         if self.check.verdict == "pending" or any(one.gradients for one in everybody):
-            judge_witness(self.check, everybody, any_accelerator(self._training.live, self._ranks), point.step)
+            judge_witness(self.check, everybody, self._training.any_accelerator(), point.step)
             self.tell_verdict()
 
     def tell_verdict(self) -> None:
         """Log the verdict, and send it to the agent.
 
-        Raises:
-            ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
+        Raises ResumeMismatchError on a difference with ``resume_check="require"``; on every rank.
         """
         check, config = self.check, self._training.config
         if check.verdict == "different" and not check.refuted:  # what the report has not said
@@ -228,7 +221,7 @@ class ResumeProof:
 
 
 class RepeatChoice:
-    """Decides with all ranks whether the step is repeated; if so, the state before it is restored."""
+    """Decides with all ranks whether the step of the chosen state is repeated, and from which state."""
 
     def __init__(self, training: LocalTraining, link: AgentLink, check: ResumeCheck) -> None:
         self._ranks = training.ranks
@@ -242,43 +235,40 @@ class RepeatChoice:
 
     def do_without(self, reason: str) -> None:
         """Settle the check: nothing is compared, for this reason."""
+        self._check.step = None
         if self._check.verdict == "pending":
-            self._check.step = None
             self._check.settle("none", f"no step was compared: {reason}")
 
-    def give_up(self, reason: str) -> None:
-        """Repeat no step, although that was decided; for this reason."""
-        self._check.step = None
-        self.do_without(reason)
+    def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> ChosenInMemory | None:
+        """The state before a record in memory, whose step is repeated; None if it is not. Collective.
 
-    def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:
-        """Decide on a record in memory; collective."""
+        `asked` is the user's choice of an older record, in words; empty without one.
+        """
         if self._check.kind == "off":
-            return
-        message = chosen.message
+            return None
+        message = chosen.generation.message
         chosen.following = self._following(message.following)
         if not self.wanted:
-            return
-        before, rank = message.before, self._ranks.rank
+            return None
+        rank = self._ranks.rank
+        before = None if message.before is None else chosen.at(message.before, rank)
         own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
         if not own and before is not None:
-            own = self._why_not_reduced_alike(chosen.state, codec.decode(before.rank_states[rank]))
+            own = self._why_not_reduced_alike(chosen.state, before.state)
         reason = next(filter(None, self._ranks.gather(own)), "") or self._why_no_room(copied_bytes(chosen.spec), 0)
-        if reason:
-            # A node that has fetched its state has no replica to advance.
-            self._ranks.together(lambda: chosen.advance_replica(self._link) if before is not None else None)
-        if reason and not chosen.following:
-            self.do_without(reason)
-        elif not reason:
-            assert before is not None
+        if not reason:
             self._check.step = chosen.plan.step
-            chosen.repeat_from(before, rank)
+            return before
+        # A node that has fetched its state has no replica to advance.
+        self._ranks.together(lambda: None if before is None else chosen.advance_replica(self._link))
+        if not chosen.following:
+            self.do_without(reason)
+        return None
 
     def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         """Why a repeated step would add gradients in another order, in words; empty if it would not.
 
-        The second step of a process is reduced in the buckets that DDP lays out after the first one. The state after
-        the first one does not have that layout.
+        The second step of a process is reduced in the buckets that DDP lays out after the first one.
         """
         if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
             return "DDP of three or more ranks had not laid out its buckets for good before that step"
@@ -290,28 +280,31 @@ class RepeatChoice:
         common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
         return {record: own[record] for record in sorted(common)[:1]}
 
-    def decide_in_storage(self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str) -> None:
-        """Decide on a state in a store, which also has to have the state before the step; collective."""
+    def decide_in_storage(
+        self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str
+    ) -> ChosenInStorage | None:
+        """The state before one in a store, if the store has it; otherwise as :meth:`decide_in_memory`. Collective."""
         if not self.wanted:
             self.do_without(f"what {tier.name} has is one state, without gradients of the step behind it")
-            return
+            return None
         stored = chosen.stored
         changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
         own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
         reason = next(filter(None, self._ranks.gather(own)), "")
-        before = None
+        point = None
         if not reason:
-            before, reason = tier.before(stored.point)
-        if before is not None:
-            opened = tier.open(before, spec, self._ranks.rank)
-            known = codec.decode(opened.rank_state)
-            reason = next(filter(None, self._ranks.gather(self._why_not_reduced_alike(chosen.state, known))), "")
+            point, reason = tier.before(stored.point)
+        if point is not None:
+            opened = tier.open(point, spec, self._ranks.rank)
+            before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
+            own = self._why_not_reduced_alike(chosen.state, before.state)
+            reason = next(filter(None, self._ranks.gather(own)), "")
             reason = reason or self._why_not_compared(stored, opened, spec)
             if not reason:
                 self._check.step = stored.point.step
-                chosen.repeat_from(opened, known)
-                return
+                return before
         self.do_without(reason)
+        return None
 
     def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
         """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 
 from memckpt.recovery.comparison import Difference, Findings
-from memckpt.session.resume.witness import Testimony
 from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
 from memckpt.user_messages import short_number
@@ -31,7 +30,7 @@ VERDICT_VALUES: dict[Verdict, float] = {
 _ROUNDING = {"float32": 1e-4, "float64": 1e-4}
 _COARSE_ROUNDING = 2e-2
 #: Kinds whose differences may be rounding.
-_TENSORS = ("parameter", "state", "buffer", "frozen", "logged values")
+_TENSORS = ("parameter", "state", "buffer", "frozen", "logged values", "gradient")
 #: Kinds that a verdict counts, with their plurals.
 _COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
 _ORDER = (
@@ -59,14 +58,11 @@ class HeldState:
 
     Attributes:
         step: the framework's step number.
-        record: number of the record.
-        tier: source of the state: ``"local memory"``, ``"peers"``, ``"storage"``, or ``"resharding/ in the run
-            directory"``.
+        tier: its source: ``"local memory"``, ``"peers"``, ``"storage"``, or ``"resharding/ in the run directory"``.
         rank_state: values that this rank's captures returned at that step, by the names given to ``provide``. Where the
             number of ranks has changed, those of one of the former ranks.
         world_size: number of ranks of the run that wrote the state.
-        newest_step: step that training continues behind. It is `step`, or the one after it where that one is repeated
-            first, as a proof.
+        newest_step: step that training continues behind: `step`, or the one after it, which is repeated first.
     """
 
     step: int
@@ -85,13 +81,10 @@ class RestoreReport:
         step: the framework's step number of the restored state.
         record: number of its record.
         tier: source of the state, as in :class:`HeldState`.
-        seconds: duration of the restore.
-        steps_lost: number of committed records beyond the restored one; None where it is not known, as no node's memory
-            was left.
+        steps_lost: number of committed records beyond the restored one; None where no memory was left that knows.
         stated: why training does not go on exactly, in words, as far as the restore and the records show.
         check: verdict of the resume check, pending until the first steps are over.
-        repeated: step that is repeated with ``resume_check="replay"``; `step` and `record` are those before it. None if
-            no step is.
+        repeated: step that is repeated with ``resume_check="replay"``, behind `step`; None if no step is.
     """
 
     step: int
@@ -154,13 +147,9 @@ def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, cave
 
 @dataclass(frozen=True)
 class Proof:
-    """Comparison of a restored state with the sample that its record carries, of all ranks.
+    """Comparison of a restored state with the sample that its record carries, of all ranks, in words (`line`).
 
-    Attributes:
-        line: what was compared, or what differs, in words.
-        differs: whether the state is another one; rounding on an accelerator does not count.
-        rounds: whether it is the same but for rounding.
-        broken: whether there is no whole state at all.
+    `differs`: it is another state; `rounds`: the same but for rounding; `broken`: there is no whole state at all.
     """
 
     line: str
@@ -183,8 +172,7 @@ class ResumeCheck:
         evidence: what of the restored state was compared with the sample that its record carries, in words.
         refuted: whether the restored state is another one; then no step is compared.
         verdict: ``"pending"`` until the check is over. ``"equal"``: bit for bit. ``"rounding"``: equal but for the last
-            bits, on an accelerator. ``"different"``: see `differences`. ``"none"``: there was nothing to compare with.
-            ``"off"``: not configured.
+            bits, on an accelerator. ``"none"``: there was nothing to compare with. ``"off"``: not configured.
         line: verdict of all ranks in words.
         step: step that was compared; None while there is none.
         differences: first few differences of each kind, causes before effects.
@@ -218,19 +206,15 @@ def prove(everybody: Sequence[Findings], accelerated: bool, step: int, tier: str
     what = f"a sample of the state after step {step}, from {tier}"
     if not wrong:
         return Proof(f"{what}: {_counts(everybody)} are equal, bit for bit")
-    differences = [one for _, one in wrong]
-    if accelerated and all(one.kind in _TENSORS and one.relative <= _allowed(one) for one in differences):
-        worst = max(differences, key=lambda one: one.ulp)
+    if worst := _worst_rounding([one for _, one in wrong], accelerated):
         return Proof(f"{what}: equal but for rounding, by {worst.ulp:.3g} ulp at most, in {worst.name}", rounds=True)
     return Proof(f"{what} is {_differing(everybody, wrong)}", differs=True)
 
 
 def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, what: str) -> None:
-    """Set the verdict from the findings of all ranks.
+    """Set the verdict from the findings of all ranks; `what` begins the line, like ``"step 113 was repeated"``.
 
-    Args:
-        accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
-        what: beginning of the line, like ``"step 113 was repeated"``.
+    With an accelerator on some rank, differences may be rounding: its kernels need not repeat their bits.
     """
     found = [(rank, one) for rank, findings in enumerate(everybody) for one in findings.differences]
     wrong = sorted((pair for pair in found if pair[1].kind != "gradient"), key=lambda pair: _ORDER.index(pair[1].kind))
@@ -242,8 +226,7 @@ def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, 
         check.settle("equal", f"{what}: {_counts(everybody)} are equal, bit for bit")
         return
     differences = [one for _, one in wrong]
-    if accelerated and all(one.kind in _TENSORS and one.relative <= _allowed(one) for one in differences):
-        worst = max(differences, key=lambda one: one.ulp)
+    if worst := _worst_rounding(differences, accelerated):
         line = (
             f"{what}: {_counts(everybody)} are equal but for rounding; the largest difference is {worst.ulp:.3g} ulp, "
             f"in {worst.name}"
@@ -251,6 +234,17 @@ def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, 
         check.settle("rounding", line, differences)
         return
     check.settle("different", f"{what}: {_differing(everybody, wrong)}; {_CAUSES}", differences)
+
+
+@dataclass
+class Testimony:
+    """Result of one rank, sent between ranks: counts, and the first few differences with their place in backward."""
+
+    gradients: int = 0
+    nbytes: int = 0
+    differing: int = 0
+    differences: list[tuple[int, Difference]] = field(default_factory=list)
+    problem: str = ""
 
 
 def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerated: bool, step: int) -> None:
@@ -275,8 +269,7 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
         check.settle("equal", f"{what} {left}: equal, bit for bit")
         return
     differences = [one for _, _, one in wrong]
-    if accelerated and all(one.relative <= _allowed(one) for one in differences):
-        worst = max(differences, key=lambda one: one.ulp)
+    if worst := _worst_rounding(differences, accelerated):
         line = f"{what} {left} but for rounding; the largest difference is {worst.ulp:.3g} ulp, in {worst.name}"
         check.settle("rounding", line, differences)
         return
@@ -293,6 +286,13 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _worst_rounding(differences: Sequence[Difference], accelerated: bool) -> Difference | None:
+    """The largest of these differences, if an accelerator's rounding explains all of them; None if it does not."""
+    if not accelerated or any(one.kind not in _TENSORS or one.relative > _allowed(one) for one in differences):
+        return None
+    return max(differences, key=lambda one: one.ulp)
 
 
 def _allowed(one: Difference) -> float:

@@ -5,20 +5,26 @@
    that a node lacks are fetched from peers, and the plan is made again without a source that proves to be bad.
 3. *Open* the state of the plan, or begin without one. The user is told of it.
 4. *Fill*: tensors, optimizer state and groups. The filled state is compared with the sample that its record carries. If
-   it is another one, the next older state that proves itself is taken in its place.
+   it is another one, the next older state that proves itself is taken in its place. Then training goes on.
+
+Where the last step is repeated as a proof, the chosen state is the one before it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from memckpt.capture.presence import restore_gradients
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.taps.ddp import BucketTap
+from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
-from memckpt.journal.events import StartedOver
+from memckpt.journal.events import Recovered, StartedOver
 from memckpt.protocol.trainer import Inventory
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import (
@@ -34,13 +40,12 @@ from memckpt.recovery.plan import (
 from memckpt.recovery.sources import BadSource
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
-from memckpt.session.ranks import LocalTraining, Ranks
-from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage
-from memckpt.session.resume.proof import RepeatChoice
-from memckpt.session.resume.report import HeldState, Proof, ResumeCheck
-from memckpt.session.resume.resharding import Resharding
-from memckpt.session.resume.restoration import Restoration
-from memckpt.session.resume.storage_tier import StorageTier, plan_patiently
+from memckpt.session.ranks import LocalTraining
+from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, HeldGeneration, Restoration
+from memckpt.session.resume.first_steps import Repetition
+from memckpt.session.resume.proof import RepeatChoice, ResumeProof
+from memckpt.session.resume.report import HeldState, Proof, RestoreReport
+from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_patiently
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import codec, rng
 from memckpt.state.records import HeldFragments, HeldRecords
@@ -54,16 +59,15 @@ _start_log = logging.getLogger("memckpt.start")
 _MOST_AGENTS = 3
 #: Stored states that are tried, one after the other, where the chosen one does not prove itself.
 _MOST_STORED = 3
+_OTHER_RANKS = "the number of ranks or their shards have changed, and what is private to a rank is another's"
+_NO_SAMPLE = "the record carries no sample of the state, and what was restored is compared with nothing"
 
 
 @dataclass(frozen=True)
 class Found:
     """What the agents, the peers and storage hold. The same on every rank, but for `own`.
 
-    Attributes:
-        own: records in this node's memory.
-        held: records in the memory of all nodes, their own.
-        fragments: records that nodes keep for others.
+    `own`: records in this node's memory; `held`: of all nodes; `fragments`: of other nodes' records.
     """
 
     attempt: NewAttempt
@@ -75,12 +79,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Start:
-    """Beginning of an attempt.
-
-    Attributes:
-        record: number of its first record.
-        anew: whether a new generation begins with that record; otherwise the restore decides.
-    """
+    """Beginning of an attempt, by its first record. Unless `anew`, the restore decides on its first generation."""
 
     record: int
     anew: bool
@@ -88,12 +87,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Filled:
-    """A state that the live tensors have.
+    """A state that the live tensors have, and its comparison with its record's sample; None where there is none.
 
-    Attributes:
-        chosen: the state.
-        proof: its comparison with the sample of its record; None where there is none.
-        start: another beginning of the attempt than was chosen; None where that stays.
+    `start` is another beginning of the attempt than was chosen; None where that stays.
     """
 
     chosen: Chosen
@@ -105,9 +101,9 @@ class Resumption:
     """Owns the chosen state until it is restored; :meth:`close` closes it.
 
     Attributes:
-        chosen: state that is resumed; None where training starts over.
-        held_mode: mode in which it was protected; None where training starts over.
-        not_redoable: why its steps could not be redone, in words; empty if they could.
+        restoration: fills the live tensors.
+        chosen: state that is restored; None where training starts over.
+        repeated: state that its next step led to, which is repeated as a proof; None if no step is.
     """
 
     def __init__(
@@ -117,26 +113,27 @@ class Resumption:
         staging: Staging,
         peers: Peers,
         run_dir: Path,
-        check: ResumeCheck,
-        restoration: Restoration,
+        proof: ResumeProof,
     ) -> None:
         self._owns_storage = training.config.storage is not None
         self._ranks = training.ranks
         self._live = training.live
+        self._pending = training.recorder.pending
         self._link = link
         self._staging = staging
         self._peers = peers
         self._run_dir = run_dir
-        self._restoration = restoration
+        self._proof = proof
         self._resharding = Resharding(training, link, peers, run_dir)
-        self._repeat = RepeatChoice(training, link, check)
+        self._repeat = RepeatChoice(training, link, proof.check)
         self._reason = ""
         self._found: Found | None = None
         #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
         self._start_reason, self._drops_held = "", False
+        self.restoration = Restoration(training, staging)
         self.chosen: Chosen | None = None
-        self.held_mode: RedoMode | None = None
-        self.not_redoable = ""
+        self.repeated: Chosen | None = None
+        self._restored = False
 
     @property
     def held(self) -> HeldState | None:
@@ -144,14 +141,27 @@ class Resumption:
         return self.chosen.held if self.chosen is not None else None
 
     @property
+    def newest(self) -> Chosen | None:
+        """The state that training continues behind; None where training starts over."""
+        return self.repeated or self.chosen
+
+    @property
+    def held_mode(self) -> tuple[RedoMode | None, str]:
+        """Mode in which that was protected (None: nothing was), and why its steps could not be redone, or empty."""
+        newest = self.newest
+        return (None, "") if newest is None else (newest.spec.mode, newest.state.get("not_redoable", ""))
+
+    @property
     def due(self) -> bool:
         """Whether the chosen state is yet to be restored."""
-        return self.chosen is not None and not self.chosen.restored
+        return self.chosen is not None and not self._restored
 
     @property
     def point(self) -> RestorePoint | None:
         """The resumed record, if it comes from memory; None otherwise."""
-        return self.chosen.point if isinstance(self.chosen, ChosenInMemory) else None
+        if not isinstance(self.newest, ChosenInMemory):
+            return None
+        return RestorePoint.known(self.newest.plan.record, self.newest.plan.step, self.newest.state)
 
     def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
         """Look, agree and open: the first three phases, at attach; collective."""
@@ -193,7 +203,7 @@ class Resumption:
         ranks = self._ranks
         found = ranks.together(lambda: self._link.connect(spec))
         for _ in range(_MOST_AGENTS):
-            if _one_for_each_node(ranks, found):
+            if all(len({one.agent_pid for one in each}) == 1 for each in ranks.by_node(found)):
                 return found
             _log.warning("memckpt: the agent ended while ranks of its node came to it: they go to the next one")
             found = ranks.together(partial(self._link.connect_again, spec, found[ranks.rank]))
@@ -234,14 +244,14 @@ class Resumption:
             case RestoreRecord():
                 ranks.together(lambda: self._open_held(plan, found.own))
                 assert isinstance(self.chosen, ChosenInMemory)
-                self._repeat.decide_in_memory(self.chosen, asked)
+                self._repeat_from(self._repeat.decide_in_memory(self.chosen, asked))
                 return Start(plan.record + 1, anew=False)
             case RestoreStored():
                 self._start_reason = plan.reason
                 stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
                 self.chosen = self._open_stored(stored, plan)
-                self._take_over(stored.own.spec)
-                self._repeat.decide_in_storage(self.chosen, found.tier, self._spec, asked)
+                self._live.growth.take_over(stored.own.spec)
+                self._repeat_from(self._repeat.decide_in_storage(self.chosen, found.tier, self._spec, asked))
                 record = stored.point.record
                 ranks.together(lambda: self._prepare(record + 1, discard=True))
                 return Start(record + 1, anew=True)
@@ -254,6 +264,12 @@ class Resumption:
                 self._repeat.do_without("nothing was resumed")
                 return Start(1, anew=True)
 
+    def _repeat_from(self, before: Chosen | None) -> None:
+        """Restore the state before the chosen one, from which its step is repeated; None: it is not repeated."""
+        if before is not None and self.chosen is not None:
+            before.held = replace(before.held, newest_step=self.chosen.held.step)
+            self.chosen, self.repeated = before, self.chosen
+
     def _prepare(self, record: int, discard: bool) -> None:
         self._staging.prepared = self._link.prepare(
             self._spec, record, discard=discard, reason=self._reason, whole=True
@@ -262,8 +278,7 @@ class Resumption:
     def _tell_start(self) -> None:
         """Log the start line: the step at which training resumes, or the reason why it starts over.
 
-        It is shown with Python's default logging, too: a resume that did not happen must not be noticed in the loss
-        curve only.
+        It is shown with Python's default logging, too: not only the loss curve must tell that a resume did not happen.
         """
         show_by_default(_start_log)
         held, chosen = self.held, self.chosen
@@ -272,7 +287,7 @@ class Resumption:
             _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
             return
         why = f": {self._start_reason}" if self._start_reason else ""
-        step, lost = held.newest_step, chosen.lost
+        step, lost = held.newest_step, (self.repeated or chosen).lost
         proof = "" if step == held.step else ", which is repeated first, as a proof"
         gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
         _start_log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
@@ -294,14 +309,13 @@ class Resumption:
                 plan,
                 HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size, plan.step),
                 state,
-                RestorePoint.known(plan.record, plan.step, state),
-                regions,
                 regions.message.metas,
+                HeldGeneration(regions),
             )
         except BaseException:  # raised again: the regions have no other owner yet
             regions.close()
             raise
-        self._take_over(regions.message.spec)
+        self._live.growth.take_over(regions.message.spec)
 
     def _open_stored(self, stored: StoredState, plan: RestoreStored) -> ChosenInStorage:
         point = stored.point
@@ -316,47 +330,33 @@ class Resumption:
                 what,
                 point.step,
             )
-        state = codec.decode(stored.rank_state)
-        held = HeldState(point.step, point.record, plan.tier, state["provided"], point.world_size, point.step)
-        chosen = ChosenInStorage(held, state, stored, plan.newest)
+        chosen = ChosenInStorage.of(stored, plan.tier, plan.newest)
         if not all(self._ranks.gather(stored.exact)):
-            chosen.diverges = self._draws_as_another(state["rng"])
+            chosen.diverges = self._draws_as_another(chosen.state["rng"])
         return chosen
 
     def _draws_as_another(self, state: rng.RngState) -> int | None:
         """Find ranks that the user has seeded differently and that restore the same generators; collective.
 
-        Returns:
-            The first rank that was seeded as this one, if its generators have to differ again: ranks that were seeded
-            alike stay alike. None if they need not.
+        Returns the first rank that was seeded as this one, if its generators have to differ again; otherwise None.
         """
         first = self._ranks.first_alike(rng.capture())
         states = self._ranks.gather((first, self._ranks.first_alike(state)))
         before = {one for one, same in states if same == states[self._ranks.rank][1]}
         return None if first == min(before) else first
 
-    def _take_over(self, spec: StateSpec) -> None:
-        """Take over findings of the resumed run: mode, self-test, growth of the layout."""
-        assert self.chosen is not None
-        self.held_mode = spec.mode
-        self.not_redoable = self.chosen.state.get("not_redoable", "")
-        self._live.growth.take_over(spec)
-
     # 4. Fill
 
     def fill(self, told: bool) -> Filled:
         """Fill the live state with the chosen state, or with the next older one that proves itself; collective.
 
-        It can be called at any time before training goes on from the state.
-
-        Args:
-            told: whether the user has been told of the chosen state, so that it stays the chosen one.
+        It can be called at any time before training goes on. The chosen state stays if the user was `told` of it.
 
         Raises:
             DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
         """
         newest = self._prove_newest()
-        first, fill = self.chosen, self._restoration.fill
+        first, fill = self.chosen, self.restoration.fill
         assert first is not None
         proof = fill(first)
         if proof is not None and proof.differs and newest is not None:
@@ -385,18 +385,12 @@ class Resumption:
     def _prove_newest(self) -> Chosen | None:
         """Where a step is to be repeated, prove the state that it led to, which is put back in the end; collective.
 
-        Returns:
-            That state, proven; None where no step is repeated. Where it is refuted it becomes the chosen one.
+        Returns that state; None where no step is repeated. Where it is refuted it becomes the chosen one.
         """
-        chosen = self.chosen
-        newest = chosen.unrepeated(self._ranks.rank) if chosen is not None else None
-        if not all(self._ranks.gather(newest is not None)):
+        newest = self.repeated
+        if newest is None:
             return None
-        assert chosen is not None
-        assert newest is not None
-        proof = self._restoration.fill(newest)
-        if isinstance(chosen, ChosenInMemory) and isinstance(newest, ChosenInMemory):
-            chosen.writer = newest.writer
+        proof = self.restoration.fill(newest)
         if proof is None or not proof.differs:
             return newest
         # A repeated step would only show that again.
@@ -405,9 +399,8 @@ class Resumption:
 
     def _forgo_repetition(self, newest: Chosen, reason: str) -> Chosen:
         """Choose the state after the step that was to be repeated, for this reason."""
-        newest.forgo_repetition()
-        self.chosen = newest
-        self._repeat.give_up(reason)
+        self.chosen, self.repeated = newest, None
+        self._repeat.do_without(reason)
         return newest
 
     def _others(self) -> Iterator[Chosen]:
@@ -421,7 +414,7 @@ class Resumption:
         tier = found.tier
         record, known = first.held.record, first.newest_known
         if isinstance(first, ChosenInMemory):
-            earlier = first.earlier(self._ranks.rank)
+            earlier = first.earlier(self._ranks.rank) if self.repeated is None else []
             yield from earlier[: min(self._ranks.gather(len(earlier)))]
         else:
             record -= 1
@@ -437,24 +430,73 @@ class Resumption:
             points = [one for one in points if one.record < stored.point.record]
 
     def _change_to(self, chosen: Chosen) -> Start | None:
-        """Resume from one of the others; collective.
-
-        Returns:
-            The beginning of the attempt, where a generation begins anew.
-        """
-        former, self.chosen = self.chosen, chosen
+        """Resume from one of the others; the beginning of the attempt, where a generation begins anew. Collective."""
+        former, self.chosen, self.repeated = self.chosen, chosen, None
         if isinstance(chosen, ChosenInMemory):
             plan = chosen.plan
             self._ranks.together(lambda: self._link.resume(plan.record, plan.timeline, False).close())
             return None
         assert former is not None
-        former.close()
+        if former.generation is not None:
+            former.generation.close()
         self._repeat.do_without("newer states were not what their records say")
-        self._take_over(chosen.stored.own.spec)
+        self._live.growth.take_over(chosen.stored.own.spec)
         record = chosen.stored.point.record
         self._staging.close()  # what was prepared for another record
         self._ranks.together(lambda: self._prepare(record + 1, discard=True))
         return Start(record + 1, anew=True)
+
+    def go_on(self, filled: Filled, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> RestoreReport:
+        """Let training go on behind the state that :meth:`fill` has restored.
+
+        `tap` gets the layout in which gradients were reduced. `resume` is called with the writer of the generation and
+        the restored record, unless the step is repeated or the state comes from a store.
+        """
+        self._restored = True
+        chosen, check, proof = filled.chosen, self._proof.check, filled.proof
+        if proof is not None:
+            check.prove(proof)
+        if not chosen.resharded and isinstance(tap, BucketTap):
+            tap.resume_layout(chosen.state["reduction"])
+        if self.repeated is not None:
+            self._proof.repetition = Repetition(
+                self.repeated, self.restoration.write, self._link, self._live, self._ranks
+            )
+        elif isinstance(chosen, ChosenInMemory):
+            self._take_writer(chosen, tap, resume)
+        # Logged before: by the choice of the state, and as the verdict of the check.
+        unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
+        held, lost = chosen.held, (self.repeated or chosen).lost
+        self._proof.report = report = RestoreReport(
+            held.step,
+            held.record,
+            held.tier,
+            self.restoration.seconds,
+            lost,
+            tuple(filter(None, [unproven if proof is None else proof.inexact])),
+            check,
+            repeated=self._proof.repeated,
+        )
+        self._pending.regroup()
+        if "gradients" in chosen.state:
+            # Zeros stand for gradients that there were; pending ones are marked.
+            restore_gradients(self._live, chosen.state["gradients"])
+            self._pending.resume(chosen.state["pending"])
+        if self._ranks.rank == 0:
+            what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
+            self._link.tell_journal(Recovered(*what, report.exact, report.repeated))
+        return report
+
+    def _take_writer(self, chosen: ChosenInMemory, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> None:
+        """Have training go on in the generation of the chosen state."""
+        writer = chosen.generation.take_writer()
+        try:
+            self._proof.set_gradients_aside(chosen, writer, tap)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._staging.adopt_writer(writer)
+        resume(writer, chosen.plan.record)
 
     # End
 
@@ -463,11 +505,6 @@ class Resumption:
         self._resharding.delete_store()
 
     def close(self) -> None:
-        """Close the chosen state, unless it is restored."""
-        if self.chosen is not None:
-            self.chosen.close()
-
-
-def _one_for_each_node(ranks: Ranks, inventories: Sequence[Inventory]) -> bool:
-    """Whether the ranks of each node have reached one and the same agent."""
-    return all(len({one.agent_pid for one in each}) == 1 for each in ranks.by_node(inventories))
+        """Close the chosen state, unless training has taken it."""
+        if self.chosen is not None and self.chosen.generation is not None:
+            self.chosen.generation.close()

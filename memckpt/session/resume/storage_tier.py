@@ -1,8 +1,13 @@
-"""The storage tier as a resume sees it: whose the store is, its states, and the newest one whose files are good."""
+"""The storage tier as a resume sees it: whose the store is, its states, and the newest one whose files are good.
+
+At the end: held states of memory that go to other ranks, or into other shards, through a store.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -19,26 +24,18 @@ from memckpt.errors import (
 )
 from memckpt.processes.backoff import Backoff
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
-from memckpt.session.ranks import Ranks
+from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, plan_to_reshard, record_to_reshard
+from memckpt.recovery.sources import BadSource
+from memckpt.session.link import AgentLink
+from memckpt.session.peers import Peers
+from memckpt.session.ranks import LocalTraining, Ranks
 from memckpt.state import rng
+from memckpt.state.records import HeldFragments, HeldRecords
 from memckpt.state.spec import StateSpec
+from memckpt.storage import owner
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import directory_key, place_of
-from memckpt.storage.owner import (
-    CLAIM,
-    INSIDE,
-    Kept,
-    claim,
-    keep_run,
-    new_run,
-    original_of,
-    place_of_store,
-    read_claim,
-    read_kept,
-    refuse_other,
-)
 from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.urls import open_store
 from memckpt.storage.verification import matches
@@ -86,12 +83,12 @@ class StorageTier:
             return
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
         self._given = config.owner
-        self._here = place_of_store(store, run_dir)
+        self._here = owner.place_of_store(store, run_dir)
         #: The id of a run that has none yet.
-        self._new = new_run(run_dir)
+        self._new = owner.new_run(run_dir)
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
-        self._kept = kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept())
-        originals = ranks.together(lambda: original_of(run_dir, kept[ranks.rank]))
+        self._kept = kept = ranks.together(lambda: owner.read_kept(run_dir) if owned else owner.Kept())
+        originals = ranks.together(lambda: owner.original_of(run_dir, kept[ranks.rank]))
         self._original = next(filter(None, originals), "")
         #: The store that the run has claimed before; empty if none is known.
         self._claimed_before = next((one.store for one in kept if one.store), "")
@@ -159,35 +156,30 @@ class StorageTier:
 
     # Ownership
 
-    def _identify_run(self, owner: str) -> str:
+    def _identify_run(self, claimed_by: str) -> str:
         """The id of this run; a new one if it has none yet.
 
-        Raises:
-            ForeignStateError: the store belongs to another run, or to the original of a copied run directory.
+        Raises ForeignStateError where the store is another run's, or that of the original of a copied run directory.
         """
         assert self._store is not None
         known = [one.run for one in self._kept if one.run]
         # In the run directory no other run writes. A store with the new id was claimed when it was listed before.
-        ours = owner in known or owner == self._new or (not known and self._here == INSIDE)
-        run = self._given or (owner if owner and ours else next(iter(known), None))
-        copied = self._original if self._given is None and self._here != INSIDE else ""
-        refuse_other(self._store.url, owner, run, self._run_dir, copied)
+        ours = claimed_by in known or claimed_by == self._new or (not known and self._here == owner.INSIDE)
+        run = self._given or (claimed_by if claimed_by and ours else next(iter(known), None))
+        copied = self._original if self._given is None and self._here != owner.INSIDE else ""
+        owner.refuse_other(self._store.url, claimed_by, run, self._run_dir, copied)
         return run or self._new
 
     def _take_store(self, catalog: Catalog) -> tuple[str, bool, str]:
         """Claim the store for this run, if no run has; an empty one not if the run has stored before.
 
-        Returns:
-            The id of the run; whether the store is claimed; and why the run's store is not there, empty if it is.
-
-        Raises:
-            ForeignStateError: as for :meth:`_identify_run`.
+        Returns the id of the run; whether the store is claimed; and why the run's store is not there, empty if it is.
         """
         assert self._store is not None
-        url, run, damaged = self._store.url, self._identify_run(catalog.owner), CLAIM in catalog.damaged
+        url, run, damaged = self._store.url, self._identify_run(catalog.owner), owner.CLAIM in catalog.damaged
         empty = not (catalog.claimed or damaged or catalog.checkpoints or catalog.batches or catalog.unreadable)
         if empty and self._claimed_before:
-            place = self._run_dir / "storage" if self._claimed_before == INSIDE else self._claimed_before
+            place = self._run_dir / "storage" if self._claimed_before == owner.INSIDE else self._claimed_before
             before = "before" if self._claimed_before == self._here else f"in {place}"
             return run, False, f"{url} has nothing of the run {run}, which has stored {before}: is its disk mounted?"
         if catalog.owner and self._given is None and not any(one.run for one in self._kept):
@@ -203,23 +195,23 @@ class StorageTier:
         """Claim the store; False if it cannot be written. Raises ForeignStateError if another run was faster."""
         assert self._store is not None
         try:
-            claimed = claim(self._store, run, replace)
+            claimed = owner.claim(self._store, run, replace)
         except StorageError as error:  # training goes on without storage; the ids on commit files still tell
             _log.warning("memckpt: storage cannot be claimed for this run: %s", error)
             return False
         if not claimed:
-            refuse_other(self._store.url, read_claim(self._store), run, self._run_dir)
+            owner.refuse_other(self._store.url, owner.read_claim(self._store), run, self._run_dir)
         return True
 
     def _keep_run(self) -> None:
         """Write the id of the run and the place of its store into the run directories of all nodes."""
         ranks = self._ranks
-        if not self.run or ranks.rank != ranks.local_ranks[0]:
+        if not self.run or not ranks.leads:
             return
         own = self._kept[ranks.rank]
         run = own.run if own.run and self._given is None else self.run
         try:
-            keep_run(self._run_dir, run, self._here if self.claimed else own.store)
+            owner.keep_run(self._run_dir, run, self._here if self.claimed else own.store)
         except StorageError as error:
             remedy = "" if run == own.run else ", and storage will refuse the next start unless it has storage.owner"
             _log.warning(
@@ -249,16 +241,13 @@ class StorageTier:
     # Reading
 
     def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec, by_hand: bool = False) -> StoredState:
-        """Open the first of the candidates whose files are all good; collective.
+        """Open the first of the candidates, newest first, whose files are all good; collective.
 
-        Damaged candidates are skipped. A candidate that cannot be read may be good: it is tried again, then it is an
-        error, and the user chooses.
+        Damaged candidates are skipped. One that cannot be read may be good: it is tried again, then it is an error,
+        unless the user has asked for an older step (`by_hand`).
 
-        Where training does not go on exactly, ranks that the user has seeded alike get the rank state of one and the
-        same rank: ranks that share the work of a layer (tensor parallelism) must draw alike.
-
-        Args:
-            by_hand: whether the user has asked for this very step.
+        Where training does not go on exactly, ranks that were seeded alike get the rank state of one and the same rank:
+        ranks that share the work of a layer (tensor parallelism) must draw alike.
 
         Raises:
             StorageError: the newest candidate that may be good cannot be read.
@@ -344,15 +333,9 @@ class StorageTier:
         return opened
 
     def _first_good(self, candidates: Sequence[StoredPoint], good: Collection[str] = ()) -> tuple[int, list[str], str]:
-        """Find the first candidate that is not damaged; collective.
+        """Find the first candidate that is not damaged, `good` files aside; collective.
 
-        Args:
-            candidates: states in the store, newest first.
-            good: paths of files that have been verified.
-
-        Returns:
-            Index of the candidate, or -1 if there is none; problems of the candidates before it, in words; and why the
-            candidate could not be read, empty if it is good.
+        Returns its index, or -1; problems of those before it; and why it could not be read, empty if it is good.
         """
         ranks = self._ranks
         files = (file for candidate in candidates for file in candidate.files)
@@ -405,9 +388,7 @@ def _may_be_newer(path: str, point: StoredPoint) -> bool:
 def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
     """Make the plan; where memory does not suffice, unreadable storage is retried before it is given up.
 
-    Raises:
-        StorageError: neither memory nor the readable part of storage suffices.
-        StorageAwayError: memory does not suffice, and the store is absent.
+    Raises StorageError where neither suffices, and StorageAwayError where the store is absent.
     """
     if resume == "never" and tier.absent:
         tier.begin_store()
@@ -445,3 +426,79 @@ def _try_plan(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
     except (NothingHeldError, PeerError) as error:
         return None, str(error)
     return plan, "" if isinstance(plan, RestoreRecord) else plan.reason
+
+
+#: Directory, in the run directory, of the survivors' checkpoint where the run has no storage.
+_DIRECTORY = "resharding"
+
+
+class Resharding:
+    """Has the agents write what they hold as one checkpoint, from which each rank reads its new shards."""
+
+    def __init__(self, training: LocalTraining, link: AgentLink, peers: Peers, run_dir: Path) -> None:
+        self._config = training.config.storage
+        self._ranks = training.ranks
+        self._link = link
+        self._peers = peers
+        self._run_dir = run_dir
+
+    def storage_for(self, resharding: bool) -> StorageConfig | None:
+        """The run's storage, or a store in the run directory if it has none; None if no store is needed. Collective."""
+        if self._config is not None:
+            return self._config
+        # The checkpoint stays until training ends: memory drops the state before it is protected again.
+        between = self._run_dir.resolve() / _DIRECTORY
+        # Nodes need not share the run directory, but all ranks use the store, or none.
+        there = any(self._ranks.gather(between.is_dir()))
+        return StorageConfig(url=str(between)) if resharding or there else None
+
+    def save(
+        self,
+        own: Sequence[HeldRecords],
+        held: Sequence[HeldRecords],
+        fragments: Sequence[HeldFragments],
+        resume: ResumeChoice | int,
+        spec: StateSpec,
+    ) -> None:
+        """Write the newest record that memory can produce of all ranks. Collective; raises StorageError."""
+        record = self._bring_together(held, fragments, resume, spec)
+        storage = self.storage_for(True)
+        assert storage is not None
+        self._ranks.together(lambda: self._save(own, record, storage))
+
+    def _bring_together(
+        self,
+        held: Sequence[HeldRecords],
+        fragments: Sequence[HeldFragments],
+        resume: ResumeChoice | int,
+        spec: StateSpec,
+    ) -> int | None:
+        """Fetch states of lost nodes. Returns the record that nodes then have of all ranks; None if there is none."""
+        if not self._peers.active:
+            return record_to_reshard(held, resume)
+        nodes = self._peers.node_names
+
+        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
+            return plan_to_reshard(held, fragments, resume, nodes, self._ranks.nonce, bad)
+
+        plan = self._peers.carry_out(plan_without, spec, adopt=True)
+        if isinstance(plan, RestoreRecord):
+            return plan.record
+        if isinstance(plan, RestoreStored) and resume != "never" and self._ranks.rank == 0:
+            _log.warning("memckpt: what memory holds cannot go to other ranks: %s", plan.reason)
+        return None
+
+    def _save(self, own: Sequence[HeldRecords], record: int | None, storage: StorageConfig) -> None:
+        held = any(each.records for each in own)
+        if held and record is not None and self._ranks.leads:
+            name = "storage" if self._config is not None else RESHARDING
+            _log.info("memckpt: record %d goes to %s first: the ranks, or their shards, have changed", record, name)
+            url = storage.url or str(self._run_dir.resolve() / "storage")
+            self._link.save_record(record, url, storage.timeout_seconds, name)
+
+    def delete_store(self) -> None:
+        """Delete the store in the run directory, as training has finished."""
+        between = self._run_dir / _DIRECTORY
+        if self._config is None and self._ranks.leads and between.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # a rank of another node may share the directory
+                shutil.rmtree(between)

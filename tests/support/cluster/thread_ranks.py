@@ -13,7 +13,7 @@ class ThreadRanks:
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world_size = rank, len(values)
-        self.local_ranks = (rank,)
+        self.local_ranks, self.leads = (rank,), True
         self._values = values
         self._barrier = barrier
 

@@ -35,8 +35,8 @@ from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
 from memckpt.protocol.storing import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save, Saved, SaveFailed
-from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
+from memckpt.recovery.target import HostState
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
