@@ -20,8 +20,6 @@ from memckpt.processes.attempt import Attempt
 from memckpt.processes.log import Seldom
 from memckpt.protocol.channel import AgentToTrainer
 from memckpt.protocol.trainer import (
-    Advance,
-    Advanced,
     Before,
     Begin,
     Commit,
@@ -157,11 +155,6 @@ class Group:
             raise AgentError(f"ranks of one node resume at different records: {self._resumed.record} and {record}")
         return self.held, self._resumed.prepared()
 
-    def advance(self, rank: int, message: Advance) -> Advanced | None:
-        """Note that a rank needs the state before the resumed record no more; the answer once no rank does."""
-        if self._resumed is None or self.held is None:
-            raise AgentError(f"expected to have been resumed, found a wish to advance to record {message.record}")
-        return self._resumed.advance(rank, message.record)
 
     # What peers have given back
 
@@ -333,7 +326,6 @@ class ResumedState:
         self._before = _before(generation, record) if repeat and not reason else None
         self._earlier = tuple(_earlier(generation, record)) if generation.replica is None else ()
         self._generation = generation
-        self._advanced: set[int] = set()
 
         #: By how many records the replica stays behind.
         self.behind = int(self._before is not None)
@@ -347,9 +339,9 @@ class ResumedState:
         if held.replica is not None:
             held.replica.freeze()
             missing, plain = held.replica.describe_state()
-            if self._before is None:
-                held.replica.advance_to(self.record)
-            else:
+            # It goes on with the next commits: by then no rank reads the state before this record any more.
+            held.replica.advance_to(self.record - self.behind)
+            if self._before is not None:
                 metas = (self._before.meta,)
         else:
             metas = held.metas_for(self.record)
@@ -367,22 +359,6 @@ class ResumedState:
             following=self._following,
             whole=held.regions.whole,
         )
-
-    def advance(self, rank: int, record: int) -> Advanced | None:
-        """Note that a rank needs the state before the record no more; the answer once no rank does."""
-        if record != self.record:
-            raise AgentError(f"expected to advance to record {self.record}, found {record}")
-        self._advanced.add(rank)
-        if self._advanced < set(self._generation.spec.local_ranks):
-            return None
-        replica = self._generation.replica
-        if replica is None:
-            return Advanced()
-        replica.advance_to(record)
-        replica.freeze()
-        missing, plain = replica.describe_state()
-        replica.advance_to(record)
-        return Advanced(missing, plain)
 
 
 def _earlier(generation: Generation, record: int) -> Iterator[Before]:

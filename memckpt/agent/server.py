@@ -46,7 +46,6 @@ from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, Stop
 from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, SnapshotTaken, WriterToAgent
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
-    Advance,
     Alarm,
     Begin,
     Checked,
@@ -393,10 +392,6 @@ class Agent:
                 self._send_regions(connection, prepared, generation)
                 if generation.drift is not None:
                     self._connections.answer(connection, generation.drift)  # nothing may have been done about it yet
-            case Advance():
-                answer = group.advance(trainer.rank, message)
-                if answer is not None:  # to all ranks at once: until then one of them may still read the state before
-                    self.tell_ranks(trainer.unit, answer)
             case Checked():
                 level = logging.WARNING if message.verdict == "different" else logging.INFO
                 _log.log(level, "resume check: %s", message.line)

@@ -100,8 +100,7 @@ class Before(msgspec.Struct, frozen=True, array_like=True):
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """Answer to Prepare and Resume. Regions come along as descriptors: slots, then static and replica where present.
 
-    Where the step of `record` can be repeated, an eager replica stands at `before` until all local ranks have asked to
-    advance.
+    Where the step of `record` can be repeated, an eager replica stands at `before` until ranks commit the next records.
     """
 
     generation: int
@@ -133,19 +132,6 @@ class SlotsMade(msgspec.Struct, frozen=True, tag="slots"):
     generation: int
     dropped: bool = False  #: another generation follows
     problem: str = ""  #: why there is no room, in words; what the start takes is kept
-
-
-class Advance(msgspec.Struct, frozen=True, tag="advance"):
-    """A rank has repeated the step of `record`, or does not want to: let the replica go on to it. Answer: Advanced."""
-
-    record: int
-
-
-class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
-    """The replica stands at the record that is resumed; `missing` and `plain` describe its state as in RecordMeta."""
-
-    missing: tuple[tuple[int, int, str], ...] = ()
-    plain: bytes = b""
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):
@@ -316,10 +302,10 @@ class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):
 
 
 TrainerToAgent = (
-    Hello | Prepare | NeedSlots | Resume | Advance | Checked | Note | Observed | Configure | GenerationCommit |
+    Hello | Prepare | NeedSlots | Resume | Checked | Note | Observed | Configure | GenerationCommit |
     Commit | Void | NeedGeneration | Preempted | Goodbye
 )  # fmt: skip
 AgentToTrainer = (
-    Fencing | Inventory | Prepared | SlotsMade | Advanced | Begin | Credit | Protected | Drift | Gap | Alarm |
+    Fencing | Inventory | Prepared | SlotsMade | Begin | Credit | Protected | Drift | Gap | Alarm |
     Refused | OthersStay | Leaving | HoldingOn
 )  # fmt: skip

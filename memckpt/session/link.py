@@ -206,13 +206,8 @@ class AgentLink:
     def _request_regions(self, message: trainer.Prepare | trainer.Resume) -> PreparedRegions:
         connection = self.connection
         answer, fds = connection.request(message, trainer.Prepared)
-        connection.applied = max(connection.applied, answer.record)
+        connection.applied = max(connection.applied, answer.record - (answer.before is not None))
         return PreparedRegions(answer, Region.open_all(fds))
-
-    def advance(self, record: int) -> trainer.Advanced:
-        """Advance the replica to the resumed record; waits until all local ranks have asked."""
-        answer, _ = self.connection.request(trainer.Advance(record), trainer.Advanced)
-        return answer
 
     def ask_for_generation(
         self, record: int, reason: str, changing: frozenset[str] = frozenset(), later: str = ""

@@ -471,7 +471,7 @@ class Session:
 
     def _end_repetition(self, point: RestorePoint) -> None:
         """End the repeated step of the resumed record: compare, and go on from the held state."""
-        writer, lost = self._proof.end_repetition(point)
+        writer, lost = self._proof.end_repetition(point), ""
         if writer is not None:
             self._resumption.restoration.adopt_writer(writer)
             try:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 
 from memckpt.capture.evidence import Evidence
@@ -21,7 +20,6 @@ from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.connection import PreparedRegions
-from memckpt.session.link import AgentLink
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.report import HeldState, Proof, prove
 from memckpt.session.staging import Staging
@@ -148,14 +146,6 @@ class ChosenInMemory:
         )
         return replace(self, plan=plan, held=held, state=state, metas=before.metas, following={})
 
-    def advance_replica(self, link: AgentLink) -> None:
-        """Have the agent's replica, if there is one, redo the step of the record: the state before is not needed."""
-        regions = self.generation.regions
-        if regions.replica is not None:
-            done = link.advance(self.plan.record)
-            changes: dict[str, Any] = {"missing": done.missing, "plain": done.plain, "metas": (), "before": None}
-            regions.message, self.metas = msgspec.structs.replace(regions.message, **changes), ()
-
     def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
         """The optimizer steps of the record, which is repeated; None where it has none."""
         writer, before = self.writer, self.generation.message.before
@@ -222,9 +212,6 @@ class ChosenInStorage:
         """Whether the live tensors are cut into other shards than the state was."""
         held = sorted((one.name, one.shape, one.shard) for one in self.spec.tensors() if one.shard is not None)
         return sorted(live.pieces()) != held
-
-    def advance_replica(self, link: AgentLink) -> None:
-        """No-op: nothing of it is in an agent."""
 
     def recorded_steps(self, live: LiveState) -> RecordedSteps | None:
         """The optimizer steps of the state's last record; None where it has none."""

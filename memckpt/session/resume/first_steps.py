@@ -21,10 +21,9 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.errors import AgentGoneError, DamagedStateError
+from memckpt.errors import DamagedStateError
 from memckpt.memory.slots import Landing
 from memckpt.recovery.comparison import Comparison, Difference, Findings, compare_sample
-from memckpt.session.link import AgentLink
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.resume.chosen import Chosen
@@ -302,14 +301,12 @@ class Repetition:
         self,
         held: Chosen,
         write: Callable[[Chosen, Comparison], object],
-        link: AgentLink,
         live: LiveState,
         ranks: Ranks,
     ) -> None:
         self.record, self.step = held.held.record, held.held.step
         self.held = held
         self._write = write
-        self._link = link
         self._live = live
         self._ranks = ranks
         self.steps: RepeatedSteps | None = None
@@ -322,24 +319,12 @@ class Repetition:
         if self.held.generation is not None:
             self.held.generation.close()
 
-    def finish(self, rank_state: bytes, states: RankState) -> list[Findings] | None:
-        """Compare the live state with the held one, and put the held one back; collective.
+    def finish(self, rank_state: bytes, states: RankState) -> list[Findings]:
+        """Compare the live state with the held one, and put the held one back; the findings of all ranks. Collective.
 
-        Returns the findings of all ranks; None if some agent is gone, and nothing was put back. Raises
-        DamagedStateError where the held state cannot be put back.
+        Raises DamagedStateError where the held state cannot be put back.
         """
-        if not all(self._ranks.gather(self._advance_replica())):
-            return None
         return self._ranks.together(lambda: self._try_to_put_back(rank_state, states))
-
-    def _advance_replica(self) -> bool:
-        """Have the replica redo the step. Returns False if its agent is gone."""
-        try:
-            self.held.advance_replica(self._link)
-        except AgentGoneError as error:
-            _log.warning("memckpt: the agent has gone while record %d was repeated: %s", self.record, error)
-            return False
-        return True
 
     def _try_to_put_back(self, rank_state: bytes, states: RankState) -> Findings:
         try:

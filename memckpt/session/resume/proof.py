@@ -127,35 +127,28 @@ class ResumeProof:
 
     # The first records
 
-    def end_repetition(self, point: RestorePoint) -> tuple[SlotWriter | None, str]:
+    def end_repetition(self, point: RestorePoint) -> SlotWriter | None:
         """Compare the state after the repeated step, and put the held one back; collective.
 
-        Returns the writer of its generation, which the caller closes (None: a new one begins), and why the agent is
-        lost, empty if it is not.
+        Returns the writer of its generation, which the caller closes; None where a new one begins.
         """
         repetition, self.repetition = self.repetition, None
         self._recorder.compare_steps(None)
         assert repetition is not None
         self._link.finish_sending()
-        found = None
         try:
             self._training.copier.wait_before_changes()
             found = repetition.finish(point.rank_state, self._rank_state)
-        except MemckptError:
-            self._proven.put_off()
+        except BaseException as error:
+            if isinstance(error, MemckptError):
+                self._proven.put_off()
+            repetition.close()
             raise
-        finally:
-            if found is None:
-                repetition.close()
-        what = f"step {repetition.step} was repeated"
-        if found is None:
-            self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
-            return None, "the agent has gone"
-        judge(self.check, found, self._training.any_accelerator(), what)
+        judge(self.check, found, self._training.any_accelerator(), f"step {repetition.step} was repeated")
         if self.check.verdict in ("equal", "rounding"):
             self._proven.note_equal()
         generation = repetition.held.generation
-        return None if generation is None else generation.take_writer(), ""
+        return None if generation is None else generation.take_writer()
 
     def end_record(self, point: RestorePoint) -> None:
         """Compare the first records after the resumed one; raises as :meth:`tell_verdict` does."""
@@ -223,9 +216,8 @@ class ResumeProof:
 class RepeatChoice:
     """Decides with all ranks whether the step of the chosen state is repeated, and from which state."""
 
-    def __init__(self, training: LocalTraining, link: AgentLink, check: ResumeCheck) -> None:
-        self._ranks = training.ranks
-        self._link = link
+    def __init__(self, ranks: Ranks, check: ResumeCheck) -> None:
+        self._ranks = ranks
         self._check = check
 
     @property
@@ -259,8 +251,6 @@ class RepeatChoice:
         if not reason:
             self._check.step = chosen.plan.step
             return before
-        # A node that has fetched its state has no replica to advance.
-        self._ranks.together(lambda: None if before is None else chosen.advance_replica(self._link))
         if not chosen.following:
             self.do_without(reason)
         return None

@@ -125,7 +125,7 @@ class Resumption:
         self._run_dir = run_dir
         self._proof = proof
         self._resharding = Resharding(training, link, peers, run_dir)
-        self._repeat = RepeatChoice(training, link, proof.check)
+        self._repeat = RepeatChoice(training.ranks, proof.check)
         self._reason = ""
         self._found: Found | None = None
         #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
@@ -361,7 +361,6 @@ class Resumption:
         proof = fill(first)
         if proof is not None and proof.differs and newest is not None:
             first = self._forgo_repetition(newest, "the state that the step would be repeated from is refuted")
-            self._ranks.together(lambda: newest.advance_replica(self._link))
             proof = fill(first)
         if proof is None or not proof.differs:
             return Filled(first, proof)
@@ -377,9 +376,7 @@ class Resumption:
                 f"{proof.line}. What was held is still held: resume=STEP goes on from an older step, resume='never' "
                 "starts over"
             )
-        # Nothing proves itself: this one is the nearest, and its report says what differs.
-        self._ranks.together(lambda: first.advance_replica(self._link))
-        fill(first)
+        fill(first)  # nothing proves itself: this one is the nearest, and its report says what differs
         return Filled(first, proof)
 
     def _prove_newest(self) -> Chosen | None:
@@ -459,9 +456,7 @@ class Resumption:
         if not chosen.resharded and isinstance(tap, BucketTap):
             tap.resume_layout(chosen.state["reduction"])
         if self.repeated is not None:
-            self._proof.repetition = Repetition(
-                self.repeated, self.restoration.write, self._link, self._live, self._ranks
-            )
+            self._proof.repetition = Repetition(self.repeated, self.restoration.write, self._live, self._ranks)
         elif isinstance(chosen, ChosenInMemory):
             self._take_writer(chosen, tap, resume)
         # Logged before: by the choice of the state, and as the verdict of the check.
