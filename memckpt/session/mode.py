@@ -59,7 +59,7 @@ class ModeChoice:
         self.not_redoable = ""
         self.every = 1
         #: Why some node has no memory for lazy redo, the same on all ranks.
-        self._shortage = next(filter(None, ranks.gather(self._find_shortage())), "")
+        self._shortage = ranks.first_reason(self._find_shortage())
         own = choose_redo(config, live, device, len(ranks.local_ranks), self._shortage)
         untested = [
             index
@@ -237,7 +237,7 @@ class ModeChoice:
         """Switch to capture if the audit of some rank's node has found that redo is wrong. Returns True if it has."""
         if self.mode == "snapshot" or (self._ranks.world_size > 1 and record % _LOOK_RECORDS):
             return False
-        reason = next(filter(None, self._ranks.gather(self._distrusted)), "")
+        reason = self._ranks.first_reason(self._distrusted)
         if reason:
             self._cannot_redo(reason)
         return bool(reason)

@@ -94,6 +94,10 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def first_reason(self, reason: str) -> str:
+        """The first reason, in words, that some rank has; empty if none has one. Collective."""
+        return next(filter(None, self.gather(reason)), "")
+
     def by_node(self, values: Sequence[T]) -> list[list[T]]:
         """Values of all ranks, grouped by node."""
         found: dict[str, list[T]] = {}
@@ -252,7 +256,7 @@ def _refuse_partial_meshes(live: LiveState, ranks: Ranks) -> None:
             reached |= {int(rank) for rank in tensor.device_mesh.mesh.flatten()}
     missing = sorted(set(range(ranks.world_size)) - reached)
     problem = f"rank {ranks.rank} shares no tensor with the ranks {missing}" if missing else ""
-    found = next((each for each in ranks.gather(problem) if each), "")
+    found = ranks.first_reason(problem)
     if found:
         raise UnsupportedError(
             f"device meshes that do not cover the job: {found}, as in pipeline stages, whose ranks may be steps apart; "

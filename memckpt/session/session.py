@@ -177,7 +177,7 @@ class Session:
         # Gradients are taken after the step where an attempt before did; ranks that share slots do alike.
         self._rank_state.provide(_LATER, lambda: self._tap.later, parts=lambda value: {})
         later = held.rank_state.get(_LATER, "") if held is not None else ""
-        if later := next(filter(None, self._ranks.gather(later)), ""):
+        if later := self._ranks.first_reason(later):
             self._tap.take_later(later)
         self._peers.mark_phases(self._recorder)
         self._preemption.install()
@@ -292,7 +292,7 @@ class Session:
             ResumeMismatchError: it is, and this one is not exact; on every rank.
         """
         reasons = [one for one in report.reasons if not one.startswith(ACCEPTED)]
-        found = next(filter(None, self._ranks.gather("; ".join(reasons))), "")
+        found = self._ranks.first_reason("; ".join(reasons))
         if self._resumes_exactly and found:
             kept = "What was held is" if report.tier in ("local memory", "peers") else "What was stored is"
             raise ResumeMismatchError(

@@ -252,7 +252,7 @@ class Restoration:
         except Exception as error:  # becomes a finding: redo runs the user's classes with what was recorded
             problem = f"{type(error).__name__}: {error}"
             _log.info("memckpt: step %d cannot be restored from %s", chosen.held.step, chosen.held.tier, exc_info=error)
-        found = next(filter(None, self._ranks.gather(problem)), "")
+        found = self._ranks.first_reason(problem)
         if found or evidence is None:
             what = f"the state after step {chosen.held.step}, from {chosen.held.tier},"
             return Proof(f"{what} cannot be made: {found}", differs=True, broken=True)

@@ -247,7 +247,7 @@ class RepeatChoice:
         own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
         if not own and before is not None:
             own = self._why_not_reduced_alike(chosen.state, before.state)
-        reason = next(filter(None, self._ranks.gather(own)), "") or self._why_no_room(copied_bytes(chosen.spec), 0)
+        reason = self._ranks.first_reason(own) or self._why_no_room(copied_bytes(chosen.spec), 0)
         if not reason:
             self._check.step = chosen.plan.step
             return before
@@ -280,7 +280,7 @@ class RepeatChoice:
         stored = chosen.stored
         changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
         own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
-        reason = next(filter(None, self._ranks.gather(own)), "")
+        reason = self._ranks.first_reason(own)
         point = None
         if not reason:
             point, reason = tier.before(stored.point)
@@ -288,7 +288,7 @@ class RepeatChoice:
             opened = tier.open(point, spec, self._ranks.rank)
             before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
             own = self._why_not_reduced_alike(chosen.state, before.state)
-            reason = next(filter(None, self._ranks.gather(own)), "")
+            reason = self._ranks.first_reason(own)
             reason = reason or self._why_not_compared(stored, opened, spec)
             if not reason:
                 self._check.step = stored.point.step
