@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from memckpt.capture.evidence import Evidence
 from memckpt.recovery.target import is_restored
 from memckpt.state import codec
 from memckpt.state.spec import StateSpec
@@ -128,16 +127,6 @@ class Comparison:
         self._tensors.clear()
         self._findings.problem = self.problem
         return self._findings
-
-
-def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
-    """Compare the live state with a sample that a record carries."""
-    with torch.no_grad():
-        pairs = evidence.pairs(held)
-    if pairs is None:
-        comparison.absence("the state", "other tensors", "those of the record")
-    for pair in pairs or ():
-        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
 
 
 class LiveCopies:

@@ -15,7 +15,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import describe_groups, restore_groups, restore_modes, restore_state_order
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Before, Prepared
-from memckpt.recovery.comparison import Comparison, LiveCopies, compare_sample
+from memckpt.recovery.comparison import Comparison, LiveCopies
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
 from memckpt.recovery.restore import Restorer, replica_digest
@@ -331,6 +331,16 @@ class Restoration:
         self._live.growth.written.update(one.name for one in findings.differences if one.kind == "parameter")
         everybody = self._ranks.gather(findings)
         return prove(everybody, self._training.any_accelerator(), chosen.held.step, chosen.held.tier)
+
+
+def compare_sample(evidence: Evidence, held: Mapping[str, Any], comparison: Comparison) -> None:
+    """Compare the live state with a sample that a record carries."""
+    with torch.no_grad():
+        pairs = evidence.pairs(held)
+    if pairs is None:
+        comparison.absence("the state", "other tensors", "those of the record")
+    for pair in pairs or ():
+        comparison.tensor(pair.kind, pair.name, pair.now, pair.before)
 
 
 def _without_extra_state(described: Mapping[str, Any]) -> dict[str, Any]:

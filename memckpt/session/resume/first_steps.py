@@ -23,10 +23,10 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import DamagedStateError
 from memckpt.memory.slots import Landing
-from memckpt.recovery.comparison import Comparison, Difference, Findings, compare_sample
+from memckpt.recovery.comparison import Comparison, Difference, Findings
 from memckpt.session.rank_state import RankState
 from memckpt.session.ranks import Ranks
-from memckpt.session.resume.chosen import Chosen
+from memckpt.session.resume.chosen import Chosen, compare_sample
 from memckpt.session.resume.report import Testimony
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
