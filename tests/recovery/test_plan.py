@@ -137,14 +137,6 @@ def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repe
     assert expected.timeline == Timeline(2, "n")
 
 
-def test_records_of_one_number_on_different_timelines_do_not_match() -> None:
-    left = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), None))
-    plan = planned([held("a", range(4, 8), of="ab"), held("b", range(4, 8), left, of="ab")], "auto", RANKS, "n")
-    assert isinstance(plan, RestoreRecord)
-    assert plan.record == 5
-    assert plan.timeline.number == 3
-
-
 def test_the_timeline_of_a_record_follows_the_branches() -> None:
     history = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), 3), Branch(Timeline(3, "c"), None))
     assert [timeline_of(history, record).number for record in (1, 5, 6)] == [1, 1, 3]  # type: ignore[union-attr]
@@ -248,12 +240,6 @@ def stored(number: int, record: int, *, nonce: str = "a", world_size: int = RANK
     return Checkpoint(timeline, record, {"n": part})
 
 
-def test_memory_comes_before_storage() -> None:
-    plan = planned([held("a", range(3, 9))], "auto", RANKS, "b", [stored(1, 8), stored(1, 5)])
-    assert isinstance(plan, RestoreRecord)
-    assert plan.record == 8
-
-
 def test_starting_over_says_what_storage_has_of_no_use() -> None:
     rest = Stored(stranded="records of steps 5 to 9, without a checkpoint to redo them on")
     plan = make_plan([HeldRecords(node="a")], "auto", NewAttempt(RANKS, "n"), rest)
@@ -311,13 +297,10 @@ def test_another_number_of_ranks_is_resumed_from_storage_and_only_if_all_is_ther
         planned(inventories, "auto", 2, "b", [stored(1, 5)])
 
 
-def test_starting_over_goes_on_with_the_numbers_of_storage() -> None:
-    plan = planned([HeldRecords(node="a")], "never", RANKS, "c", [stored(4, 6, nonce="b")])
-    assert isinstance(plan, StartOver)
-    assert plan.timeline == Timeline(5, "c")
-
-
 def test_an_attempt_that_got_nowhere_in_storage_is_counted() -> None:
     """Or its half-written files could not be told from those of the attempt that follows it."""
     assert planned([HeldRecords(node="a")], "auto", 1, "n", latest_attempt=4).timeline == Timeline(5, "n")
     assert planned([held("a", range(3, 8))], "auto", RANKS, "n", latest_attempt=1).timeline.number == 2
+    plan = planned([HeldRecords(node="a")], "never", RANKS, "c", [stored(4, 6, nonce="b")])
+    assert isinstance(plan, StartOver)
+    assert plan.timeline == Timeline(5, "c")

@@ -105,17 +105,6 @@ def test_a_unit_that_another_node_holds_live_is_not_decoded() -> None:
     assert [serves(found.fetches, node) for node in "abcd"] == [((0,),), ((1,),), (), ()]
 
 
-def test_all_go_back_to_the_newest_record_that_fragments_produce() -> None:
-    # Fragment 1 lacks record 6, so that 6 and 7 have no whole window; 9 is not complete anywhere else.
-    kept = [fragments("a", 2, 0, range(-1, 10)), fragments("b", 2, 1, records=(-1, 0, 1, 2, 3, 4, 5, 7, 8))]
-    assert plan(SURVIVORS, kept).record == 8
-    found = plan(SURVIVORS_AT_7, kept)
-    assert (found.record, found.lost) == (5, 4)
-
-
-SURVIVORS_AT_7 = [live("a", 0, range(5, 8)), live("b", 1), HeldRecords(node="c"), live("d", 3)]
-
-
 @pytest.mark.parametrize(
     ("kept", "why"),
     [
