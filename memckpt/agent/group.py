@@ -155,7 +155,6 @@ class Group:
             raise AgentError(f"ranks of one node resume at different records: {self._resumed.record} and {record}")
         return self.held, self._resumed.prepared()
 
-
     # What peers have given back
 
     def make_room_for(self, spec: StateSpec, budget: int | None) -> Generation:
