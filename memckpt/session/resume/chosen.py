@@ -158,7 +158,7 @@ class ChosenInMemory:
 
 @dataclass
 class ChosenInStorage:
-    """A state in a store. Owns nothing; checkpoints are not audited.
+    """A state in a store. Owns nothing.
 
     Attributes:
         newest_known: newest record that some memory knows of; None if none does.
