@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
+from memckpt.compression import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK, reducer_for
+from memckpt.compression.reduction import Bucket
 from memckpt.config import ErasureConfig, LossyConfig, StorageConfig
-from memckpt.session.gradient_tap import DROPPED
+from memckpt.session.gradient_tap import DROPPED, _Settings
+from tests.gpu.cases import alone
 from tests.support.storage.stored_runs import catalog_of
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_ranks import (
@@ -135,14 +138,21 @@ def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig) ->
 WAYS: dict[str, dict[str, Any]] = {
     "unused": {"ddp": {"find_unused_parameters": True}},
     "views": {"ddp": {"gradient_as_bucket_view": True}},
-    "accumulation": {"accumulate": 2},
+    "static": {"ddp": {"static_graph": True}},
+    "accumulation": {"accumulate": 3},
     "averages": {"averages": True},
+    "all": {"ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": True}, "accumulate": 2},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compression", COMPRESSORS[:4], ids=NAMES[:4])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("compression", "way"),
+    [
+        pytest.param(one, way, id=f"{name}-{way}", marks=() if (name, way) == ("top-k", "all") else pytest.mark.slow)
+        for one, name in zip(COMPRESSORS[:5], NAMES, strict=False)
+        for way in WAYS
+    ],
+)
 def test_ways_to_train(lab: Lab, compression: CompressionConfig, way: str) -> None:
     job = job_of(lab, compression=compression, **WAYS[way])
     survives(lab, job, [Death(0, 4, "backward"), Death("all", 9)])
@@ -226,3 +236,36 @@ def test_compression_may_be_switched_off_and_on(lab: Lab) -> None:
     attempts.append(replace(job, directory=fresh_directory(lab), number=2))
     assert [run(lab, one) for one in attempts] == [[-9, -9], [-9, -9], [0, 0]]
     assert [one["resumed"] for one in results(attempts[-1])] == [8, 8]
+
+
+# Parameters that are trained only after training was attached: what is left out of them is not held, and said
+
+
+def train_another(config: CompressionConfig) -> None:
+    alone()
+    params = [torch.zeros(64, 64), torch.zeros(64, 64)]
+    reducer = reducer_for(config, params)
+    reducer.carried(params[:1])
+    settings = _Settings(config, reducer)
+
+    def average(trained: list[torch.Tensor]) -> None:
+        buffer = torch.randn(sum(param.numel() for param in trained))
+        gradients = buffer.split([param.numel() for param in trained])
+        reducer.average(Bucket(trained, gradients, buffer), last=True).wait()
+
+    average(params[:1])
+    assert settings.state_dict()["whole"]
+    average(params)
+    held = settings.state_dict()
+    assert not held["whole"]
+    resumed = _Settings(config, reducer_for(config, params))
+    resumed.load_state_dict(held)
+    assert not resumed.whole
+
+
+@pytest.mark.parametrize(
+    "config", [TopK(ratio=0.1), RandomK(ratio=0.1), Quantized8(), PowerSGD()], ids=lambda one: type(one).__name__
+)
+def test_left_out_parts_of_a_parameter_trained_since_are_not_held(lab: Lab, config: CompressionConfig) -> None:
+    child = lab.fork(lambda: train_another(config), "later")
+    assert child.wait() == 0, child.log.read_text()[-4000:]
