@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +22,11 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import ExportedState, export
 from memckpt.storage.local_store import LocalStore
 from tests.support.faults.frozen import differences, freeze
-from tests.support.trainings.accelerate_cases import PLAIN
-from tests.support.trainings.accelerate_runs import attempt, entries, result
-from tests.support.trainings.accelerate_training import Case, Kill, Run, Training
+from tests.support.trainings.accelerate_training import PLAIN, AccelerateRun, Case, Training, train
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import in_child
+from tests.support.trainings.killed_programs import Kill, finish
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,21 +44,27 @@ def _installed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_installed_formats")
 @pytest.mark.parametrize("case", [PLAIN, Case("scaler", scaler=True)], ids=str)
 def test_an_exported_checkpoint_is_what_load_state_takes(case: Case, lab: Lab) -> None:
+    def keep(name: str, training: Training) -> None:
+        (lab.directory / name).write_bytes(pickle.dumps(training.report()))
+
+    def kept(name: str) -> Any:
+        return pickle.loads((lab.directory / name).read_bytes())
+
     def save(training: Training) -> None:
-        training.report("last")
+        keep("last", training)
         training.accelerator.save_state(str(lab.directory / "stock"))
 
     hooks: dict[Kill, Callable[[Training], None]] = {("committed", 33): save}
-    run = Run(case, lab.directory / "job", config=config(storage=StorageConfig()), hooks=hooks)
-    assert attempt(lab, run) == [0]
+    run = AccelerateRun(case, lab.directory / "job", config=config(storage=StorageConfig()), hooks=hooks)
+    ended = finish(lab, train, run)
     assert not lab.left_behind(limit=60.0)  # the agent goes when the last step is in storage
     catalog = read_catalog(LocalStore(run.directory / "run" / "storage"))
-    steps = [entry["step"] for entry in entries(run, 0) if entry["event"] == "committed"]
+    steps = [entry["step"] for entry in ended.events("committed")]
     assert catalog.complete[0].step == steps[-1]
     export(LocalStore(run.directory / "run" / "storage"), catalog.complete[0], lab.directory / "out", "accelerate")
 
     def load(directory: str) -> None:
-        training = Training(Run(case, run.directory, protected=False), 0)
+        training = Training(AccelerateRun(case, run.directory, protected=False))
         training.average.value = -1.0
         prepared = training.accelerator.prepare(
             training.model, training.optimizer, training._loader(), training.scheduler
@@ -65,15 +72,15 @@ def test_an_exported_checkpoint_is_what_load_state_takes(case: Case, lab: Lab) -
         training.model, training.optimizer, training.loader, training.scheduler = prepared
         training.accelerator.load_state(str(lab.directory / directory))
         training.loader.iteration = 2  # the place in the data is not Accelerate's to restore
-        training.report(f"loaded {directory}")
+        keep(f"loaded {directory}", training)
         for number, batch in enumerate(training.loader):
             training._batch(3, number, batch)
-        training.report(f"further {directory}")
+        keep(f"further {directory}", training)
 
     for directory in ("out", "stock"):
         in_child(lab, lambda directory=directory: load(directory))  # type: ignore[misc]
-        assert not differences(result(run, 0, "last"), result(run, 0, f"loaded {directory}"))
-    assert not differences(result(run, 0, "further stock"), result(run, 0, "further out"))
+        assert not differences(kept("last"), kept(f"loaded {directory}"))
+    assert not differences(kept("further stock"), kept("further out"))
     files = {name: {path.name for path in (lab.directory / name).iterdir()} for name in ("out", "stock")}
     assert files["out"] - {PLACE_NAME} == files["stock"]
     assert (lab.directory / "out" / PLACE_NAME).read_text() == f'{{"step": {steps[-1]}, "epoch": 2, "batch": 11}}\n'
@@ -90,7 +97,7 @@ def test_tied_weights_and_several_models_are_exported(lab: Lab) -> None:
 
     settings = config(storage=StorageConfig())
 
-    def train() -> None:
+    def train_both() -> None:
         ckpt = MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=settings)
         torch.manual_seed(3)
         tied, other, optimizer = ckpt.prepare(*models())
@@ -111,7 +118,7 @@ def test_tied_weights_and_several_models_are_exported(lab: Lab) -> None:
         expected = torch.load(lab.directory / "trained", weights_only=False)
         assert not differences(expected, [freeze(each.state_dict()) for each in (tied, other)])
 
-    in_child(lab, train)
+    in_child(lab, train_both)
     assert not lab.left_behind(limit=60.0)
     store = LocalStore(lab.run_dir / "storage")
     export(store, read_catalog(store).complete[0], lab.directory / "out", "accelerate")

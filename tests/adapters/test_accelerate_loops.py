@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from memckpt.errors import UsageError
 from tests.support.trainings import hand_loops
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.hand_loops import Kill, in_child
+from tests.support.trainings.hand_loops import in_child
+from tests.support.trainings.killed_programs import Kill, Run
 
 
 class _Unprotected:
@@ -47,16 +48,14 @@ class Process(hand_loops.Process):
         ckpt: the plugin, or what stands for it in the undisturbed run; None: made here.
     """
 
-    def __init__(
-        self, run_dir: Path | None, noted: Path, dies: Kill | None, check: str = "replay", ckpt: Any = None
-    ) -> None:
-        super().__init__(None, noted, dies)
+    def __init__(self, run: Run, check: str = "replay", ckpt: Any = None) -> None:
+        super().__init__(replace(run, protected=False))
         torch.manual_seed(3)  # some loops draw before the state is restored
         if ckpt is None:
             accelerator = Accelerator(cpu=True)
             ckpt = _Unprotected(accelerator)
-            if run_dir is not None:
-                ckpt = MemCheckpointPlugin(accelerator, run_dir, config=config(resume_check=check))
+            if run.protected:
+                ckpt = MemCheckpointPlugin(accelerator, run.directory / "run", config=config(resume_check=check))
         self.ckpt: Any = ckpt
 
     def note(self, what: str, value: Any) -> None:
@@ -135,7 +134,7 @@ def test_a_loader_of_another_plugin_is_refused(lab: Lab) -> None:
         plugins = [
             MemCheckpointPlugin(accelerator, each, config=config()) for each in (lab.directory / "a", lab.run_dir)
         ]
-        process = Process(None, lab.directory / "noted", None)
+        process = Process(Run(3, lab.directory, protected=False))
         plugins[0].prepare(*process.objects(), prepared)
         with pytest.raises(UsageError, match=r"loader 0: .* another plugin follows; close\(\) that one"):
             plugins[1].prepare(*process.objects(), prepared)
@@ -222,7 +221,7 @@ def test_a_look_at_the_data_before_the_loop(lab: Lab) -> None:
 def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
     def body() -> None:
         with MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=config()) as ckpt:
-            process = Process(None, lab.directory / "noted", None, ckpt=ckpt)
+            process = Process(Run(3, lab.directory), ckpt=ckpt)
             _, _, batches = ckpt.prepare(*process.objects(), loader(12))
             looks: list[Callable[[], Any]] = [lambda: ckpt.step, lambda: ckpt.epoch, lambda: next(ckpt.epochs(1))]
             for _ in batches:
@@ -242,7 +241,7 @@ def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
 def _said(lab: Lab, epoch: Callable[[Any, Any, Any, Callable[[Any], None]], None]) -> str:
     def body() -> None:
         with MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=config()) as ckpt:
-            process = Process(None, lab.directory / "noted", None, ckpt=ckpt)
+            process = Process(Run(3, lab.directory), ckpt=ckpt)
             model, optimizer, one, other = ckpt.prepare(*process.objects(), loader(12), loader(20))
             for _ in ckpt.epochs(2):
                 epoch(ckpt, one, other, lambda batch: process.train("loss", model, optimizer, batch))

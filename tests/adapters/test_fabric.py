@@ -17,7 +17,8 @@ from memckpt.errors import UnsupportedError
 from memckpt.session.loop import bare_loader, bare_model, bare_optimizer
 from tests.support.trainings.data_jobs import NONE
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.hand_loops import Kill, Process, survives
+from tests.support.trainings.hand_loops import Process, survives
+from tests.support.trainings.killed_programs import Kill
 from tests.support.trainings.loader_cases import make
 
 

@@ -6,26 +6,26 @@ for bit, with an uninterrupted run that never saw the callback is listed in `lig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from memckpt.compression import RandomK, TopK
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
-from tests.support.faults.check_lines import unproved
 from tests.support.storage.stored_runs import leave_only_storage
-from tests.support.trainings import fake_session
+from tests.support.trainings import fake_session, killed_programs
 from tests.support.trainings.compressed import noted_encodings
+from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hydra_settings import compose
-from tests.support.trainings.lightning_cases import Kill
+from tests.support.trainings.killed_programs import Ended, Kill, attempt, finish
 from tests.support.trainings.lightning_data import Case
-from tests.support.trainings.lightning_runs import Run, Server, differences, finish, interrupted, wrong_losses
+from tests.support.trainings.lightning_runs import LightningRun, check_exact, differences, interrupted, sabotage, train
 
 # Where a step, a validation, or an epoch's end can die, in the order of one run: the how-manieth time in the run, and
 # in a process of a run that is killed at all of these places one after the other.
@@ -141,48 +141,21 @@ MORE_CASES = [
     Case("stateful_loader_persistent", loader="stateful_loader", **PERSISTENT),
 ]
 
-Attach = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    clean = Server()
-    yield clean
-    clean.close()
-
-
 STAND_IN: dict[str, Any] = {"attach": fake_session.attach}
 ENGINE: dict[str, Any] = {}
 
 
-@pytest.fixture(scope="module")
-def attach() -> dict[str, Any]:
-    """The engine that the callback is given: the real one. With STAND_IN what fails is the adapter."""
-    return ENGINE
+Reference = Callable[..., Ended]
 
 
-@pytest.fixture(scope="module")
-def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+@pytest.fixture
+def reference(lab: Lab) -> Reference:
     """The uninterrupted run of a case, without the callback, made once."""
-    known: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def get(case: Case, ranks: int = 1) -> dict[str, Any]:
-        if (case.name, ranks) not in known:
-            run = Run(case, tmp_path_factory.mktemp(case.name), protected=False, ranks=ranks)
-            known[case.name, ranks] = finish(server, run)
-        return known[case.name, ranks]
+    def get(case: Case, ranks: int = 1) -> Ended:
+        return killed_programs.reference(lab, train, LightningRun(case, lab.directory, ranks=ranks))
 
     return get
-
-
-Reference = Callable[..., dict[str, Any]]
-
-
-def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> None:
-    assert differences(reference, found) == []
-    assert wrong_losses(reference, run) == []
-    if run.attach is None:  # the stand-in checks nothing
-        assert unproved(run.log.read_text()) == []
 
 
 PLAIN = Case("plain")
@@ -193,22 +166,17 @@ PLAIN = Case("plain")
 @pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [STAND_IN, ENGINE], ids=["stand-in", "engine"])
-def test_one_run_killed_at_every_point(
-    engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path
-) -> None:
-    found = interrupted(server, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **engine)
-    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path, **engine))
+def test_one_run_killed_at_every_point(engine: dict[str, Any], lab: Lab, reference: Reference, tmp_path: Path) -> None:
+    attempts = interrupted(lab, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **engine)
+    check_exact(reference(PLAIN), attempts, checked=not engine)
 
 
 @pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize(
     "case", [PLAIN, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)], ids=lambda case: case.name
 )
-def test_nothing_fails_and_nothing_changes(
-    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
-    found = finish(server, Run(case, tmp_path, **attach))
-    assert_exact(reference(case), found, Run(case, tmp_path))
+def test_nothing_fails_and_nothing_changes(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:
+    check_exact(reference(case), interrupted(lab, [], case, tmp_path))
 
 
 @pytest.mark.promise("Lightning: each feature, with the engine")
@@ -222,69 +190,59 @@ def test_nothing_fails_and_nothing_changes(
     [case if case.name in IN_EVERY_RUN else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
     ids=lambda case: case.name,
 )
-def test_each_feature(case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path) -> None:
+def test_each_feature(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
-    found = interrupted(server, kills, case, tmp_path, **attach)
-    assert_exact(reference(case), found, Run(case, tmp_path))
+    check_exact(reference(case), interrupted(lab, kills, case, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_loaders_built_early_and_reloaded(
-    epochs: int, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
+def test_loaders_built_early_and_reloaded(epochs: int, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     every = {"reload_dataloaders_every_n_epochs": epochs, "max_epochs": 5}
     case = Case(f"estimated_reload_{epochs}", built_early="estimated", datamodule=True, trainer=every)
-    found = interrupted(server, [("before_optimizer", 27), ("before_optimizer", 13)], case, tmp_path, **attach)
-    expected = reference(case)
-    assert_exact(expected, found, Run(case, tmp_path))
+    check_exact(reference(case), interrupted(lab, [("before_optimizer", 27), ("before_optimizer", 13)], case, tmp_path))
 
 
-def test_reloaded_loaders_over_samples_that_were_drawn(
-    server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
+def test_reloaded_loaders_over_samples_that_were_drawn(lab: Lab, reference: Reference, tmp_path: Path) -> None:
     """What train_dataloader() draws from the global generators is drawn again."""
     case = Case("reload_subset", loader="subset", datamodule=True, trainer={"reload_dataloaders_every_n_epochs": 1})
-    found = interrupted(server, [("before_optimizer", 12), ("before_optimizer", 10)], case, tmp_path, **attach)
-    assert_exact(reference(case), found, Run(case, tmp_path))
+    check_exact(reference(case), interrupted(lab, [("before_optimizer", 12), ("before_optimizer", 10)], case, tmp_path))
 
 
-def test_loaders_built_before_the_callback_knows_of_it(server: Server, attach: dict[str, Any], tmp_path: Path) -> None:
+def test_loaders_built_before_the_callback_knows_of_it(lab: Lab, tmp_path: Path) -> None:
     """The order is another one than without the callback, as is said; but a resume repeats it."""
     case = Case("built_by_datamodule", built_early="datamodule", datamodule=True)
-    expected = finish(server, Run(case, tmp_path / "whole", **attach))
-    (directory := tmp_path / "killed").mkdir()
-    found = interrupted(server, BRIEFLY, case, directory, **attach)
-    assert_exact(expected, found, Run(case, directory))
-    assert "training loaders were built before MemCheckpoint.setup()" in (directory / "log.txt").read_text()
+    expected = finish(lab, train, LightningRun(case, tmp_path / "whole"))
+    attempts = interrupted(lab, BRIEFLY, case, tmp_path / "killed")
+    check_exact(expected, attempts)
+    assert "training loaders were built before MemCheckpoint.setup()" in attempts[0].log
 
 
 @pytest.mark.promise("after the death of agent and trainer a resume from storage is exact")
 @pytest.mark.slow
-def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, reference: Reference, tmp_path: Path) -> None:
+def test_a_run_whose_memory_is_gone_goes_on_from_storage(lab: Lab, reference: Reference, tmp_path: Path) -> None:
     """What each killed trainer leaves goes to storage; then its agent is ended, too."""
     kills: list[Kill] = [("before_optimizer", 6), ("validation_step", 2), ("training_step", 8)]
-    saved = 0
+    saved, attempts = 0, []
     for kill in kills:
-        assert server.run(Run(PLAIN, tmp_path, kill=kill, storage=True)) == [-9]
+        attempts.append(finish(lab, train, LightningRun(PLAIN, tmp_path, kill=kill, storage=True)))
         before, saved = saved, leave_only_storage(tmp_path / "run").step
         assert saved > before
-    found = finish(server, Run(PLAIN, tmp_path, storage=True))
-    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
-    assert (tmp_path / "log.txt").read_text().count("from storage in") == len(kills)
+    attempts.append(finish(lab, train, LightningRun(PLAIN, tmp_path, storage=True)))
+    check_exact(reference(PLAIN), attempts)
+    assert sum(each.log.count("from storage in") for each in attempts) == len(kills)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [PLAIN, Case("manual", manual=True), Case("tied", model="tied")], ids=lambda c: c.name)
 def test_lightning_takes_an_export_as_its_own_checkpoint(
-    case: Case, server: Server, reference: Reference, tmp_path: Path
+    case: Case, lab: Lab, reference: Reference, tmp_path: Path
 ) -> None:
-    assert server.run(Run(case, tmp_path, kill=("callback_batch_start", 14), storage=True)) == [-9]
+    finish(lab, train, LightningRun(case, tmp_path, kill=("callback_batch_start", 14), storage=True))
     file = tmp_path / "exported.ckpt"
     export(LocalStore(tmp_path / "run" / "storage"), leave_only_storage(tmp_path / "run"), file, "lightning")
-    run = Run(case, tmp_path / "from file", protected=False, checkpoint=str(file))
-    found = finish(server, run)
-    expected = reference(case)
+    run = LightningRun(case, tmp_path / "from file", protected=False, checkpoint=str(file))
+    (found,), (expected,) = finish(lab, train, run).outcomes, reference(case).outcomes
     assert found["global_step"] == expected["global_step"]
     assert found["epoch"] == expected["epoch"]
     assert found["schedulers"] == expected["schedulers"]
@@ -296,57 +254,53 @@ def test_lightning_takes_an_export_as_its_own_checkpoint(
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_goes_on_behind_the_same_samples(
-    before: int, after: int, server: Server, tmp_path: Path
+    before: int, after: int, lab: Lab, tmp_path: Path
 ) -> None:
     """From storage, where the agent brings what it holds first; not bit for bit, and said so."""
     # 44 samples in batches of 4: 11 batches of one rank, 6 of each of two (the last is padded).
     kill: Kill = ("before_optimizer", 5)
-    assert server.run(Run(PLAIN, tmp_path, kill=kill, ranks=before, storage=True))[-1] == -9
-    (tmp_path / "losses.txt").unlink()
-    found = finish(server, Run(PLAIN, tmp_path, ranks=after, storage=True))
-    log = (tmp_path / "log.txt").read_text()
+    finish(lab, train, LightningRun(PLAIN, tmp_path, kill=kill, ranks=before, storage=True))
+    found = finish(lab, train, LightningRun(PLAIN, tmp_path, ranks=after, storage=True))
     batches = 4 * before // after
-    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks resume after {batches}" in log
-    outcomes = [found] if after == 1 else list(found.values())
+    said = f"{before} ranks had trained 4 batches of this epoch each; {after} ranks resume after {batches}"
+    assert said in found.logs[0]
     per_epoch = {1: 11, 2: 6}[after]
-    for outcome in outcomes:
+    for outcome in found.outcomes:
         assert outcome["epoch"] == 3
         assert outcome["global_step"] == 4 + (per_epoch - batches) + 2 * per_epoch
-    lines = [line.split() for line in (tmp_path / "losses.txt").read_text().splitlines()]
-    assert min(int(batch) for epoch, batch, *_ in lines if epoch == "0") == batches
+    places = [each["place"] for rank in range(after) for each in found.events("loss", rank)]
+    assert min(batch for epoch, batch in places if epoch == 0) == batches
 
 
 def test_a_finished_run_that_is_started_again_ends_where_it_ended(
-    server: Server, reference: Reference, tmp_path: Path
+    lab: Lab, reference: Reference, tmp_path: Path
 ) -> None:
+    attempts = []
     for _ in range(2):
-        found = finish(server, Run(PLAIN, tmp_path, storage=True))
-        assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+        attempts.append(finish(lab, train, LightningRun(PLAIN, tmp_path, storage=True)))
+        check_exact(reference(PLAIN), attempts)
         assert ask_status(AgentAddress.of(tmp_path / "run")) is None
-    assert "from storage in" in (tmp_path / "log.txt").read_text()
+    assert "from storage in" in attempts[1].log
 
 
 @pytest.mark.promise("the tests' comparison notices a missing part")
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])
-def test_the_comparison_notices_a_part_left_out(
-    sabotage: str, server: Server, reference: Reference, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("part", ["rng", "aggregates", "metrics", "restart flags"])
+def test_the_comparison_notices_a_part_left_out(part: str, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     case = Case("plateau_epoch", scheduler="plateau_epoch")
-    found = interrupted(server, [("before_optimizer", 6)], case, tmp_path, sabotage=sabotage, **STAND_IN)
-    assert differences(reference(case), found) != []
+    without = {"sabotage": partial(sabotage, part), **STAND_IN}
+    *_, last = interrupted(lab, [("before_optimizer", 6)], case, tmp_path, **without)
+    assert differences(reference(case).outcomes[0], last.outcomes[0]) != []
 
 
 @pytest.mark.promise("Lightning: each feature, with the engine")
 @pytest.mark.parametrize("engine", [STAND_IN, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["stand-in", "engine"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path) -> None:
+def test_two_ranks(workers: int, engine: dict[str, Any], lab: Lab, reference: Reference, tmp_path: Path) -> None:
     case = Case(f"ddp_{workers}", workers=workers, persistent=workers > 0)
     # Behind the epoch's start, in its validation, and in the next epoch, which has another sampler seed.
     kills: list[Kill] = [("before_optimizer", 4), ("validation_step", 1), ("loss", 3)]
-    found = interrupted(server, kills, case, tmp_path, ranks=2, **engine)
-    expected = reference(case, 2)
-    assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
+    check_exact(reference(case, 2), interrupted(lab, kills, case, tmp_path, ranks=2, **engine), checked=not engine)
 
 
 @pytest.mark.promise(
@@ -354,7 +308,7 @@ def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, referen
 )
 @pytest.mark.parametrize("kind", [TopK, pytest.param(RandomK, marks=pytest.mark.slow)])
 def test_two_ranks_with_compressed_averages(
-    kind: type[TopK | RandomK], server: Server, reference: Reference, tmp_path: Path
+    kind: type[TopK | RandomK], lab: Lab, reference: Reference, tmp_path: Path
 ) -> None:
     """As a Hydra application configures it; the undisturbed run averages by the plain hook."""
     from memckpt_hydra import protection
@@ -364,10 +318,7 @@ def test_two_ranks_with_compressed_averages(
     chosen = protection(compose("+memckpt=default", group, *settings)).config.compression
     assert chosen == kind(ratio=0.1, min_elements=16)
     case = Case(f"compressed_{kind.__name__}", compression=chosen)
-    found = interrupted(server, [("before_optimizer", 8)], case, tmp_path, ranks=2)
-    expected = reference(case, 2)
-    assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
-    assert unproved((tmp_path / "log.txt").read_text()) == []
+    check_exact(reference(case, 2), interrupted(lab, [("before_optimizer", 8)], case, tmp_path, ranks=2))
     for rank in range(2):  # all but the bias of the last layer
         assert noted_encodings(tmp_path / f"encodings-{rank}") == [*["sparse"] * 5, None]
 
@@ -375,37 +326,28 @@ def test_two_ranks_with_compressed_averages(
 @pytest.mark.promise("Lightning: a run killed at 32 points equals the uninterrupted run")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", POINTS, ids=lambda kill: f"{kill[0]}-{kill[1]}")
-def test_each_point(kill: Kill, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path) -> None:
-    found = interrupted(server, [kill], PLAIN, tmp_path, **attach)
-    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+def test_each_point(kill: Kill, lab: Lab, reference: Reference, tmp_path: Path) -> None:
+    check_exact(reference(PLAIN), interrupted(lab, [kill], PLAIN, tmp_path))
 
 
 @pytest.mark.promise("Lightning: each feature, with the engine")
 @pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
-def test_each_feature_killed_all_along(
-    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
-    expected = reference(case)
+def test_each_feature_killed_all_along(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     kills = [kill for kill in ALL_ALONG if case.validate or kill[0] not in VALIDATION_POINTS]
-    deaths = 0
+    attempts: list[Ended] = []
     for kill in [*kills, None]:
-        run = Run(case, tmp_path, kill=kill, **attach)
-        code = server.run(run)[-1]
-        if code == 0:
+        attempts.append(attempt(lab, train, LightningRun(case, tmp_path, kill=kill)))
+        if attempts[-1].codes == [0]:
             break  # to the end: a short case does not reach all points
-        assert code == -9, f"expected death at {kill}, found exit code {code}: {run.log.read_text()[-4000:]}"
-        deaths += 1
-    assert code == 0
-    assert deaths >= 3, f"expected several deaths, found {deaths}"
-    assert_exact(expected, torch.load(tmp_path / "result-0.pt", weights_only=False), Run(case, tmp_path))
+        assert attempts[-1].codes == [-9], f"{kill}: {attempts[-1].log[-4000:]}"
+    assert attempts[-1].codes == [0]
+    assert len(attempts) > 3, "expected several deaths"
+    check_exact(reference(case), attempts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
-def test_nothing_fails_and_nothing_changes_more(
-    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
-    found = finish(server, Run(case, tmp_path, **attach))
-    assert_exact(reference(case), found, Run(case, tmp_path))
+def test_nothing_fails_and_nothing_changes_more(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:
+    check_exact(reference(case), interrupted(lab, [], case, tmp_path))

@@ -19,7 +19,7 @@ from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 from tests.support.trainings.data_jobs import NONE, PERSISTENT, TWO
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.hand_loops import Process, in_child, survives
+from tests.support.trainings.hand_loops import Process, in_child, process_of, survives
 from tests.support.trainings.loader_cases import BATCH, BATCHES, Augmented, Workers, make
 
 KILLS = [("committed", 3), ("backward", 2), ("epoch end", 1), ("epoch begins", 2), ("committed", 2)]
@@ -191,7 +191,7 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
         process.session.close()
 
     def body() -> None:
-        loop(Process(lab.run_dir, lab.directory / "found", None, "off"))
+        loop(process_of(lab, None, "off"))
 
     assert "the loop took 2 batches before its first commit and 1 before each later one" in in_child(lab, body)
 
@@ -219,7 +219,7 @@ def test_a_loop_that_fetches_ahead_of_several_batches_a_commit_is_told_at_first(
 @pytest.mark.parametrize(("kill", "said"), [(2, "may have waited for the next step"), (4, "not always as many")])
 def test_a_loop_that_fetches_ahead_and_leaves_a_batch_out_is_told(lab: Lab, kill: int, said: str) -> None:
     def body(dies: tuple[str, int] | None) -> None:
-        process = Process(lab.run_dir, lab.directory / "found", dies, "off")
+        process = process_of(lab, dies, "off")
         batches = _forever(process.session.loader(make("shuffle", NONE)))
         report = process.session.restore()
         assert report is None or not report.exact
@@ -252,7 +252,7 @@ class Counted(Augmented):
 @pytest.mark.parametrize("registered", [False, True])
 def test_a_dataset_that_counts_is_told_unless_it_is_registered(lab: Lab, registered: bool) -> None:
     def body() -> None:
-        process = Process(lab.run_dir, lab.directory / "found", None, "off")
+        process = process_of(lab, None, "off")
         loader = process.session.loader(DataLoader(Counted(), BATCH))
         if registered:
             process.session.register("data", loader.dataset, attributes=["given"])
@@ -276,7 +276,7 @@ class Unseeded(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.promise("a stream that gives other samples when it is read again")
 def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> None:
     def body(dies: tuple[str, int] | None) -> None:
-        process = Process(lab.run_dir, lab.directory / "found", dies, "off")
+        process = process_of(lab, dies, "off")
         loader = process.session.loader(DataLoader(Unseeded(), 4))
         report = process.session.restore()
         assert report is None or report.exact
@@ -393,7 +393,7 @@ def refused(lab: Lab, loop: Any, error: type[Exception], *words: str) -> None:
     """Check that `loop` ends with this error, in a process of its own."""
 
     def body() -> None:
-        process = Process(lab.run_dir, lab.directory / "noted", None)
+        process = process_of(lab)
         with pytest.raises(error) as caught:
             loop(process)
         assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -458,7 +458,7 @@ def interrupted(lab: Lab, *, epochs: bool = True) -> None:
     """Leave the state of a run that has died behind its second batch."""
 
     def body() -> None:
-        process = Process(lab.run_dir, lab.directory / "noted", ("committed", 2))
+        process = process_of(lab, ("committed", 2))
         session = process.session
         loader = session.loader(make("shuffle", NONE))
         session.restore()
@@ -505,7 +505,7 @@ def test_a_look_at_the_data_between_restore_and_epochs(lab: Lab) -> None:
 
 def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:
     def body() -> None:
-        process = Process(lab.run_dir, lab.directory / "noted", None)
+        process = process_of(lab)
         session = process.session
         loader = session.loader(make("shuffle", NONE))
         session.restore()
@@ -531,7 +531,7 @@ def test_a_loop_that_a_resume_cannot_follow_is_told(lab: Lab, loop: str) -> None
     """A loader that was forgotten, and commits that were."""
 
     def body() -> None:
-        process = Process(lab.run_dir, lab.directory / "noted", None)
+        process = process_of(lab)
         session, loader = process.session, make("shuffle", NONE)
         if loop == "followed":
             session.loader(loader)

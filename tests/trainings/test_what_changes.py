@@ -15,7 +15,8 @@ from torch.nn.utils import prune
 
 from memckpt.capture.live_state import LiveState
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.hand_loops import Process, in_child, survives
+from tests.support.trainings.hand_loops import Process, in_child, process_of, survives
+from tests.support.trainings.resume_history import journal_of
 
 STEPS = 9
 KILLS = [("backward", 6), ("committed", 3)]
@@ -206,22 +207,21 @@ class Replaced(Changing):
 
 def test_an_optimizer_that_takes_the_place_of_the_given_one(lab: Lab) -> None:
     """Its steps are restore points as before, and it is said at once that its state is not carried."""
-    noted = lab.directory / "noted"
     logs = []
     for kill, code in ((("committed", 7), -signal.SIGKILL), (None, 0)):
-        child = lab.fork(lambda dies=kill: Replaced(lab.run_dir, noted, dies, "off").go_on(9, False), "replaced")  # type: ignore[misc]
+        child = lab.fork(lambda dies=kill: process_of(lab, dies, "off", kind=Replaced).go_on(9, False), "replaced")  # type: ignore[misc]
         assert child.wait() == code, child.log.read_text()
         logs.append(child.log.read_text())
-    lines = noted.read_text().splitlines()
-    assert [line for line in lines if line.startswith("commit") and not line.endswith("True")] == []
-    assert lines.count("report: None") == 1
-    (report,) = (line for line in lines if line.startswith("report: ("))
-    assert report.startswith("report: (7, False, ('SGD, which steps first.weight")
+    notes = journal_of(lab.directory / "journal-0")
+    assert {each["value"] for each in notes if each["event"].startswith("commit")} == {"True"}
+    fresh, report = (each["value"] for each in notes if each["event"] == "report")
+    assert fresh == "None"
+    assert report.startswith("(7, False, ('SGD, which steps first.weight")
     assert "SGD, which steps first.weight, is an optimizer that memckpt was not given" in logs[0]
 
 
 def test_training_that_goes_on_without_the_given_optimizer_is_said(lab: Lab) -> None:
-    log = in_child(lab, lambda: Replaced(lab.run_dir, lab.directory / "noted", None, "off").go_on(30, True))
+    log = in_child(lab, lambda: process_of(lab, None, "off", kind=Replaced).go_on(30, True))
     assert log.count("none of the last 20 batches ended at a restore point, and nothing of them can be resumed") == 1
     assert "gradients of Adam wait for its step, while something else trains its parameters" in log
 

@@ -1,21 +1,23 @@
-"""The training with Accelerate whose processes are killed, and the places where they are."""
+"""The training with Accelerate whose processes are killed, and the places where they are.
+
+Every process is told only the same directory; each must begin after the last committed step.
+"""
 
 from __future__ import annotations
 
-import os
-import pickle
+import ctypes
 import random
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -24,16 +26,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.config import CompressionConfig, MemckptConfig
-from tests.support.cluster.processes import die_after, kill_and_wait, live_on
+from tests.support.cluster.processes import kill_and_wait, live_on
+from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import freeze
+from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import average_plainly, note_encodings
-from tests.support.trainings.engine_child import Journal, config
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_programs import Ended, Kill, Process, Run
 
 EPOCHS = 3
-#: Place of a process's death in the training, and the number of its passes there.
-Kill = tuple[str, int]
-#: A pseudo-place: so many milliseconds after the first batch.
-INSTANT = "instant"
 
 
 @dataclass(frozen=True)
@@ -79,29 +81,15 @@ class Case:
         return self.name
 
 
+PLAIN = Case("plain")
+
+
 @dataclass(frozen=True)
-class Run:
-    """Parameters of a run's processes.
+class AccelerateRun(Run):
+    """Parameters of one attempt; `config`: configuration of the plugin."""
 
-    Attributes:
-        directory: directory of this run alone.
-        protected: with the plugin, or without for the reference.
-        kill: point at which a rank dies; None to train to the end.
-        victim: the rank that dies.
-        hooks: further actions, by place.
-        config: configuration of the plugin.
-        sabotage: called before anything else.
-    """
-
-    case: Case
-    directory: Path
-    protected: bool = True
-    kill: Kill | None = None
-    ranks: int = 1
     victim: int = 0
     config: MemckptConfig = field(default_factory=config)
-    hooks: dict[Kill, Callable[[Training], None]] = field(default_factory=dict)
-    sabotage: Callable[[], None] | None = None
 
 
 def cut(model: Any, how: str) -> Any:
@@ -174,15 +162,17 @@ class Probe:
         assert state == {"nothing": 0}
 
 
-class Training:
+class Training(Process):
     """One process of a run."""
 
-    def __init__(self, run: Run, rank: int) -> None:
-        self.run, self.rank = run, rank
-        self.journal = Journal(run.directory / f"journal-{rank}")
+    run: AccelerateRun
+
+    def __init__(self, run: AccelerateRun) -> None:
+        super().__init__(run)
         self.plugin: MemCheckpointPlugin | None = None
-        self._visits: dict[str, int] = {}
-        self._dies = run.kill if rank == run.victim else None
+        # Earlier tests in this process may have made an Accelerator, whose state all later ones share.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         case = run.case
         self.accelerator = Accelerator(
             cpu=True,
@@ -203,22 +193,10 @@ class Training:
         self.samples = Samples(case.samples)
         self.average = Average()
         self.accelerator.register_for_checkpointing(self.average)
-        seed = 50 + rank
+        seed = 50 + run.rank
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-
-    def at(self, place: str) -> None:
-        """Note that training passes a named place: die here, or run its hook."""
-        visit = self._visits[place] = self._visits.get(place, 0) + 1
-        if self._dies is not None and self._dies[0] == INSTANT and (place, visit) == ("batch", 1):
-            die_after(self._dies[1] / 1000)
-        hook = self.run.hooks.get((place, visit))
-        if hook is not None:
-            hook(self)
-        if self._dies == (place, visit):
-            self.journal.note("killed", place=place, visit=visit)
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def _loader(self) -> Any:
         case = self.run.case
@@ -228,15 +206,12 @@ class Training:
 
             kind = StatefulDataLoader
         if case.loader.get("num_workers"):
-            arguments = {"multiprocessing_context": "fork", "worker_init_fn": self._note_worker, **case.loader}
+            arguments = {"multiprocessing_context": "fork", "worker_init_fn": die_with_trainer, **case.loader}
         else:
             arguments = case.loader
         if case.stream:
             return kind(Stream(self.samples), 4, **arguments)
         return kind(self.samples, 4, shuffle=True, **arguments)
-
-    def _note_worker(self, number: int) -> None:
-        self.journal.note("worker", pid=os.getpid())
 
     def _prepare(self) -> list[Any]:
         objects = [self.model, self.optimizer, self._loader(), self.scheduler]
@@ -256,7 +231,7 @@ class Training:
             return plain
         settings = replace(self.run.config, compression=self.run.case.compression)
         if settings.compression is not None:
-            note_encodings(self.run.directory / f"encodings-{self.rank}")
+            note_encodings(self.run.directory / f"encodings-{self.run.rank}")
         self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=settings)
         prepared = self.plugin.prepare(*objects)
         self.plugin.register("probe", Probe(self))
@@ -266,7 +241,7 @@ class Training:
         self.journal.note("attached", step=step, agent=session.agent_pid)
         return list(prepared)
 
-    def train(self) -> None:
+    def train(self) -> dict[str, Any]:
         prepared = self._prepare()
         self.model, self.optimizer, loader, self.scheduler = prepared[:4]
         self.loader = loader
@@ -290,13 +265,11 @@ class Training:
             self._evaluate((epoch,))
             self.at("evaluated")
         self.at("end")
-        live_on()  # a process that dies after the end has nothing to continue
-        self.report("result")
+        live_on()
+        result = self.report()
         if plugin is not None:
             plugin.close()
-
-    def note(self, kind: str, place: tuple[int, ...], value: torch.Tensor) -> None:
-        self.journal.note(kind, place=list(place), value=float(value.detach()).hex())
+        return result
 
     def _batch(self, epoch: int, number: int, batch: Any) -> None:
         self.at("batch")
@@ -314,7 +287,7 @@ class Training:
             self.scheduler.step()
             self.optimizer.zero_grad()
         self.average.value = 0.9 * self.average.value + float(loss.detach())
-        self.note("loss", (epoch, number, len(x)), loss + x.sum())
+        self.note("loss", (epoch, number, len(x)), (loss + x.sum()).detach())
         if self.run.case.evaluate_every and (number + 1) % self.run.case.evaluate_every == 0:
             self._evaluate((epoch, number))
         if self.accelerator.optimizer_step_was_skipped:
@@ -344,10 +317,10 @@ class Training:
             self.note("evaluation", place, total)
         self.model.train()
 
-    def report(self, name: str) -> None:
-        """Write all state that an interruption might have changed."""
+    def report(self) -> dict[str, Any]:
+        """All state that an interruption might have changed."""
         bare = self.accelerator.unwrap_model(self.model)
-        result = {
+        return {
             "parameters": {name: freeze(held(each)) for name, each in bare.named_parameters()},
             "buffers": {name: freeze(each) for name, each in bare.named_buffers()},
             "optimizer": freeze(tree_map(held, self.optimizer.state_dict())),
@@ -360,7 +333,44 @@ class Training:
             "micro step": self.accelerator.step,
             "iteration": self.loader.iteration,
         }
-        (self.run.directory / f"{name}-{self.rank}").write_bytes(pickle.dumps(result))
+
+
+def train(run: AccelerateRun) -> dict[str, Any]:
+    return Training(run).train()
+
+
+def die_with_trainer(number: int) -> None:
+    """Have a loader's worker end with its trainer, whose lock it might wait for."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def survives(lab: Lab, run: AccelerateRun, kills: list[Kill]) -> list[Ended]:
+    """Kill a run at each of `kills` in turn, let the next process continue, and compare."""
+    attempts = killed_programs.survives(lab, train, run, kills)
+    # With several ranks one may have committed a step that another has not; it is repeated. And the first one is killed
+    # at any instant once the victim is dead, also between a commit and its note.
+    check_resumes(attempts, run, *((0, 0) if run.ranks == 1 else (1, 1)))
+    assert unproved("".join(each.logs[0] for each in attempts)) == []
+    return attempts
+
+
+def survives_chance(lab: Lab, run: AccelerateRun, chance: random.Random) -> int:
+    """Kill a run at random instants, let the last attempt end, and compare; returns the number of kills."""
+    attempts = killed_programs.survives_chance(lab, train, run, chance, 20)
+    # It may have died between a commit and its note; with several ranks another one may be ahead.
+    check_resumes(attempts, run, int(run.ranks > 1), 1)
+    # A process killed between the check and its line about the restore does not name its step.
+    assert unproved("".join(each.logs[0] for each in attempts), ["the replica has gone past"]) == []
+    return len(attempts) - 1
+
+
+def check_resumes(attempts: Sequence[Ended], run: AccelerateRun, behind: int, ahead: int) -> None:
+    """Check that each attempt begins after the last step that was committed, or so many steps before or behind it."""
+    last = 0
+    for number, each in enumerate(attempts):
+        resumed = each.events("attached", run.victim)[0]["step"]
+        assert last - behind <= resumed <= last + ahead, f"attempt {number} resumed at {resumed}, had noted {last}"
+        last = max([last, *(one["step"] for one in each.events("committed"))])
 
 
 # Actions at a place

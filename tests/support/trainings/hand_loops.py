@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import re
-import signal
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,12 +14,10 @@ from torch import nn
 
 import memckpt
 from tests.support.faults.check_lines import REASONS
+from tests.support.trainings import killed_programs
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import fresh_directory, join, run_ranks
-
-#: Where a process dies, and the how-manieth time that it comes by.
-Kill = tuple[str, int]
+from tests.support.trainings.killed_programs import Kill, Run, check_same, finish
 
 
 class Unprotected:
@@ -54,13 +48,11 @@ class Unprotected:
         pass
 
 
-class Process:
+class Process(killed_programs.Process):
     """One process of a run: model, optimizer and session, as its loop is given them.
 
     Args:
-        run_dir: of the session; None: without memckpt.
-        noted: where the values go that have to come out the same.
-        dies: as `Kill`; None to train to the end.
+        run: the attempt; unprotected without a session.
         check: the resume check.
 
     Attributes:
@@ -69,32 +61,20 @@ class Process:
 
     settings: ClassVar[dict[str, Any]] = {"slots": 3}
 
-    def __init__(self, run_dir: Path | None, noted: Path, dies: Kill | None, check: str = "replay") -> None:
+    def __init__(self, run: Run, check: str = "replay") -> None:
+        super().__init__(run)
         self.model, self.optimizer = self.objects()
         self.session: Any = Unprotected()
-        if run_dir is not None:
-            self.session = memckpt.attach(
-                self.model, self.optimizer, run_dir=run_dir, config=config(resume_check=check, **self.settings)
-            )
-        self._noted = noted
-        self._dies = dies
-        self._visits: dict[str, int] = {}
+        if run.protected:
+            settings = config(resume_check=check, **self.settings)
+            self.session = memckpt.attach(self.model, self.optimizer, run_dir=run.directory / "run", config=settings)
 
     def objects(self) -> tuple[Any, Any]:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
         return model, torch.optim.AdamW(model.parameters(), 0.01)
 
-    def at(self, place: str) -> None:
-        """Die here, if this is the place and the time."""
-        self._visits[place] = self._visits.get(place, 0) + 1
-        if self._dies == (place, self._visits[place]):
-            for worker in multiprocessing.active_children():
-                worker.kill()  # by themselves they would look for their parent every five seconds
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def note(self, what: str, value: object) -> None:
-        with self._noted.open("a") as file:
-            file.write(f"{what}: {value!r}\n")
+    def note(self, event: str, value: Any) -> None:  # type: ignore[override]
+        super().note(event, "", value)
 
     def backward(self, what: str, batch: Any) -> None:
         """The backward of a batch, which is noted with the loss."""
@@ -147,37 +127,30 @@ def survives(
         The output of the first rank's processes of the killed run.
     """
 
-    def body(noted: Path, protected: bool, seed: int, kill: Kill | None, store: Path, rank: int) -> None:
-        if ranks > 1:
-            join(rank, ranks, store / "store", launched=True)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        dies = kill if rank == ranks - 1 else None
-        loop(kind(lab.run_dir if protected else None, noted.with_suffix(f".{rank}"), dies, check))
+    def program(run: Run) -> None:
+        torch.manual_seed(run.case)
+        random.seed(run.case)
+        np.random.seed(run.case)
+        loop(kind(run, check))
 
-    def run(noted: Path, protected: bool, seed: int, kill: Kill | None) -> str:
-        store = fresh_directory(lab)
-        children = run_ranks(lab, ranks, partial(body, noted, protected, seed, kill, store), store, name="loop-")
-        codes = [child.wait() for child in children]
-        log = children[0].log.read_text()
-        assert codes[-1] == (0 if kill is None else -signal.SIGKILL), children[-1].log.read_text()[-6000:]
-        assert kill is not None or not any(codes), log[-6000:]
-        return log
-
-    expected, found = lab.directory / "expected", lab.directory / "found"
-    run(expected, False, 3, None)
-    logs = [run(found, True, 3 + 100 * number, kill) for number, kill in enumerate([*kills, None])]
-    for rank in range(ranks):
-        of_rank = f".{rank}"
-        lines = set(found.with_suffix(of_rank).read_text().splitlines())
-        assert sorted(lines) == sorted(expected.with_suffix(of_rank).read_text().splitlines())
-    verdicts = [re.findall("resume check: (.*)", log) for log in logs]
+    run = Run(3, lab.directory, ranks=ranks)
+    expected = finish(lab, program, replace(run, directory=lab.directory / "undisturbed", protected=False))
+    attempts = [
+        finish(lab, program, replace(run, kill=kill, case=3 + 100 * number))
+        for number, kill in enumerate([*kills, None])
+    ]
+    check_same(expected, attempts)
+    verdicts = [re.findall("resume check: (.*)", each.logs[0]) for each in attempts]
     assert not verdicts[0]
     assert len(verdicts[-1]) == (check != "off"), "one that dies in its first steps may have none"
     for verdict in (line for each in verdicts for line in each):
         assert "equal, bit for bit" in verdict or any(reason in verdict for reason in REASONS), verdict
-    return "".join(logs)
+    return "".join(each.logs[0] for each in attempts)
+
+
+def process_of(lab: Lab, dies: Kill | None = None, check: str = "replay", kind: Callable[..., Any] = Process) -> Any:
+    """A process for a test's own body: of the run in the lab's directory."""
+    return kind(Run(3, lab.directory, kill=dies), check)
 
 
 def in_child(lab: Lab, body: Callable[[], None], *, status: int = 0) -> str:

@@ -6,50 +6,38 @@ in the weights.
 
 from __future__ import annotations
 
-import os
-import signal
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
+from torch.utils._pytree import tree_map
 
 from memckpt.config import CompressionConfig
 from tests.support.trainings.compressed import average_plainly
+from tests.support.trainings.killed_programs import Process, Run
 from tests.support.trainings.lightning_data import BATCH_SIZE, Case
 
-Kill = tuple[str, int]
-"""A hook, and the number of its call at which the process dies."""
 
+class Control(Process):
+    """Comes by a place in each hook, and keeps what hooks saw."""
 
-@dataclass(frozen=True)
-class Control:
-    """Counter of a process's hooks, which kills it at the planned one.
-
-    Losses are also written to a file at once, so that those of a killed process can be checked, too.
-    """
-
-    losses_file: Path
-    kill: Kill | None = None
-    calls: Counter[str] = field(default_factory=Counter)
-    events: list[tuple[Any, ...]] = field(default_factory=list)
-    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.events: list[tuple[Any, ...]] = []
+        self.losses: dict[tuple[int, int], str] = {}
 
     def loss(self, epoch: int, batch: int, value: Tensor) -> None:
         self.losses[epoch, batch] = float(value).hex()
-        with self.losses_file.open("a") as file:
-            file.write(f"{epoch} {batch} {self.losses[epoch, batch]}\n")
-
-    def reach(self, hook: str) -> None:
-        self.calls[hook] += 1
-        if self.kill == (hook, self.calls[hook]):
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.note("loss", (epoch, batch), value.detach())
 
 
 class Net(pl.LightningModule):
@@ -94,7 +82,7 @@ class Net(pl.LightningModule):
         return nn.functional.mse_loss(outputs, targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.control.reach("training_step")
+        self.control.at("training_step")
         loss = self.loss(batch)
         if self.case.manual:
             self.step_by_hand(batch, batch_idx, loss)
@@ -105,7 +93,7 @@ class Net(pl.LightningModule):
         self.both.update(*self.latest)
         self.log_dict(self.both, on_epoch=True, on_step=False)
         self.control.loss(self.current_epoch, batch_idx, loss)
-        self.control.reach("loss")
+        self.control.at("loss")
         if self.case.stop_at == self.global_step:
             self.trainer.should_stop = True
         return loss
@@ -115,7 +103,7 @@ class Net(pl.LightningModule):
         first.zero_grad()
         self.manual_backward(loss)
         first.step()
-        self.control.reach("between_optimizers")
+        self.control.at("between_optimizers")
         if batch_idx % 2 == 0:
             again = self.loss(batch)
             second.zero_grad()
@@ -124,7 +112,7 @@ class Net(pl.LightningModule):
 
     def on_train_start(self) -> None:
         torch.rand(3)
-        self.control.reach("train_start")
+        self.control.at("train_start")
 
     def on_train_epoch_start(self) -> None:
         torch.rand(1)
@@ -132,46 +120,46 @@ class Net(pl.LightningModule):
             self.level = self.current_epoch + 1
             self.trainer.datamodule.stage["scale"] *= 0.5  # type: ignore[attr-defined]
         self.event("epoch_start", "mae")
-        self.control.reach("epoch_start")
+        self.control.at("epoch_start")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.case.peeks and batch_idx % 4 == 0:
             for _ in zip(range(2), self.trainer.train_dataloader, strict=False):
                 pass
-        self.control.reach("batch_start")
+        self.control.at("batch_start")
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        self.control.reach("before_zero_grad")
+        self.control.at("before_zero_grad")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.control.reach("before_optimizer")
+        self.control.at("before_optimizer")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.control.reach("batch_end")
+        self.control.at("batch_end")
         self.seen += torch.rand(())  # user code after all callbacks
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.sanity_checking:
-            self.control.reach("sanity")
+            self.control.at("sanity")
             return
-        self.control.reach("validation_step")
+        self.control.at("validation_step")
         inputs, targets = batch
         noise = torch.randn(()) * 0.01
         self.log("val_loss", nn.functional.mse_loss(self(inputs), targets) + noise, batch_size=len(inputs))
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.control.reach("val_epoch_end")
+            self.control.at("val_epoch_end")
 
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:
             self.event("validation", "val_loss")
-            self.control.reach("val_end")
+            self.control.at("val_end")
 
     def on_train_epoch_end(self) -> None:
         torch.rand(2)
         self.event("epoch_end", "train_loss_epoch")
-        self.control.reach("epoch_end")
+        self.control.at("epoch_end")
 
     def event(self, name: str, metric: str) -> None:
         value = float(self.trainer.callback_metrics.get(metric, -1)).hex()
@@ -249,24 +237,24 @@ class Watch(pl.Callback):
         self.control = control
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.control.reach("callback_batch_start")
+        self.control.at("callback_batch_start")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.control.reach("callback_batch_end")
+        self.control.at("callback_batch_end")
 
     def on_train_epoch_end(self, *_: Any) -> None:
-        self.control.reach("callback_epoch_end")
+        self.control.at("callback_epoch_end")
 
     def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
-            self.control.reach("callback_val_start")
+            self.control.at("callback_val_start")
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
-            self.control.reach("callback_val_end")
+            self.control.at("callback_val_end")
 
     def on_train_end(self, *_: Any) -> None:
-        self.control.reach("train_end")
+        self.control.at("train_end")
 
 
 class AveragePlainly(pl.Callback):
@@ -319,3 +307,52 @@ class Tally(pl.Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.loaded.append(int(checkpoint["tally"]))
+
+
+# Sharded over ranks
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """FSDPStrategy on a CPU: Lightning permits GPUs only."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({nn.Linear})
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
+        )
+
+
+def strategy_of(name: str, ranks: int) -> Strategy:
+    match name:
+        case "fsdp2":
+            return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        case "tp":
+            return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=ranks)
+        case "fsdp1":
+            return FSDPOnCPU()
+    raise KeyError(name)
+
+
+class _Sharded(Net):
+    def configure_model(self) -> None:
+        if self.case.strategy == "fsdp2" and not isinstance(self.head, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            for each in (self.backbone, self.head):
+                fully_shard(each, mesh=mesh)
+        elif self.case.strategy == "tp" and not isinstance(self.head.weight, DTensor):
+            mesh = self.device_mesh["tensor_parallel"]
+            parallelize_module(self.backbone[0], mesh, ColwiseParallel(output_layouts=Replicate()))
+            parallelize_module(self.head, mesh, RowwiseParallel(input_layouts=Replicate()))
+
+
+class ShardedNet(_Sharded):
+    pass
+
+
+class ShardedNetWithHooks(_Sharded, NetWithHooks):
+    pass
+
+
+def held_by_this_rank(values: Any) -> Any:
+    """Values with DTensors replaced by this rank's shards, which can be compared without its process group."""
+    return tree_map(lambda one: one.to_local().detach().clone() if isinstance(one, DTensor) else one, values)

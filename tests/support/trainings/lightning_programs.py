@@ -1,21 +1,16 @@
 """Small programs with Lightning, each with a habit of its own, that are killed and started again.
 
-A program says lines: a key, and values. What it says last under each key, over all of its attempts, has to be what an
-undisturbed run without memckpt says.
+A program says values under keys. What it says in all of its attempts has to be what an undisturbed run without memckpt
+says.
 """
 
 from __future__ import annotations
 
 import csv
-import json
-import logging
 import os
 import random
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from lightning_memckpt import MemCheckpoint
 from memckpt.config import AgentConfig, MemckptConfig
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_programs import Process, Run, finish, values
 
 CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="replay")
 QUIET: dict[str, Any] = {
@@ -42,32 +38,27 @@ QUIET: dict[str, Any] = {
 }
 
 
-@dataclass
-class Attempt:
-    """One process of a program.
+class Attempt(Process):
+    """One process of a program, which may die where it comes by a point for the first time.
 
     Attributes:
-        directory: that all attempts of a run share.
-        protected: with the callback.
-        kill: what the process says last; None to train to the end.
         variant: what the program shall do otherwise.
     """
 
-    directory: Path
-    protected: bool
-    kill: str | None
-    variant: str = ""
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.directory, self.variant = run.directory, run.case
 
     def reach(self, point: object) -> None:
-        if self.kill == str(point):
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.at(str(point))
 
     def say(self, key: str, *values: Any) -> None:
-        with (self.directory / "said").open("a") as file:
-            file.write(json.dumps([key, *values]) + "\n")
+        self.note(key, "", values)
 
     def trainer(self, *callbacks: pl.Callback, attributes: Sequence[str] = (), **arguments: Any) -> pl.Trainer:
-        ours = [MemCheckpoint(self.directory / "run", config=CONFIG, attributes=attributes)] if self.protected else []
+        ours = (
+            [MemCheckpoint(self.directory / "run", config=CONFIG, attributes=attributes)] if self.run.protected else []
+        )
         return pl.Trainer(
             callbacks=[*callbacks, *ours], default_root_dir=self.directory / "files", **{**QUIET, **arguments}
         )
@@ -439,32 +430,23 @@ def modes_of_modules(attempt: Attempt) -> None:
 # Runs
 
 
-def _run(program: Callable[[Attempt], None], attempt: Attempt) -> None:
-    logging.basicConfig(level=logging.INFO)
-    attempt.directory.mkdir(exist_ok=True)
-    torch.set_num_threads(1)
-    pl.seed_everything(1, verbose=False)
-    program(attempt)
-
-
 def survive(lab: Lab, program: Callable[[Attempt], None], kills: Sequence[str], variant: str = "") -> tuple[Any, str]:
     """Kill a program at these points in turn, then let it end.
 
     Returns:
         What differs from an undisturbed run, by key, and the output of all attempts.
     """
-    said, logs = [], ""
-    for protected, points in ((False, [None]), (True, [*kills, None])):
-        directory = lab.directory if protected else lab.directory / "undisturbed"
-        for kill in points:
-            attempt = Attempt(directory, protected, kill, variant)
-            child = lab.fork(partial(_run, program, attempt), program.__name__)
-            code = child.wait()
-            log = child.log.read_text()
-            assert code == (0 if kill is None else -signal.SIGKILL), f"{kill}: exit code {code}\n{log[-6000:]}"
-            logs += log if protected else ""
-        lines = [json.loads(line) for line in (directory / "said").read_text().splitlines()]
-        said.append({key: values for key, *values in lines})
-    expected, found = said
-    keys = dict.fromkeys([*expected, *found])
-    return {key: (expected.get(key), found.get(key)) for key in keys if expected.get(key) != found.get(key)}, logs
+
+    def body(run: Run) -> None:
+        pl.seed_everything(1, verbose=False)
+        program(Attempt(run))
+
+    run = Run(variant, lab.directory)
+    expected = finish(lab, body, replace(run, directory=lab.directory / "undisturbed", protected=False))
+    points = [*((kill, 1) for kill in kills), None]
+    attempts = [finish(lab, body, replace(run, kill=point)) for point in points]
+    ours, theirs = values(attempts, 0), values([expected], 0)
+    differing = {
+        key: (theirs.get(key), ours.get(key)) for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)
+    }
+    return differing, "".join(each.log for each in attempts)

@@ -1,26 +1,13 @@
-"""Runs of a case in processes that are killed, and checks of their results.
-
-Each run is forked from a server process that has imported everything and never trained, so it begins as a new
-interpreter would: no thread pool, no cached kernel, no generator that has moved. It kills itself with SIGKILL inside a
-named hook, at a counted call; the next process, told only the same directory, resumes.
-"""
+"""Runs of a case with Lightning in processes that are killed, and checks of their results."""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import itertools
-import multiprocessing
 import os
 import random
-import signal
-import socket
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,87 +30,60 @@ from lightning_memckpt import MemCheckpoint
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.trainer_state import LoggingState
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+from tests.support.faults.check_lines import unproved
 from tests.support.trainings import fake_session
 from tests.support.trainings.compressed import note_encodings
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_programs import Ended, Kill, Run, finish, values
 from tests.support.trainings.lightning_cases import (
     AveragePlainly,
     Control,
     Curriculum,
-    Kill,
     Net,
     NetWithHooks,
+    ShardedNet,
+    ShardedNetWithHooks,
     Tally,
     Watch,
+    held_by_this_rank,
+    strategy_of,
 )
 from tests.support.trainings.lightning_data import Case, Data, train_loader, validation_loader
-from tests.support.trainings.lightning_sharded import ShardedNet, ShardedNetWithHooks, held_by_this_rank, strategy_of
 
 EPOCHS = 3
-
-# Exit code of a child whose process group could not be formed, and number of tries of an attempt.
-NO_PROCESS_GROUP = 77
-TRIES = 4
-
-# Longest life of a child in seconds; then it hangs, dumps its stack, and ends.
-CHILD_SECONDS = 120
 
 # A failed test leaves an agent behind, which then ends soon.
 CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="replay")
 
 
 @dataclass(frozen=True)
-class Run:
-    """Parameters of one run's processes.
+class LightningRun(Run):
+    """Parameters of one attempt.
 
     Attributes:
-        directory: directory of this run alone; its processes share it.
-        protected: with the callback, or without for the reference.
-        kill: point at which a process dies; None to train to the end.
-        ranks: number of processes that train together.
         attach: opens a session; None for the engine's.
-        sabotage: the part of the restore to leave out.
         resume, checkpoint: arguments of the callback, and of fit().
         storage: whether the run has a storage tier.
     """
 
-    case: Case
-    directory: Path
-    protected: bool = True
-    kill: Kill | None = None
-    ranks: int = 1
     attach: Callable[..., Any] | None = None
-    sabotage: str | None = None
     resume: str | int = "auto"
     checkpoint: str | None = None
     storage: bool = False
 
-    @property
-    def result(self) -> Path:
-        return self.directory / f"result-{os.environ.get('RANK', '0')}.pt"
 
-    @property
-    def losses(self) -> Path:
-        return self.directory / "losses.txt"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "log.txt"
-
-
-def train(run: Run) -> dict[str, Any]:
+def train(run: LightningRun) -> dict[str, Any]:
     """Train the case to its end, in this process; dies at its planned point."""
     case = run.case
-    last_rank = os.environ.get("RANK", "0") == str(run.ranks - 1)
-    control = Control(run.losses, run.kill if last_rank else None)
-    torch.set_num_threads(1)
+    control = Control(run)
+    if run.ranks > 1:  # as torchrun does
+        os.environ.update(GROUP_RANK="0", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test")
     if run.attach is not None:
         memckpt.attach = run.attach
-    if run.sabotage is not None:
-        sabotage(run.sabotage)
     pl.seed_everything(1, workers=case.seed_workers, verbose=False)
     plain, sharded = (NetWithHooks, ShardedNetWithHooks) if case.user_hooks else (Net, ShardedNet)
     if case.compression is not None:
-        note_encodings(run.directory / f"encodings-{os.environ['RANK']}")
+        note_encodings(run.directory / f"encodings-{run.rank}")
     model: Any = (plain if case.strategy == "ddp" else sharded)(case, control)
     trainer = make_trainer(run, control)
     if case.datamodule:
@@ -134,7 +94,7 @@ def train(run: Run) -> dict[str, Any]:
     return outcome(trainer, model, control)
 
 
-def make_trainer(run: Run, control: Control) -> Any:
+def make_trainer(run: LightningRun, control: Control) -> Any:
     case = run.case
     callbacks: list[pl.Callback] = [Watch(control)]
     if run.protected:
@@ -287,14 +247,6 @@ def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return names + found["residue"]
 
 
-def wrong_losses(reference: dict[str, Any], run: Run) -> list[str]:
-    """Losses, also of killed processes, that differ from the uninterrupted run's."""
-    expected = {f"{epoch} {batch} {loss}" for (epoch, batch), loss in reference["losses"].items()}
-    found = run.losses.read_text().splitlines()
-    missing = expected - set(found)
-    return [f"loss {line}" for line in found if line not in expected] + [f"no loss {line}" for line in missing]
-
-
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor):
         return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
@@ -327,118 +279,16 @@ def sabotage(what: str) -> None:
             raise KeyError(what)
 
 
-def child(run: Run) -> None:
-    """The body of a child process: train, and write its outcome."""
-    run.directory.mkdir(parents=True, exist_ok=True)
-    log = os.open(run.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True)
-    warnings.simplefilter("ignore")
-    with contextlib.suppress(FileNotFoundError):
-        run.result.unlink()
-    try:
-        torch.save(train(run), run.result)
-    except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(NO_PROCESS_GROUP if "connectFullMesh" in str(error) else 3)
-    os._exit(0)
+def interrupted(lab: Lab, kills: Sequence[Kill], case: Case, directory: Path, **arguments: Any) -> list[Ended]:
+    """Kill a process of the run at each point in turn, then let one finish; returns all attempts."""
+    run = LightningRun(case, directory, **arguments)
+    return [finish(lab, train, replace(run, kill=kill)) for kill in [*kills, None]]
 
 
-def _fork(run: Run, environment: dict[str, str]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        os.environ.update(environment)
-        child(run)
-    return pid
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _ranks(run: Run) -> list[int]:
-    """Exit codes of the processes of one attempt, which is retried if gloo's ranks did not find each other.
-
-    That happens on loopback occasionally, with or without memckpt, before anything is trained.
-    """
-    for _ in range(TRIES):
-        codes = _attempt(run)
-        if NO_PROCESS_GROUP not in codes:
-            break
-    return codes
-
-
-def _attempt(run: Run) -> list[int]:
-    """Exit codes of the processes of one attempt, started and ended as torchrun would."""
-    common = {
-        "WORLD_SIZE": str(run.ranks),
-        "LOCAL_WORLD_SIZE": str(run.ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    several = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(run.ranks)]
-    alive = {_fork(run, environment if run.ranks > 1 else {}): rank for rank, environment in enumerate(several)}
-    codes = [0] * run.ranks
-    while alive:
-        pid, status = os.wait()
-        if pid not in alive:  # a loader worker that outlived its killed trainer
-            continue
-        codes[alive.pop(pid)] = os.waitstatus_to_exitcode(status)
-        if codes[-1] < 0 or NO_PROCESS_GROUP in codes:
-            for other in alive:
-                os.kill(other, signal.SIGKILL)
-    return codes
-
-
-def serve(connection: Connection) -> None:
-    """The clean parent: fork a child for each run received, and answer with the exit codes."""
-    with contextlib.suppress(EOFError):
-        while True:
-            connection.send(_ranks(connection.recv()))
-
-
-class Server:
-    """The clean parent, as seen by the tests."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,))
-        self._process.start()
-        theirs.close()
-
-    def run(self, run: Run) -> list[int]:
-        """Train in new processes, to the end or to their death; returns their exit codes."""
-        self._connection.send(run)
-        if not self._connection.poll(2 * CHILD_SECONDS):
-            raise TimeoutError(f"expected an answer within {2 * CHILD_SECONDS} s for {run}; see {run.log}")
-        codes: list[int] = self._connection.recv()
-        return codes
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join(CHILD_SECONDS)
-
-
-def finish(server: Server, run: Run) -> dict[str, Any]:
-    """Train to the end; what came out, of one rank or by rank."""
-    codes = server.run(run)
-    assert codes == [0] * run.ranks, run.log.read_text()[-4000:]
-    outcomes = [torch.load(run.directory / f"result-{rank}.pt", weights_only=False) for rank in range(run.ranks)]
-    return outcomes[0] if run.ranks == 1 else {f"rank {rank}": each for rank, each in enumerate(outcomes)}
-
-
-def interrupted(server: Server, kills: list[Kill], case: Case, directory: Path, **arguments: Any) -> dict[str, Any]:
-    """Kill a process of the run at each point in turn, then let one finish."""
-    for kill in kills:
-        run = Run(case, directory, kill=kill, **arguments)
-        code = server.run(run)[-1]
-        assert code == -9, f"expected death at {kill}, found exit code {code}: {run.log.read_text()[-4000:]}"
-    return finish(server, Run(case, directory, **arguments))
+def check_exact(expected: Ended, attempts: Sequence[Ended], *, checked: bool = True) -> None:
+    """Check that an interrupted run equals the uninterrupted one; `checked`: the engine has repeated steps."""
+    for rank, (theirs, ours) in enumerate(zip(expected.outcomes, attempts[-1].outcomes, strict=True)):
+        assert differences(theirs, ours) == [], f"rank {rank}"
+        assert values(attempts, rank) == values([expected], rank)
+    if checked:
+        assert unproved("".join(each.logs[0] for each in attempts)) == []

@@ -1,23 +1,18 @@
 """A small GPT-2 trained with transformers.Trainer in processes that are killed, and the comparison of the results.
 
 Everything draws from every generator it can (data, dropout, hooks), so that one that is off by a number shows in the
-weights. Children are forked from the pytest process, which has imported transformers and never trained.
+weights.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
-import json
 import os
-import pickle
 import random
 import signal
-import socket
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +36,18 @@ from memckpt.capture import data as dataloader
 from memckpt.config import AgentConfig, CompressionConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
-from tests.support.cluster.processes import die_after, live_on
+from tests.support.cluster.processes import live_on
 from tests.support.faults.check_lines import unproved
-from tests.support.faults.frozen import differences, freeze
+from tests.support.faults.frozen import freeze
+from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import average_plainly, note_encodings
-from tests.support.trainings.engine_child import Journal
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_programs import Ended, Kill, Process, Run, attempt
 from transformers_memckpt import protect
 from transformers_memckpt.protection import Protection
 from transformers_memckpt.trainer_state import TrainerStates
 
-Kill = tuple[str, int]
-"""A hook, and the number of its call at which the process dies."""
-INSTANT = "instant"
-"""A pseudo-hook: so many milliseconds after the first batch."""
-
 _PR_SET_PDEATHSIG = 1
-_MOST_ATTEMPTS = 40
 _WALL_CLOCK = ("runtime", "per_second")
 
 
@@ -121,23 +111,20 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 NAMES = ["callbacks.Probe.plain.steps"]
 
 
-class Probe(TrainerCallback):
-    """Counts hooks, dies in the planned one, draws in most of them, and keeps a tally as state."""
+class Place(Process):
+    first = "micro"
 
-    def __init__(self, journal: Journal, kill: Kill | None) -> None:
-        self.journal = journal
-        self.kill = kill
-        self.calls: Counter[str] = Counter()
+
+class Probe(TrainerCallback):
+    """Comes by a place in each hook, draws in most of them, and keeps a tally as state."""
+
+    def __init__(self, run: Run) -> None:
+        self.process = Place(run)
         self.tally: list[float] = []
         self.plain = {"steps": 0}
 
     def reach(self, hook: str) -> None:
-        self.calls[hook] += 1
-        if self.kill is not None and self.kill[0] == INSTANT and (hook, self.calls[hook]) == ("micro", 1):
-            die_after(self.kill[1] / 1000)
-        if self.kill == (hook, self.calls[hook]):
-            self.journal.note("killed", hook=hook)
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.process.at(hook)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tally": list(self.tally)}
@@ -192,16 +179,17 @@ class Probe(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.reach("train_end")
-        live_on()  # a process that dies after the end has nothing to continue
+        live_on()
 
 
 class JournalingTrainer(Trainer):
     """Writes each loss at once, so that those of killed processes are checked, too."""
 
-    journal: Journal
     probe: Probe
     average: Any = None
     noise: random.Random
+    #: The step that is trained, and the number of its micro-batch.
+    place = (-1, 0)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
@@ -215,24 +203,21 @@ class JournalingTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.probe.reach("micro")
         loss = super().training_step(*args, **kwargs)
-        self.journal.note("loss", step=self.state.global_step, value=float(loss).hex())
+        step, micro = self.place
+        self.place = (self.state.global_step, micro + 1 if step == self.state.global_step else 0)
+        self.probe.process.note("loss", self.place, loss)
         return loss
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """Parameters of one process."""
+class Attempt(Run):
+    """Parameters of one attempt; `changed`: TrainingArguments beside those of the case."""
 
-    case: Case
-    directory: Path
-    report: Path
-    config: MemckptConfig | None
-    kill: Kill | None = None
+    config: MemckptConfig | None = None
     seed: int = 0
     resume: Any = "auto"
     changed: dict[str, Any] = field(default_factory=dict)
     checkpoint: Any = None
-    sabotage: str | None = None
 
 
 def settings(storage: StorageConfig | None = None, **changed: Any) -> MemckptConfig:
@@ -242,8 +227,6 @@ def settings(storage: StorageConfig | None = None, **changed: Any) -> MemckptCon
 
 def make_trainer(attempt: Attempt) -> JournalingTrainer:
     case = attempt.case
-    rank = os.environ.get("RANK", "0")
-    journal = Journal(attempt.report / f"journal-{rank}")
     arguments: dict[str, Any] = {
         "num_train_epochs": 3,
         "per_device_train_batch_size": 4,
@@ -264,9 +247,8 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
         GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)
     )
     if case.sharded:
-        model = load_sharded(attempt.report / "model")
-    dies = int(rank) == int(os.environ.get("WORLD_SIZE", "1")) - 1
-    probe = Probe(journal, attempt.kill if dies else None)
+        model = load_sharded(attempt.directory / "model")
+    probe = Probe(attempt)
     callbacks: list[TrainerCallback] = [probe]
     if case.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=case.patience))
@@ -277,14 +259,15 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
         eval_dataset=Windows(12, False) if arguments["eval_strategy"] != "no" else None,
         callbacks=callbacks,
     )
-    trainer.journal, trainer.probe = journal, probe
+    trainer.probe = probe
     if case.second:
         trainer.average, trainer.noise = copy.deepcopy(model), random.Random(5)
-    if attempt.config is not None:
+    if attempt.protected:
+        assert attempt.config is not None
         config = replace(attempt.config, compression=case.compression)
         protect(trainer, attempt.directory / "run", resume=attempt.resume, config=config, attributes=NAMES)
-    if case.compression is not None and attempt.config is not None:
-        note_encodings(attempt.directory / f"encodings-{rank}")
+    if case.compression is not None and attempt.protected:
+        note_encodings(attempt.directory / f"encodings-{attempt.rank}")
     elif case.compression is not None:
         trainer.add_callback(AveragePlainly(trainer, case.compression))
     return trainer
@@ -304,7 +287,6 @@ def load_sharded(directory: Path) -> Any:
     """A small Llama, sharded over the ranks as it is loaded."""
     from transformers.distributed import DistributedConfig
 
-    torch.distributed.init_process_group("gloo")
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=50,
@@ -327,15 +309,14 @@ def held(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def train(attempt: Attempt) -> None:
-    """The body of a training child."""
-    if attempt.sabotage is not None:
-        sabotage(attempt.sabotage)
+def train(attempt: Attempt) -> dict[str, Any]:
+    """Train in this process; returns what an interruption might have changed."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     trainer = make_trainer(attempt)
     result = trainer.train(resume_from_checkpoint=attempt.checkpoint)
     early = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
     state, wrapped = trainer.state, trainer.callback_handler.train_dataloader
-    found = {
+    return {
         "weights": freeze(tree_map(held, dict(trainer.model.state_dict()))),
         "optimizer": freeze(tree_map(held, trainer.optimizer.state_dict())),
         "scheduler": freeze(trainer.lr_scheduler.state_dict()),
@@ -353,10 +334,6 @@ def train(attempt: Attempt) -> None:
         "residue": freeze([name for name in ("_run_epoch", "_init_training_state") if name in vars(trainer)]),
         "loader": freeze(type(wrapped.base_dataloader).__name__),
     }
-    rank = os.environ.get("RANK", "0")
-    (attempt.report / f"outcome-{rank}").write_bytes(pickle.dumps(found))
-    if torch.distributed.is_initialized():
-        os._exit(0)  # gloo's teardown may hang
 
 
 def sabotage(what: str) -> None:
@@ -396,56 +373,17 @@ def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
 # In the pytest process
 
 
-@dataclass(frozen=True)
-class Ended:
-    """One attempt that has ended, of one rank or several."""
-
-    codes: list[int]
-    report: Path
-    logs: list[str]
-
-    @property
-    def log(self) -> str:
-        return "\n".join(self.logs)
-
-    def events(self, rank: int, event: str) -> list[dict[str, Any]]:
-        path = self.report / f"journal-{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [each for each in map(json.loads, lines) if each["event"] == event]
-
-    def losses(self, rank: int) -> list[tuple[int, str]]:
-        return [(each["step"], each["value"]) for each in self.events(rank, "loss")]
-
-    def outcome(self, rank: int) -> Any:
-        return pickle.loads((self.report / f"outcome-{rank}").read_bytes())
-
-
 class Trainings:
     """Runs attempts of cases in children of a lab."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        self._count = 0
 
-    def run(self, case: Case, config: MemckptConfig | None, *, ranks: int = 1, **arguments: Any) -> Ended:
-        """Train to the end, or to the planned death."""
-        self._count += 1
-        report = self.lab.directory / f"attempt-{self._count}"
-        report.mkdir()
-        directory = arguments.pop("directory", self.lab.directory)
-        attempt = Attempt(case, directory, report, config, **arguments)
-        environments = [_rank_environment(rank, ranks, port) for port in [_free_port()] for rank in range(ranks)]
-        children = [self.lab.fork(partial(_train_in, each, attempt), case.name) for each in environments]
-        codes = [children[-1].wait()]
-        for child in children[-2::-1]:
-            if codes[-1] and child.alive():
-                os.kill(child.pid, signal.SIGKILL)  # as torchrun does
-            codes.insert(0, child.wait())
-        logs = [child.log.read_text() for child in children]
-        if codes[-1] > 0 and "connectFullMesh" in logs[-1] and self._count < _MOST_ATTEMPTS:
-            # On loopback gloo's ranks occasionally do not find each other, with or without memckpt.
-            return self.run(case, config, ranks=ranks, directory=directory, **arguments)
-        return Ended(codes, report, logs)
+    def run(self, case: Case, config: MemckptConfig | None, **arguments: Any) -> Ended:
+        """Train to the end, or to the planned death; without a configuration in a directory of its own."""
+        directory = self.lab.directory / ("undisturbed" if config is None else "")
+        run = Attempt(case, directory, protected=config is not None, config=config, **arguments)
+        return attempt(self.lab, train, run)
 
     def survives(
         self,
@@ -453,32 +391,27 @@ class Trainings:
         config: MemckptConfig,
         kills: list[Kill],
         *,
-        ranks: int = 1,
-        between: Callable[[], None] | None = None,
+        between: Callable[[], None] = lambda: None,
         **arguments: Any,
     ) -> list[Ended]:
-        """Kill a training at each of `kills` in turn, resume it each time, and compare with an undisturbed one.
+        """Kill a training at each of `kills` in turn, resume it each time, and compare; call `between` after each."""
+        run = Attempt(case, self.lab.directory, config=config, **arguments)
+        held: list[bool] = []
 
-        Args:
-            between: called after each kill.
-        """
-        expected = self.run(case, None, ranks=ranks, directory=self.lab.directory / "reference")
-        assert expected.codes == [0] * ranks, expected.log[-6000:]
-        attempts = []
-        for number, kill in enumerate([*kills, None]):
-            # If state is held, another seed than the reference's: weights that are not restored show.
-            held = number > 0 and self.is_held()
-            ended = self.run(case, config, ranks=ranks, kill=kill, seed=100 + number if held else 0, **arguments)
-            assert ("starting over" in ended.logs[0]) != held, ended.logs[0][-3000:]
-            code = -signal.SIGKILL if kill is not None else 0
-            assert ended.codes[-1] == code, f"{kill}: exit codes {ended.codes}\n{ended.log[-6000:]}"
-            attempts.append(ended)
-            if between is not None and kill is not None:
+        def before_each(number: int, attempts: list[Ended]) -> dict[str, Any]:
+            if number > 0:
                 between()
-        for rank in range(ranks):
-            compare(expected, attempts, rank)
+            return self._seed(number, held)
+
+        attempts = killed_programs.survives(self.lab, train, run, kills, each=before_each)
+        assert [("starting over" in each.logs[0]) for each in attempts] == [not each for each in held]
         assert unproved("".join(each.logs[0] for each in attempts)) == []
         return attempts
+
+    def _seed(self, number: int, held: list[bool]) -> dict[str, Any]:
+        """If state is held, another seed than the reference's: weights that are not restored show."""
+        held.append(number > 0 and self.is_held())
+        return {"seed": 100 + number if held[-1] else 0}
 
     def is_held(self) -> bool:
         """Whether a resume finds something, in memory or in storage."""
@@ -488,59 +421,16 @@ class Trainings:
 
     def survive_chance(self, case: Case, config: MemckptConfig, chance: random.Random) -> int:
         """Kill a training at random instants, let the last attempt end, and compare; returns the number of kills."""
-        expected = self.run(case, None, directory=self.lab.directory / "reference")
-        assert expected.codes == [0], expected.log[-6000:]
-        attempts = []
-        while not attempts or attempts[-1].codes != [0]:
-            seed = 100 + len(attempts) if attempts and self.is_held() else 0
-            kill = (INSTANT, chance.randrange(1, 100)) if len(attempts) < 8 else None
-            attempts.append(self.run(case, config, kill=kill, seed=seed))
-            assert attempts[-1].codes[0] in (0, -signal.SIGALRM), attempts[-1].log[-6000:]
-        compare(expected, attempts)
+        run = Attempt(case, self.lab.directory, config=config)
+        held: list[bool] = []
+        attempts = killed_programs.survives_chance(
+            self.lab, train, run, chance, 100, each=lambda number, attempts: self._seed(number, held)
+        )
         # A process killed between the check and its line about the restore does not name its step.
         assert unproved("".join(each.logs[0] for each in attempts), ["the replica has gone past"]) == []
         return len(attempts) - 1
 
 
-def compare(expected: Ended, attempts: list[Ended], rank: int = 0) -> None:
-    """Check that the last outcome and every attempt's losses equal the undisturbed training's, bit for bit."""
-    right = expected.losses(rank)
-    for attempt in attempts:
-        found = attempt.losses(rank)
-        if not found:
-            continue
-        starts = [index for index, each in enumerate(right) if each == found[0]]
-        assert any(right[start : start + len(found)] == found for start in starts), (
-            f"losses differ: {attempt.log[-3000:]}"
-        )
-    different = differences(expected.outcome(rank), attempts[-1].outcome(rank))
-    assert not different, "\n".join(different[:10]) + attempts[-1].log[-3000:]
-
-
-def _train_in(environment: dict[str, str], attempt: Attempt) -> None:
-    os.environ.update(environment)
-    train(attempt)
-
-
-def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if ranks == 1:
-        return offline
-    return {
-        **offline,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def losses(ended: Ended, rank: int = 0) -> list[tuple[int, str]]:
+    """Step and loss of each batch of an attempt."""
+    return [(each["place"][0], each["value"]) for each in ended.events("loss", rank)]
