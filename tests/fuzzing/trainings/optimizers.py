@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import Any
 
 from tests.fuzzing.trainings.ingredients import Opt, code
+
+
+def _each(
+    name: str,
+    body: str,
+    *,
+    lr: float = 0.05,
+    settings: str = "",
+    init: str = "",
+    start: str = "",
+    group: str = "",
+    after: str = "",
+    top: str = "",
+) -> str:
+    """The class of an optimizer whose step does `body` for each parameter with a gradient.
+
+    `start` comes before the groups, `group` and `after` around the parameters of each, `top` before the class.
+    """
+
+    def lines(text: str, depth: int) -> str:
+        return indent(code(text) + "\n", " " * depth) if text else ""
+
+    return (
+        f"{lines(top, 0)}\n\n" * bool(top)
+        + f"class {name}(torch.optim.Optimizer):\n"
+        + f"    def __init__(self, params, lr={lr}):\n"
+        + f"        super().__init__(params, dict(lr=lr{settings}))\n"
+        + lines(init, 8)
+        + "    @torch.no_grad()\n    def step(self, closure=None):\n"
+        + lines(start, 8)
+        + "        for group in self.param_groups:\n"
+        + lines(group, 12)
+        + '            for p in group["params"]:\n                if p.grad is not None:\n'
+        + lines(body, 20)
+        + lines(after, 12)
+    ).rstrip()
+
 
 _OWN = {
     "rebinding": code("""
@@ -17,43 +55,32 @@ _OWN = {
                         if p.grad is not None:
                             p.data = p.data - group["lr"] * p.grad.data
     """),
-    "counter in groups": code("""
-        class EveryK(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05, k=6):
-                super().__init__(params, dict(lr=lr, k=k, count=0))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    group["count"] += 1
-                    for p in group["params"]:
-                        if p.grad is None:
-                            continue
-                        state = self.state[p]
-                        if "slow" not in state:
-                            state["slow"] = p.clone()
-                        p.add_(p.grad, alpha=-group["lr"])
-                        if group["count"] % group["k"] == 0:
-                            p.copy_(state["slow"].lerp_(p, 0.5))
-    """),
-    "shared state": code("""
-        class SharedStep(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-                self.t = torch.zeros(())
-            @torch.no_grad()
-            def step(self, closure=None):
-                self.t += 1
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is None:
-                            continue
-                        state = self.state[p]
-                        if not state:
-                            state["step"], state["m"] = self.t, torch.zeros_like(p)
-                        state["m"].mul_(0.9).add_(p.grad)
-                        rate = group["lr"] / state["step"].item() ** 0.5
-                        p.add_(state["m"] + 0.001 * torch.randn_like(p), alpha=-rate)
-    """),
+    "counter in groups": _each(
+        "EveryK",
+        """
+            state = self.state[p]
+            if "slow" not in state:
+                state["slow"] = p.clone()
+            p.add_(p.grad, alpha=-group["lr"])
+            if group["count"] % group["k"] == 0:
+                p.copy_(state["slow"].lerp_(p, 0.5))
+        """,
+        settings=", k=6, count=0",
+        group='group["count"] += 1',
+    ),
+    "shared state": _each(
+        "SharedStep",
+        """
+            state = self.state[p]
+            if not state:
+                state["step"], state["m"] = self.t, torch.zeros_like(p)
+            state["m"].mul_(0.9).add_(p.grad)
+            rate = group["lr"] / state["step"].item() ** 0.5
+            p.add_(state["m"] + 0.001 * torch.randn_like(p), alpha=-rate)
+        """,
+        init="self.t = torch.zeros(())",
+        start="self.t += 1",
+    ),
     "calls its base": code("""
         class Mine(torch.optim.RMSprop):
             def step(self, closure=None):
@@ -61,159 +88,107 @@ _OWN = {
                     group.setdefault("seen", 0)
                 return super().step(closure)
     """),
-    "late phase": code("""
-        class LatePhase(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is None:
-                            continue
-                        state = self.state[p]
-                        state["n"] = state.get("n", 0) + 1
-                        if state["n"] > 5:
-                            p.grad.div_(p.grad.norm() + 1e-3)
-                        p.sub_(p.grad, alpha=group["lr"])
-    """),
-    "late estimate": code("""
-        class LateEstimate(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr, n=0, d=1.0))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    group["n"] += 1
-                    grads = [p.grad for p in group["params"] if p.grad is not None]
-                    if group["n"] > 7:
-                        group["d"] = 0.9 * group["d"] + 0.1 * sum(float(grad.norm()) for grad in grads)
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.sub_(p.grad, alpha=group["lr"] / (0.5 + group["d"]))
-    """),
-    "hidden attribute": code("""
-        class Hidden(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-                self.steps = 0
-            @torch.no_grad()
-            def step(self, closure=None):
-                self.steps += 1
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.sub_(p.grad, alpha=group["lr"] / self.steps**0.5)
-    """),
-    "changes gradients": code("""
-        class Normalizing(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.02):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.grad.sub_(p.grad.mean())
-                            m = self.state[p].setdefault("m", torch.zeros_like(p))
-                            p.sub_(m.lerp_(p.grad.sign_(), 0.1), alpha=group["lr"])
-    """),
-    "norm of all": code("""
-        class NormOfAll(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-                norm = sum(p.grad.norm() ** 2 for p in every) ** 0.5
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.sub_(p.grad / (1 + norm), alpha=group["lr"])
-    """),
-    "keyed by id": code("""
-        class ById(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-                self.moments = {}
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            m = self.moments.setdefault(id(p), torch.zeros_like(p))
-                            p.sub_(m.mul_(0.9).add_(p.grad), alpha=group["lr"])
-    """),
-    "eigenbasis": code("""
-        class Basis(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.02):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is None:
-                            continue
-                        state, grad = self.state[p], p.grad.float().reshape(-1, p.shape[-1] if p.ndim else 1)
-                        if not state:
-                            state["n"], state["m"] = 0, torch.zeros(grad.shape[1], grad.shape[1])
-                        state["m"].lerp_(grad.T @ grad, 0.2)
-                        if state["n"] % 4 == 0:
-                            state["q"] = torch.linalg.eigh(state["m"] + 1e-6 * torch.eye(len(state["m"])))[1]
-                        state["n"] += 1
-                        turned = grad @ state["q"]
-                        p.sub_((turned / (1e-3 + turned.abs()) @ state["q"].T).view(p.shape), alpha=group["lr"])
-    """),
-    "object in state": code("""
-        class Projector:
-            def __init__(self, like):
-                self.scale = torch.ones_like(like)
-            def __call__(self, grad, out):
-                self.scale.mul_(0.98)
-                out.copy_(grad * self.scale)
-
-        class Projected(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            state = self.state[p]
-                            if "projector" not in state:
-                                state["projector"] = Projector(p)
-                            change = torch.empty_like(p)
-                            state["projector"](p.grad, change)
-                            p.sub_(change, alpha=group["lr"])
-    """),
-    "function of its own": code("""
-        class Shifted(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-                self.reduce = lambda grad: grad.abs().mean()
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            state = self.state[p]
-                            old = state.setdefault("old", [])
-                            old.append(p.grad.clone())
-                            if len(old) > 8:
-                                p.sub_(p.grad / (self.reduce(old.pop(0)) + 0.1), alpha=group["lr"])
-    """),
-    "draws": code("""
-        class Langevin(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.sub_(p.grad + 0.01 * torch.randn_like(p), alpha=group["lr"])
-    """),
+    "late phase": _each(
+        "LatePhase",
+        """
+            state = self.state[p]
+            state["n"] = state.get("n", 0) + 1
+            if state["n"] > 5:
+                p.grad.div_(p.grad.norm() + 1e-3)
+            p.sub_(p.grad, alpha=group["lr"])
+        """,
+    ),
+    "late estimate": _each(
+        "LateEstimate",
+        'p.sub_(p.grad, alpha=group["lr"] / (0.5 + group["d"]))',
+        settings=", n=0, d=1.0",
+        group="""
+            group["n"] += 1
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            if group["n"] > 7:
+                group["d"] = 0.9 * group["d"] + 0.1 * sum(float(grad.norm()) for grad in grads)
+        """,
+    ),
+    "hidden attribute": _each(
+        "Hidden",
+        'p.sub_(p.grad, alpha=group["lr"] / self.steps**0.5)',
+        init="self.steps = 0",
+        start="self.steps += 1",
+    ),
+    "changes gradients": _each(
+        "Normalizing",
+        """
+            p.grad.sub_(p.grad.mean())
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            p.sub_(m.lerp_(p.grad.sign_(), 0.1), alpha=group["lr"])
+        """,
+        lr=0.02,
+    ),
+    "norm of all": _each(
+        "NormOfAll",
+        'p.sub_(p.grad / (1 + norm), alpha=group["lr"])',
+        start="""
+            every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            norm = sum(p.grad.norm() ** 2 for p in every) ** 0.5
+        """,
+    ),
+    "keyed by id": _each(
+        "ById",
+        """
+            m = self.moments.setdefault(id(p), torch.zeros_like(p))
+            p.sub_(m.mul_(0.9).add_(p.grad), alpha=group["lr"])
+        """,
+        init="self.moments = {}",
+    ),
+    "eigenbasis": _each(
+        "Basis",
+        """
+            state, grad = self.state[p], p.grad.float().reshape(-1, p.shape[-1] if p.ndim else 1)
+            if not state:
+                state["n"], state["m"] = 0, torch.zeros(grad.shape[1], grad.shape[1])
+            state["m"].lerp_(grad.T @ grad, 0.2)
+            if state["n"] % 4 == 0:
+                state["q"] = torch.linalg.eigh(state["m"] + 1e-6 * torch.eye(len(state["m"])))[1]
+            state["n"] += 1
+            turned = grad @ state["q"]
+            p.sub_((turned / (1e-3 + turned.abs()) @ state["q"].T).view(p.shape), alpha=group["lr"])
+        """,
+        lr=0.02,
+    ),
+    "object in state": _each(
+        "Projected",
+        """
+            state = self.state[p]
+            if "projector" not in state:
+                state["projector"] = Projector(p)
+            change = torch.empty_like(p)
+            state["projector"](p.grad, change)
+            p.sub_(change, alpha=group["lr"])
+        """,
+        top="""
+            class Projector:
+                def __init__(self, like):
+                    self.scale = torch.ones_like(like)
+                def __call__(self, grad, out):
+                    self.scale.mul_(0.98)
+                    out.copy_(grad * self.scale)
+        """,
+    ),
+    "function of its own": _each(
+        "Shifted",
+        """
+            state = self.state[p]
+            old = state.setdefault("old", [])
+            old.append(p.grad.clone())
+            if len(old) > 8:
+                p.sub_(p.grad / (self.reduce(old.pop(0)) + 0.1), alpha=group["lr"])
+        """,
+        init="self.reduce = lambda grad: grad.abs().mean()",
+    ),
+    "draws": _each(
+        "Langevin",
+        'p.sub_(p.grad + 0.01 * torch.randn_like(p), alpha=group["lr"])',
+    ),
     "lookahead around another": code("""
         import collections
 
@@ -267,46 +242,30 @@ _OWN = {
                             p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (0.9 - 0.9 / group["k"]))
                             z.sub_(p.grad, alpha=group["lr"])
     """),
-    "values in state": code("""
-        class Plainly(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            state = self.state[p]
-                            state["count"] = state.get("count", 0) + 1
-                            state.setdefault("norms", []).append(float(p.grad.norm()))
-                            del state["norms"][:-3]
-                            state["history"] = [p.grad.clone(), *state.get("history", [])][:2]
-                            p.sub_(sum(state["history"]) / (1 + max(state["norms"])), alpha=group["lr"])
-    """),
-    "state on the parameter": code("""
-        class OnParameter(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.velocity = 0.9 * getattr(p, "velocity", torch.zeros_like(p)) + p.grad
-                            p.sub_(p.velocity, alpha=group["lr"])
-    """),
-    "weight decay schedule": code("""
-        class Decaying(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr, decay=0.1))
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.mul_(1 - group["lr"] * group["decay"]).sub_(p.grad.sign(), alpha=0.1 * group["lr"])
-                    group["decay"] *= 0.8
-    """),
+    "values in state": _each(
+        "Plainly",
+        """
+            state = self.state[p]
+            state["count"] = state.get("count", 0) + 1
+            state.setdefault("norms", []).append(float(p.grad.norm()))
+            del state["norms"][:-3]
+            state["history"] = [p.grad.clone(), *state.get("history", [])][:2]
+            p.sub_(sum(state["history"]) / (1 + max(state["norms"])), alpha=group["lr"])
+        """,
+    ),
+    "state on the parameter": _each(
+        "OnParameter",
+        """
+            p.velocity = 0.9 * getattr(p, "velocity", torch.zeros_like(p)) + p.grad
+            p.sub_(p.velocity, alpha=group["lr"])
+        """,
+    ),
+    "weight decay schedule": _each(
+        "Decaying",
+        'p.mul_(1 - group["lr"] * group["decay"]).sub_(p.grad.sign(), alpha=0.1 * group["lr"])',
+        settings=", decay=0.1",
+        after='group["decay"] *= 0.8',
+    ),
 }
 
 

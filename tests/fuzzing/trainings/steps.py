@@ -2,71 +2,77 @@
 
 from __future__ import annotations
 
+import re
+from textwrap import indent
+
 from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, Data, Frame, Style, code
 
 # Steps
 
+#: What many steps begin with, by the name that stands for it.
+_SHORT = {
+    "zero": "for opt in opts:\n    opt.zero_grad()",
+    "backward": 'loss.backward()\nat("backward", step)',
+    "between": '{between}\nat("between", step)',
+}
+
+
+def _step(text: str) -> str:
+    """Source text of a step, with its short lines written out."""
+    text = code(text)
+    for name, lines in _SHORT.items():
+        text = re.sub(rf"^( *)<{name}>$", lambda found, lines=lines: indent(lines, found[1]), text, flags=re.MULTILINE)
+    return text
+
+
 _PLAIN = """
-for opt in opts:
-    opt.zero_grad()
+<zero>
 loss = {loss}
-loss.backward()
-at("backward", step)
-{between}
-at("between", step)
+<backward>
+<between>
 {step}
 """
 
 STYLES: dict[str, Style] = {
-    "plain": Style(code(_PLAIN), anywhere=True),
+    "plain": Style(_step(_PLAIN), anywhere=True),
     "zeroed behind": Style(
-        code("""
+        _step("""
             loss = {loss}
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             {step}
-            for opt in opts:
-                opt.zero_grad()
+            <zero>
         """),
         anywhere=True,
     ),
-    "zeroed in place": Style(code(_PLAIN.replace("zero_grad()", "zero_grad(set_to_none=False)")), anywhere=True),
-    "by the model": Style(code(_PLAIN.replace("for opt in opts:\n    opt.zero_grad()", "model.zero_grad()"))),
+    "zeroed in place": Style((_step(_PLAIN).replace("zero_grad()", "zero_grad(set_to_none=False)")), anywhere=True),
+    "by the model": Style(_step(_PLAIN.replace("<zero>", "model.zero_grad()"))),
     "never zeroed": Style(
-        code("""
+        _step("""
             loss = 0.1 * ({loss})
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             {step}
         """)
     ),
     "kept in part": Style(
-        code("""
+        _step("""
             for p in model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(0.5)
             loss = 0.5 * ({loss})
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             {step}
         """)
     ),
     "closure": Style(
-        code("""
+        _step("""
             def closure():
-                for opt in opts:
-                    opt.zero_grad()
+                <zero>
                 loss = {loss}
-                loss.backward()
-                at("backward", step)
-                {between}
-                at("between", step)
+                <backward>
+                <between>
                 return loss
             loss = opts[0].step(closure)
             {middle}
@@ -76,39 +82,32 @@ STYLES: dict[str, Style] = {
         clash=frozenset({"closure"}),
     ),
     "accumulated": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             for half in range(2):
                 loss = ({loss}) / 2
-                loss.backward()
-                at("backward", step)
-            {between}
-            at("between", step)
+                <backward>
+            <between>
             {step}
         """),
         anywhere=True,
     ),
     "gradients wait": Style(
-        code("""
+        _step("""
             loss = ({loss}) / 3
-            loss.backward()
-            at("backward", step)
+            <backward>
             if step % 3 == 0:
                 {between}
                 {step}
-                for opt in opts:
-                    opt.zero_grad()
+                <zero>
         """),
         points=("backward",),
     ),
     "second one rarely": Style(
-        code("""
+        _step("""
             loss = {loss}
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             opts[0].step()
             opts[0].zero_grad()
             {middle}
@@ -120,44 +119,36 @@ STYLES: dict[str, Style] = {
         anywhere=True,
     ),
     "in turns": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             loss = {loss}
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             {middle}
             opts[step % len(opts)].step()
         """),
         anywhere=True,
     ),
     "twice a commit": Style(
-        code("""
+        _step("""
             for half in range(2):
-                for opt in opts:
-                    opt.zero_grad()
+                <zero>
                 loss = ({loss}) / (1 + half)
-                loss.backward()
-                at("backward", step)
-                {between}
-                at("between", step)
+                <backward>
+                <between>
                 {step}
         """),
         anywhere=True,
     ),
     "scaled": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             loss = {loss}
             scaler.scale(loss).backward()
             at("backward", step)
             for opt in opts:
                 scaler.unscale_(opt)
-            {between}
-            at("between", step)
+            <between>
             for opt in opts:
                 scaler.step(opt)
                 {middle}
@@ -169,16 +160,14 @@ STYLES: dict[str, Style] = {
         clash=frozenset({"scaler"}),
     ),
     "scaled and skipped": Style(
-        code("""
+        _step("""
             if step in (2, 3, 9, 15):
                 x = x * float("inf")
-            for opt in opts:
-                opt.zero_grad()
+            <zero>
             loss = {loss}
             scaler.scale(loss).backward()
             at("backward", step)
-            {between}
-            at("between", step)
+            <between>
             for opt in opts:
                 scaler.step(opt)
                 {middle}
@@ -190,73 +179,62 @@ STYLES: dict[str, Style] = {
         clash=frozenset({"scaler", "finite"}),
     ),
     "skipped by hand": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             loss = {loss}
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             if step % 4 != 1:
                 {step}
         """),
         anywhere=True,
     ),
     "sharpness aware": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             loss = {loss}
-            loss.backward()
-            at("backward", step)
+            <backward>
             with torch.no_grad():
                 bumps = [(p, 0.01 * p.grad.to_dense().sign()) for p in model.parameters() if p.grad is not None]
                 for p, bump in bumps:
                     p.add_(bump)
-            for opt in opts:
-                opt.zero_grad()
+            <zero>
             loss = {loss}
             loss.backward()
             with torch.no_grad():
                 for p, bump in bumps:
                     p.sub_(bump)
-            {between}
-            at("between", step)
+            <between>
             {step}
         """),
         wants=DENSE,
     ),
     "penalty": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             loss = {loss}
             wanted = [p for p in model.parameters() if p.requires_grad]
             grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
             loss = loss + 0.01 * sum(grad.square().sum() for grad in grads if grad is not None)
-            loss.backward()
-            at("backward", step)
-            {between}
-            at("between", step)
+            <backward>
+            <between>
             {step}
         """),
         wants=frozenset({"dense", "linear", "twice"}),
     ),
     "by hand": Style(
-        code("""
+        _step("""
             loss = {loss}
             wanted = [p for p in model.parameters() if p.requires_grad]
             for p, grad in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True)):
                 p.grad = grad
             at("backward", step)
-            {between}
-            at("between", step)
+            <between>
             {step}
         """)
     ),
     "without backward": Style(
-        code("""
+        _step("""
             with torch.no_grad():
                 mezo = torch.Generator().manual_seed(step)
                 bumps = [torch.randn(p.shape, generator=mezo) * 0.01 for p in model.parameters()]
@@ -270,14 +248,13 @@ STYLES: dict[str, Style] = {
                     p.add_(bump)
                     p.grad = (slope * bump * 100).to(p.dtype)
             at("backward", step)
-            {between}
-            at("between", step)
+            <between>
             {step}
         """),
         wants=frozenset({"dense", "linear"}),
     ),
     "tried again": Style(
-        code("""
+        _step("""
             if step % 5 == 2:
                 try:
                     stop = model.head.weight.register_hook(lambda grad: 1 / 0)
@@ -286,16 +263,14 @@ STYLES: dict[str, Style] = {
                     stop.remove()
         """)
         + "\n"
-        + code(_PLAIN),
+        + _step(_PLAIN),
         wants=LINEAR,
     ),
     "step raises": Style(
-        code("""
-            for opt in opts:
-                opt.zero_grad()
+        _step("""
+            <zero>
             loss = {loss}
-            loss.backward()
-            at("backward", step)
+            <backward>
             {between}
             if step % 5 == 2:
                 try:
@@ -311,10 +286,9 @@ STYLES: dict[str, Style] = {
         """)
     ),
     "in backward": Style(
-        code("""
+        _step("""
             loss = {loss}
-            loss.backward()
-            at("backward", step)
+            <backward>
         """),
         made=code("""
             def step_at_once(p, opt):
