@@ -351,7 +351,7 @@ MODELS: dict[str, Model] = {
                 def forward(self, x):
                     for layer in self.layers:
                         x = layer(x)
-                    self.mean.lerp_(x.detach().mean(0), 0.1)
+                    self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
                     return self.head(x - self.layers[1].again)
         """),
     ),

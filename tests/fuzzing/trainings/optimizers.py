@@ -146,7 +146,7 @@ _OWN = {
             state, grad = self.state[p], p.grad.float().reshape(-1, p.shape[-1] if p.ndim else 1)
             if not state:
                 state["n"], state["m"] = 0, torch.zeros(grad.shape[1], grad.shape[1])
-            state["m"].lerp_(grad.T @ grad, 0.2)
+            state["m"].lerp_((grad.T @ grad).to(state["m"]), 0.2)
             if state["n"] % 4 == 0:
                 state["q"] = torch.linalg.eigh(state["m"] + 1e-6 * torch.eye(len(state["m"])))[1]
             state["n"] += 1

@@ -213,7 +213,7 @@ PIECES: dict[str, Piece] = {
         behind="if step % 5 == 0:\n    model.target = copy.deepcopy(model.head).requires_grad_(False)",
         loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
         wants=LINEAR,
-        clash=_f("loss"),
+        clash=_f("loss", "copy"),
     ),
     "target loaded": Piece(
         top="import copy",
@@ -221,7 +221,7 @@ PIECES: dict[str, Piece] = {
         behind="if step % 5 == 0:\n    model.target.load_state_dict(model.head.state_dict())",
         loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
         wants=LINEAR,
-        clash=_f("loss"),
+        clash=_f("loss", "copy"),
         framework=False,
     ),
     # freezing, replacing, resizing
@@ -254,14 +254,14 @@ PIECES: dict[str, Piece] = {
         start="if step == 9:\n    model.still.weight = nn.Parameter(model.still.weight * 1.5, requires_grad=False)",
         loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
         wants=LINEAR,
-        clash=_f("loss"),
+        clash=_f("loss", "copy"),
     ),
     "still module replaced": Piece(
         made="model.still = nn.Linear(12, 5).requires_grad_(False)",
         start="if step == 9:\n    model.still = nn.Linear(12, 5).requires_grad_(False)",
         loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
         wants=LINEAR,
-        clash=_f("loss"),
+        clash=_f("loss", "copy"),
     ),
     "assigned": Piece(
         made="model.still = nn.Linear(12, 5).requires_grad_(False)",
@@ -269,20 +269,20 @@ PIECES: dict[str, Piece] = {
         "    model.still.load_state_dict({'weight': torch.ones(5, 12), 'bias': torch.ones(5)}, assign=True)",
         loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
         wants=LINEAR,
-        clash=_f("loss"),
+        clash=_f("loss", "copy"),
     ),
     "late buffer": Piece(
         made="model.register_buffer('late_scale', None)",
-        start="if step >= 8:\n    now = x.abs().mean()\n"
+        start="if step >= 8:\n    now = x.detach().abs().mean()\n"
         "    model.late_scale = now if model.late_scale is None else 0.9 * model.late_scale + 0.1 * now",
         loss="F.cross_entropy(model(x) * (1 if model.late_scale is None else model.late_scale), y)",
-        clash=_f("loss", "finite"),
+        clash=_f("loss", "finite", "copy"),
     ),
     "buffer grows": Piece(
         made="model.register_buffer('memory', torch.zeros(1, 5))",
         behind="model.memory = torch.cat([model.memory, loss.detach().view(1, 1).expand(1, 5)])[-6:]",
         loss="F.cross_entropy(model(x) + model.memory.mean(0), y)",
-        clash=_f("loss"),
+        clash=_f("loss", "copy"),
     ),
     "parameter replaced with its group": Piece(
         start=code("""
@@ -383,7 +383,7 @@ PIECES: dict[str, Piece] = {
         "    model.hidden = torch.optim.Adam(model.other.parameters(), lr=0.01)",
         loss="F.cross_entropy(model(x) + 0.1 * model.other(x), y)",
         behind="if model.hidden is not None:\n    model.hidden.step()\n    model.hidden.zero_grad()",
-        clash=_f("loss", "first"),
+        clash=_f("loss", "first", "copy"),
         wants=LINEAR,
         said="optimizer",
     ),

@@ -22,6 +22,12 @@ _OVER = "for x, y in loader:"
 #: A Trainer makes its loader by itself, from the dataset.
 _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transforms")
 
+#: With these some gradients come later than others, which torch's fused SGD does not take.
+_LATE_GRADIENTS = {
+    *("sometimes a branch", "gradient taken away", "unfrozen later", "frozen in turns", "only at times", "group added"),
+    *("layer wider", "parameter replaced with its group", "second optimizer unknown"),
+}
+
 #: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
 KNOWN: dict[str, str] = {}
 
@@ -118,6 +124,7 @@ def fits(program: Program) -> bool:
         and not (program.style == "in backward" and (program.share != "one" or bool(opts[0].top)))
         and all(point in points(program.loop, program.style, program.frame) for point, _ in program.kills)
         and not ("commit" in words and data_has_epochs)
+        and not ("sgd fused" in program.optimizers and _LATE_GRADIENTS & {program.model, *program.pieces})
         and (program.loop == "plain" or _fits_framework(program))
     )
 
