@@ -84,9 +84,7 @@ def die_after(owner: type, name: str, count: int) -> Callable[[Control], None]:
 def test_a_kill_while_the_first_generation_is_written_starts_over(lab: Lab, redo: str, pieces: int) -> None:
     died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, "_stage_piece", pieces))
     assert len(died.of("killed")) == 1
-    final = lab.train(PLAIN, config(redo))
-    assert final.of("fresh")
-    lab.check_same(PLAIN, died, final)
+    lab.goes_on(PLAIN, config(redo), None, died)
 
 
 @REDO
@@ -94,9 +92,7 @@ def test_a_kill_while_the_first_generation_is_written_starts_over(lab: Lab, redo
 def test_a_kill_before_the_first_generation_is_committed_starts_over(lab: Lab, redo: str, name: str) -> None:
     died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, name, 1))
     assert len(died.of("killed")) == 1
-    final = lab.train(PLAIN, config(redo))
-    assert final.of("fresh")
-    lab.check_same(PLAIN, died, final)
+    lab.goes_on(PLAIN, config(redo), None, died)
 
 
 @pytest.mark.promise("a kill during restore or redo is harmless")
@@ -119,9 +115,7 @@ def test_a_kill_during_a_restore_is_harmless(lab: Lab, redo: str, owner: type, n
     assert set(second.losses) <= {11}  # the repeated step, behind which anchors are staged again
     behind = name == "stage_anchors" and redo == "eager"  # the commit that nobody noted had the replica go on
     unchecked = ["the replica has gone past record 10: its step was repeated before"] if behind else []
-    final = lab.train(PLAIN, config(redo), seed=3, unchecked=unchecked)
-    assert final.restored_step == 11
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config(redo), 11, first, seed=3, unchecked=unchecked)
 
 
 @pytest.mark.promise("a kill during restore or redo is harmless")
@@ -131,9 +125,7 @@ def test_a_kill_in_the_middle_of_lazy_redo_is_harmless(lab: Lab, count: int) -> 
     first = lab.train(PLAIN, config("lazy"), actions={("backward", 12): kill_self})
     second = lab.train(PLAIN, config("lazy"), seed=2, prepare=die_after(RedoGroup, "_apply_sub_step", count))
     assert len(second.of("killed")) == 1
-    final = lab.train(PLAIN, config("lazy"), seed=3)
-    assert final.restored_step == 11
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config("lazy"), 11, first, seed=3)
 
 
 @pytest.mark.promise("a kill while a new base is written falls back to the old one")
@@ -156,9 +148,7 @@ def test_a_kill_while_a_later_generation_is_written_falls_back_on_the_old_one(la
 
     died = lab.train(case, config(redo), prepare=prepare)
     assert died.of("killed")[0]["step"] == 8
-    final = lab.train(case, config(redo), seed=2)
-    assert final.restored_step == 7
-    lab.check_same(case, died, final)
+    lab.goes_on(case, config(redo), 7, died)
 
 
 # The agent
@@ -174,9 +164,7 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, redo: str,
     assert [each["who"] for each in died.of("killed")] == ["agent", "trainer"]
     assert "training goes on without protection since step 6" in died.log
     assert "protected again from step 6 on" in died.log
-    final = lab.train(PLAIN, config(redo), seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
+    lab.goes_on(PLAIN, config(redo), 8, died)
 
 
 @pytest.mark.promise("training survives its agent and is protected again")
@@ -184,9 +172,7 @@ def test_several_agents_die_in_one_run(lab: Lab) -> None:
     deaths = {("forward", step): kill_agent for step in (1, 2, 5, 6, 12)}
     died = lab.train(PLAIN, config("lazy"), actions={**deaths, ("after commit", 14): kill_self})
     assert len(died.of("killed")) == 6
-    final = lab.train(PLAIN, config("lazy"), seed=2)
-    assert final.restored_step == 14
-    lab.check_same(PLAIN, died, final)
+    lab.goes_on(PLAIN, config("lazy"), 14, died)
 
 
 @pytest.mark.promise("after the death of agent and trainer no stale state is used")
@@ -195,10 +181,8 @@ def test_several_agents_die_in_one_run(lab: Lab) -> None:
 def test_nothing_is_held_when_agent_and_trainer_die(lab: Lab, redo: str) -> None:
     died = lab.train(PLAIN, config(redo), actions={("backward", 9): kill_both})
     assert [each["who"] for each in died.of("killed")] == ["agent", "trainer"]
-    final = lab.train(PLAIN, config(redo))
-    assert final.of("fresh")
+    final = lab.goes_on(PLAIN, config(redo), None, died)
     assert "starting over: nothing is held in local memory" in final.log
-    lab.check_same(PLAIN, died, final)
 
 
 @pytest.mark.promise("after the death of agent and trainer no stale state is used")
@@ -225,10 +209,8 @@ def test_an_agent_that_dies_while_it_applies_a_record_leaves_nothing_to_trust(la
     assert died.code == -signal.SIGKILL
     assert agent.wait() == -signal.SIGKILL
     assert max(died.losses) >= 4
-    final = lab.train(PLAIN, config("eager"))
-    assert final.of("fresh")
+    final = lab.goes_on(PLAIN, config("eager"), None, died)
     assert "starting over: nothing is held" in final.log
-    lab.check_same(PLAIN, died, final)
 
 
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
@@ -251,9 +233,7 @@ def test_an_agent_that_dies_while_a_generation_is_written(lab: Lab, redo: str) -
 
     died = lab.train(PLAIN, config(redo), prepare=prepare, actions={("backward", 4): kill_self})
     assert [each["who"] for each in died.of("killed")] == ["agent", "trainer"]
-    final = lab.train(PLAIN, config(redo), seed=2)
-    assert final.restored_step == 3
-    lab.check_same(PLAIN, died, final)
+    lab.goes_on(PLAIN, config(redo), 3, died)
 
 
 @pytest.mark.promise("steps without protection are counted and reported")
@@ -281,9 +261,7 @@ def test_steps_without_protection_are_counted(lab: Lab) -> None:
     assert "training goes on without protection since step 6" in died.log
     assert "out of processes" in died.log
     assert "protected again from step 9 on; 3 steps were not" in died.log
-    final = lab.train(PLAIN, config(), seed=2)
-    assert final.restored_step == 15
-    lab.check_same(PLAIN, died, final)
+    lab.goes_on(PLAIN, config(), 15, died)
 
 
 def test_an_optimizer_that_the_agent_cannot_import_is_redone_lazily(lab: Lab) -> None:

@@ -66,9 +66,7 @@ def test_an_agent_that_nobody_comes_back_to_leaves(lab: Lab) -> None:
 
 def test_an_unfinished_close_holds_on(lab: Lab) -> None:
     first = lab.train(PLAIN, config("lazy"), last_step=5)
-    final = lab.train(PLAIN, config("lazy"), seed=2)
-    assert final.restored_step == 5
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config("lazy"), 5, first)
 
 
 @REDO
@@ -178,9 +176,7 @@ def test_children_that_outlive_a_killed_trainer_hold_nothing(lab: Lab, redo: str
         assert not memory_of_ours(pid)
         sockets = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
         assert not any("socket" in target for target in sockets if target not in _own_sockets())
-    final = lab.train(PLAIN, config(redo), seed=2)
-    assert final.restored_step == 9
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config(redo), 9, first)
     os.close(write_fd)
     os.close(read_fd)
 
@@ -215,8 +211,6 @@ def test_data_loader_workers_that_outlive_their_trainer_hold_nothing(lab: Lab) -
     first = lab.train(PLAIN, config("lazy"), actions={("before batch", 7): with_workers})
     pids = [int(pid) for pid in workers.read_text().split()]
     assert len(pids) == 2
-    final = lab.train(PLAIN, config("lazy"), seed=2)
-    assert final.restored_step == 6
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config("lazy"), 6, first)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)  # they would see only after a while that their trainer is dead

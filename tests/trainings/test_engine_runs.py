@@ -133,9 +133,7 @@ def test_another_model_or_optimizer_is_refused_and_the_first_difference_named(
     first = lab.train(PLAIN, config("lazy"), actions=DIE_AFTER_9)
     assert difference in refused(lab, case, ForeignStateError)
     # Refusing has changed nothing.
-    final = lab.train(PLAIN, config("lazy"), seed=2)
-    assert final.restored_step == 9
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config("lazy"), 9, first)
 
 
 def test_another_model_may_start_over(lab: Lab) -> None:
@@ -158,17 +156,13 @@ def test_resume_require_needs_something_held(lab: Lab) -> None:
     message = refused(lab, PLAIN, NothingHeldError, resume="require")
     assert "nothing is held in local memory" in message
     first = lab.train(PLAIN, config("lazy"), actions=DIE_AFTER_9)
-    final = lab.train(PLAIN, config("lazy"), resume="require", seed=2)
-    assert final.restored_step == 9
-    lab.check_same(PLAIN, first, final)
+    lab.goes_on(PLAIN, config("lazy"), 9, first, resume="require")
 
 
 @REDO
 def test_resume_never_drops_what_is_held(lab: Lab, redo: str) -> None:
     lab.train(PLAIN, config(redo), actions=DIE_AFTER_9)
-    final = lab.train(PLAIN, config(redo), resume="never")
-    assert final.of("fresh")
-    lab.check_same(PLAIN, final)
+    lab.goes_on(PLAIN, config(redo), None, resume="never")
 
 
 def test_resume_at_an_older_step_that_is_held(lab: Lab) -> None:
@@ -179,9 +173,7 @@ def test_resume_at_an_older_step_that_is_held(lab: Lab) -> None:
     assert second.restored_step == 8
     assert second.of("restored")[0]["lost"] == 1
     # Step 9 of the first attempt is on a branch that was left.
-    final = lab.train(PLAIN, config("lazy"), seed=3)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, first, second, final)
+    lab.goes_on(PLAIN, config("lazy"), 8, first, second, seed=3)
 
 
 @REDO
@@ -212,9 +204,7 @@ def test_a_commit_before_the_restore_is_refused(lab: Lab) -> None:
         session.close(finished=False)
 
     assert lab.fork(body, "usage").wait() == 0
-    final = lab.train(PLAIN, config("lazy"), seed=2)
-    assert final.restored_step == 9
-    lab.check_same(PLAIN, final)
+    lab.goes_on(PLAIN, config("lazy"), 9)
 
 
 def test_a_commit_after_close_is_refused(lab: Lab) -> None:
@@ -252,9 +242,7 @@ def test_training_on_without_commits_does_not_touch_what_is_held(lab: Lab, redo:
         session.close(finished=False)
 
     assert lab.fork(body, "trains-on").wait() == 0
-    final = lab.train(PLAIN, config(redo), seed=2)
-    assert final.restored_step == 9
-    lab.check_same(PLAIN, final)
+    lab.goes_on(PLAIN, config(redo), 9)
 
 
 @pytest.mark.promise("a resume with other settings than the last attempt's is exact")

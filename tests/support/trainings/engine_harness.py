@@ -229,6 +229,15 @@ class Lab:
         different = differences(reference.outcome, attempts[-1].outcome)
         assert not different, "\n".join(different[:10])
 
+    def goes_on(
+        self, case: Case, settings: MemckptConfig, step: int | None, *earlier: Ended, seed: int = 2, **arguments: Any
+    ) -> Ended:
+        """Train to the end, which must resume at this step (None: start over), and compare it and earlier attempts."""
+        ended = self.train(case, settings, seed=REFERENCE_SEED if step is None else seed, **arguments)
+        assert ended.restored_step == step, ended.log[-3000:]
+        self.check_same(case, *earlier, ended)
+        return ended
+
     def survives(
         self,
         case: Case,
