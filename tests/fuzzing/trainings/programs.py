@@ -22,10 +22,16 @@ _OVER = "for x, y in loader:"
 #: A Trainer makes its loader by itself, from the dataset.
 _OF_A_TRAINER = ("shuffled", "transform with a generator", "pipeline of transforms")
 
-#: With these some gradients come later than others, which torch's fused SGD does not take.
-_LATE_GRADIENTS = {
-    *("sometimes a branch", "gradient taken away", "unfrozen later", "frozen in turns", "only at times", "group added"),
-    *("layer wider", "parameter replaced with its group", "second optimizer unknown"),
+#: What torch does not take together: by optimizer, pieces and models.
+_APART: dict[str, set[str]] = {
+    # Some gradients come later than others.
+    "sgd fused": {
+        *("sometimes a branch", "gradient taken away", "unfrozen later", "frozen in turns", "only at times"),
+        *("group added", "layer wider", "parameter replaced with its group", "second optimizer unknown"),
+    },
+    "adam of a tensor": {"foreach switched on"},
+    "sometimes a branch": {"layer wider"},
+    "tried again": {"frozen in turns"},
 }
 
 #: Ingredients that are known to go wrong, alone or together, and why; generated programs leave them out.
@@ -111,6 +117,7 @@ def fits(program: Program) -> bool:
     pieces = [PIECES[each] for each in program.pieces]
     frame = Frame() if program.loop == "plain" else FRAMES[program.loop][program.frame]
     words = [word for each in (MODELS[program.model], style, frame, *pieces) for word in each.clash]
+    names = {program.model, program.style, *program.optimizers, *program.pieces}
     traits = model.traits
     data_has_epochs = bool(DATA[program.data].loop)
     return (
@@ -124,7 +131,7 @@ def fits(program: Program) -> bool:
         and not (program.style == "in backward" and (program.share != "one" or bool(opts[0].top)))
         and all(point in points(program.loop, program.style, program.frame) for point, _ in program.kills)
         and not ("commit" in words and data_has_epochs)
-        and not ("sgd fused" in program.optimizers and _LATE_GRADIENTS & {program.model, *program.pieces})
+        and not any(_APART.get(each, set()) & names for each in names)
         and (program.loop == "plain" or _fits_framework(program))
     )
 
