@@ -109,10 +109,7 @@ def _twice_at_a_time(process: Process, workers: Workers) -> None:
     session.restore()
     for epoch in session.epochs(2):
         for number, pair in enumerate(zip(loader, loader, strict=True), start=session.batch):
-            process.backward(f"batch {epoch}.{number}", pair)
-            process.step()
-            session.commit()
-            process.at("committed")
+            process.take(f"batch {epoch}.{number}", pair)
     session.close()
 
 
@@ -124,10 +121,7 @@ def _ahead_of_steps(process: Process, workers: Workers, depth: int = 1) -> None:
     for step in range(report.step + 1 if report else 1, 3 * BATCHES):
         waiting.append(next(batches))
         batch = waiting.pop(0)
-        process.backward(f"step {step}", batch)
-        process.step()
-        session.commit()
-        process.at("committed")
+        process.take(f"step {step}", batch)
     session.close()
 
 
@@ -184,10 +178,7 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
         for number, batch in enumerate(loader):
             if number == 0:
                 continue
-            process.backward(f"batch {number}", batch)
-            process.step()
-            process.session.commit()
-            process.at("committed")
+            process.take(f"batch {number}", batch)
         process.session.close()
 
     def body() -> None:
@@ -227,10 +218,7 @@ def test_a_loop_that_fetches_ahead_and_leaves_a_batch_out_is_told(lab: Lab, kill
         for step in range(8):
             batch, following = following, next(batches)
             if step != 1:
-                process.backward(f"step {step}", batch)
-                process.step()
-                process.session.commit()
-                process.at("committed")
+                process.take(f"step {step}", batch)
         process.session.close()
 
     logs = [in_child(lab, lambda: body(("committed", kill)), status=-signal.SIGKILL), in_child(lab, lambda: body(None))]
@@ -258,9 +246,7 @@ def test_a_dataset_that_counts_is_told_unless_it_is_registered(lab: Lab, registe
             process.session.register("data", loader.dataset, attributes=["given"])
         process.session.restore()
         for batch in loader:
-            process.backward("batch", batch)
-            process.step()
-            process.session.commit()
+            process.take("batch", batch)
         process.session.close()
 
     assert ("the number Counted.given of a dataset changes" in in_child(lab, body)) is not registered
@@ -282,10 +268,7 @@ def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> Non
         assert report is None or report.exact
         for batch in loader:
             assert report is None or (process.session.report is report and not report.exact)
-            process.backward("batch", batch)
-            process.step()
-            process.session.commit()
-            process.at("committed")
+            process.take("batch", batch)
         process.session.close()
 
     in_child(lab, lambda: body(("committed", 3)), status=-signal.SIGKILL)
@@ -340,10 +323,7 @@ def test_two_loaders_of_unequal_length_in_a_zip(lab: Lab, check: str) -> None:
         session.restore()
         for epoch in session.epochs(3):
             for number, (first, second) in enumerate(zip(one, other, strict=False), start=session.batch):
-                process.backward(f"batch {epoch}.{number}", [first, second])
-                process.step()
-                session.commit()
-                process.at("committed")
+                process.take(f"batch {epoch}.{number}", [first, second])
             process.at("epoch end")
         session.close()
 
@@ -360,10 +340,7 @@ def test_a_loop_that_counts_steps_and_a_look_before_it(lab: Lab) -> None:
         while step < 15:
             for batch in loader:
                 step += 1
-                process.backward(f"step {step}", batch)
-                process.step()
-                session.commit()
-                process.at("committed")
+                process.take(f"step {step}", batch)
                 if step == 15:
                     break
         session.close()
@@ -377,10 +354,7 @@ def test_a_batch_drawn_anew_for_each_step(lab: Lab) -> None:
         loader = session.loader(make("shuffle", NONE))
         report = session.restore()
         for step in range(report.step + 1 if report else 1, 8):
-            process.backward(f"step {step}", next(iter(loader)))
-            process.step()
-            session.commit()
-            process.at("committed")
+            process.take(f"step {step}", next(iter(loader)))
         session.close()
 
     survives(lab, loop, [("committed", 3), ("committed", 2)])
@@ -464,10 +438,7 @@ def interrupted(lab: Lab, *, epochs: bool = True) -> None:
         session.restore()
         for _ in session.epochs(1) if epochs else range(1):
             for batch in loader:
-                process.backward("", batch)
-                process.step()
-                session.commit()
-                process.at("committed")
+                process.take("", batch)
 
     in_child(lab, body, status=-signal.SIGKILL)
 
@@ -512,9 +483,7 @@ def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:
         for _ in session.epochs(1):
             for _ in range(2):
                 for number, batch in enumerate(loader):
-                    process.backward("", batch)
-                    process.step()
-                    session.commit()
+                    process.take("", batch)
                     if number == BATCHES - 2:
                         break
         session.close()

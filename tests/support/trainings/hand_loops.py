@@ -86,6 +86,13 @@ class Process(killed_programs.Process):
     def differentiate(self, loss: Any) -> None:
         loss.backward()
 
+    def take(self, what: str, batch: Any) -> None:
+        """Train a batch as most loops do: backward, step, commit."""
+        self.backward(what, batch)
+        self.step()
+        self.session.commit()
+        self.at("committed")
+
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
