@@ -24,41 +24,33 @@ def scripts(_examples_imported: None, lab: Lab) -> Iterator[Scripts]:
     return Scripts(lab)
 
 
+VARIABLES = {"MEMCKPT_STORAGE": "none", "MEMCKPT_REDO": "lazy", "MEMCKPT_AGENT_LINGER_SECONDS": "60"}
+#: Arguments of each, and the lines at which it is killed; those that take no settings get them from the environment.
+EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "lightning_gpt.py": (("--run-dir", "run", "--steps", "12", *LOCAL), ["step 7"]),
+    "plain_loop.py": (("run", "--size", "tiny", "--steps", "12"), ["step 7"]),
+    "digits_cnn.py": (("--run-dir", "run", "--epochs", "2", *LOCAL), ["epoch 0"]),
+    "transformers_trainer.py": (("--run-dir", "run", "--steps", "12", *LOCAL), ["step 7"]),
+    # Two batches a step, five steps an epoch.
+    "fabric_gpt.py": (("run", "--windows", "80", "--epochs", "2"), ["step 3", "step 8"]),
+}
+OFTEN = ("lightning_gpt.py", "plain_loop.py")
+
+
 @pytest.mark.promise("each example, killed and restarted, ends with the weights of an uninterrupted run")
-def test_lightning_gpt(scripts: Scripts) -> None:
-    arguments = ("--run-dir", "run", "--steps", "12", *LOCAL)
-    scripts.survives("examples/lightning_gpt.py", *arguments, kills=["step 7"])
-
-
-@pytest.mark.slow
-def test_digits_cnn(scripts: Scripts) -> None:
-    arguments = ("--run-dir", "run", "--epochs", "2", *LOCAL)
-    logs = scripts.survives("examples/digits_cnn.py", *arguments, kills=["epoch 0"])
-    assert "epoch 1: accuracy 0." in logs[-1]
-
-
-@pytest.mark.slow
-def test_transformers_trainer(scripts: Scripts) -> None:
-    arguments = ("--run-dir", "run", "--steps", "12", *LOCAL)
-    scripts.survives("examples/transformers_trainer.py", *arguments, kills=["step 7"])
-
-
-def test_plain_loop(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STORAGE": "none", "REDO": "lazy", "AGENT_LINGER_SECONDS": "60"}.items():
-        monkeypatch.setenv(f"MEMCKPT_{name}", value)
-    scripts.survives("examples/plain_loop.py", "run", "--size", "tiny", "--steps", "12", kills=["step 7"])
-
-
-@pytest.mark.slow
-def test_fabric_gpt(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STORAGE": "none", "REDO": "lazy", "AGENT_LINGER_SECONDS": "60"}.items():
-        monkeypatch.setenv(f"MEMCKPT_{name}", value)
-    arguments = ("run", "--windows", "80", "--epochs", "2")  # two batches a step, five steps an epoch
-    scripts.survives("examples/fabric_gpt.py", *arguments, kills=["step 3", "step 8"])
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
+)
+def test_an_example_survives(scripts: Scripts, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    arguments, kills = EXAMPLES[name]
+    if LOCAL[0] not in arguments:
+        for variable, value in VARIABLES.items():
+            monkeypatch.setenv(variable, value)
+    logs = scripts.survives(f"examples/{name}", *arguments, kills=kills)
+    assert name != "digits_cnn.py" or "epoch 1: accuracy 0." in logs[-1]
 
 
 def test_every_example_has_a_test_here_or_elsewhere() -> None:
     scripts = {each.name for each in (ROOT / "examples").glob("*.py")}
-    here = {"lightning_gpt.py", "digits_cnn.py", "transformers_trainer.py", "plain_loop.py", "fabric_gpt.py"}
     elsewhere = {"train.py", "accelerate_gpt.py", "lost_node.py", "many_nodes.py"}
-    assert scripts == here | elsewhere | {"__init__.py", "common.py", "digest.py", "gpt.py"}
+    assert scripts == {*EXAMPLES} | elsewhere | {"__init__.py", "common.py", "digest.py", "gpt.py"}

@@ -41,6 +41,7 @@ COMPRESSORS = [
 ]
 NAMES = ["top-k", "random-k", "quantized", "power-sgd", "bf16", "fp16"]
 #: All but one are slow; of top-k a log that has been harmed is in every run.
+RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 OFTEN_POWER_SGD = [
     one if isinstance(one, PowerSGD) else pytest.param(one, marks=pytest.mark.slow) for one in COMPRESSORS
 ]
@@ -94,9 +95,10 @@ def logged(lab: Lab, compression: CompressionConfig, **settings: Any) -> DdpJob:
     "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
 )
 @pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("compression", OFTEN_POWER_SGD, ids=NAMES)
-def test_resumes_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
-    job = logged(lab, compression)
+def test_resumes_exactly_from_the_log(lab: Lab, compression: CompressionConfig, ranks: int) -> None:
+    job = logged(lab, compression, world_size=ranks)
     assert lose_memory_and_go_on(lab, job) >= 8
 
 
@@ -126,12 +128,13 @@ def test_a_harmed_record_ends_redo_at_the_step_before_it(lab: Lab, harm: str) ->
     "compressed gradients: protection changes no bit, and resumes from memory, the log and peers are exact"
 )
 @pytest.mark.promise('`residual="keep"`, and `"auto"` without peers and with `storage.mode` other than `"log"`')
-@pytest.mark.thinned(len(COMPRESSORS))
+@pytest.mark.thinned(2 * len(COMPRESSORS))
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
-def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig) -> None:
-    """The node of rank 0 is lost; what was left out of its gradients comes from the other one, too."""
-    job = job_of(lab, compression=with_residual(compression), nodes=True)
-    job = replace(job, config=replace(job.config, peers=ErasureConfig(data=1, tolerate=1)))
+def test_resumes_exactly_from_peers(lab: Lab, compression: CompressionConfig, ranks: int) -> None:
+    """The node of rank 0 is lost; what was left out of its gradients comes from the other ones, too."""
+    job = job_of(lab, compression=with_residual(compression), nodes=True, world_size=ranks)
+    job = replace(job, config=replace(job.config, peers=ErasureConfig(data=ranks // 2, tolerate=ranks // 2)))
     assert lose_memory_and_go_on(lab, job) >= 5
 
 
@@ -173,21 +176,6 @@ def test_a_union_that_is_larger_than_the_gradient_is_recorded_as_the_gradient(la
 def test_four_ranks_resume_exactly_from_memory(lab: Lab, compression: CompressionConfig) -> None:
     job = job_of(lab, compression=compression, world_size=4)
     survives(lab, job, [Death(2, 4, "backward"), Death("all", 9)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
-def test_four_ranks_resume_exactly_from_the_log(lab: Lab, compression: CompressionConfig) -> None:
-    job = logged(lab, compression, world_size=4)
-    assert lose_memory_and_go_on(lab, job) >= 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compression", COMPRESSORS, ids=NAMES)
-def test_four_nodes_resume_exactly_from_peers(lab: Lab, compression: CompressionConfig) -> None:
-    job = job_of(lab, compression=with_residual(compression), nodes=True, world_size=4)
-    job = replace(job, config=replace(job.config, peers=ErasureConfig(data=2, tolerate=2)))
-    assert lose_memory_and_go_on(lab, job) >= 5
 
 
 @pytest.mark.promise('`residual="drop"`, and `"auto"` otherwise')
