@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tests.support.cluster.launcher_lab import PATIENCE_SECONDS, TRAINING, Launched, environment, needs_machines
-from tests.support.cluster.machines import Machines, wait_until
+from tests.support.cluster.machines import Machines
+from tests.support.cluster.waiting import until
 from tests.support.trainings.script_runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -63,7 +64,7 @@ class Pods(Launched):
         self.start(index, command, f"{name}-{index}.log", **variables)
         if probe := container.get("startupProbe"):
             asked = ["env", f"MEMCKPT_NODE={index}", *self._here(probe["exec"]["command"])]
-            wait_until(
+            until(
                 lambda: self.machines.run(index, asked, env=self.environment).returncode == 0,
                 f"the container {name} of pod {index}", PATIENCE_SECONDS,
             )  # fmt: skip
@@ -79,7 +80,7 @@ class Pods(Launched):
         for pid in self.machines.processes(index):
             if os.readlink(f"/proc/{pid}/ns/mnt") == inside:
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not self.pids(index, "torchrun"), "the end of the container")
+        until(lambda: not self.pids(index, "torchrun"), "the end of the container")
 
 
 @pytest.fixture

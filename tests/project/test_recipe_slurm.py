@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.launcher_lab import BIN, TRAINING, Launched, environment, needs_machines
-from tests.support.cluster.machines import Machines, wait_until
+from tests.support.cluster.machines import Machines
+from tests.support.cluster.waiting import until
 from tests.support.trainings.script_runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,7 +45,7 @@ class Slurm(Launched):
         self.start(_CONTROL, ["slurmctld", "-D", "-i"], "slurmctld.out")
         for node in range(4):
             self.start(node, ["slurmd", "-D"], f"slurmd-{node}.out")
-        wait_until(lambda: self.ask("sinfo", "-h", "-o", "%T %D").strip() == "idle 4", "four idle nodes")
+        until(lambda: self.ask("sinfo", "-h", "-o", "%T %D").strip() == "idle 4", "four idle nodes")
 
     def _configure(self) -> None:
         at = self.directory
@@ -130,6 +131,6 @@ def test_training_goes_on_behind_its_last_step(slurm: Slurm, digests: set[str], 
     for node in {0, 1, 2, 3} - ({1} if what == "node" else set()):
         assert slurm.agent(node) == agents[node]
     digests.add(slurm.digest())
-    wait_until(lambda: not slurm.ask("squeue", "--noheader"), "the end of the job")
+    until(lambda: not slurm.ask("squeue", "--noheader"), "the end of the job")
     assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", "1")
     assert len(digests) == 1

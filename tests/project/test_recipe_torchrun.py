@@ -15,7 +15,8 @@ from typing import IO
 import pytest
 
 from tests.support.cluster.launcher_lab import TRAINING, Launched, environment, needs_machines
-from tests.support.cluster.machines import Machines, wait_until
+from tests.support.cluster.machines import Machines
+from tests.support.cluster.waiting import until
 from tests.support.trainings.script_runs import ROOT
 
 PLACES = str(ROOT / "deploy/torchrun/places.py")
@@ -75,12 +76,12 @@ def test_a_spare_node_starts_when_a_node_is_gone_or_has_failed_and_not_when_one_
     assert all(node.is_placed() for node in nodes)
     spares = [Node(places) for _ in range(3)]
     nodes[0].die()
-    wait_until(lambda: not all(spare.waits() for spare in spares), "a spare node that starts", _LIMIT_SECONDS)
+    until(lambda: not all(spare.waits() for spare in spares), "a spare node that starts", _LIMIT_SECONDS)
     (first,) = [spare for spare in spares if not spare.waits()]
     spares.remove(first)
     assert first.is_placed()
     assert nodes[1].ends(3) == 3
-    wait_until(lambda: not all(spare.waits() for spare in spares), "another", _LIMIT_SECONDS)
+    until(lambda: not all(spare.waits() for spare in spares), "another", _LIMIT_SECONDS)
     (second,) = [spare for spare in spares if not spare.waits()]
     spares.remove(second)
     assert second.is_placed()
@@ -155,7 +156,7 @@ class Cluster(Launched):
         """Three nodes have places, and are at this step; the fourth waits. Their agents."""
         for node in range(4):
             self._join(node)
-            wait_until(lambda node=node: self.said.count("asks for a place") > node, "somebody who asks")
+            until(lambda node=node: self.said.count("asks for a place") > node, "somebody who asks")
         self.wait_for(f"step {step}: loss")
         agents = {node: self.agent(node) for node in range(4)}
         assert [len(found) for found in agents.values()] == [1, 1, 1, 0]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import netns
-from tests.support.cluster.machines import Machines, wait_until
+from tests.support.cluster.machines import Machines
+from tests.support.cluster.waiting import until
 from tests.support.trainings.script_runs import ROOT, last_words
 
 #: Longest time, in seconds, for a launcher's start or restart beside other tests.
@@ -69,7 +70,7 @@ class Launched:
         return "".join(path.read_text() for path in sorted(self.directory.glob("*.log")))
 
     def wait_for(self, text: str) -> None:
-        wait_until(lambda: text in self.said, f"{text!r}:\n{self.said[-4000:]}", PATIENCE_SECONDS)
+        until(lambda: text in self.said, f"{text!r}:\n{self.said[-4000:]}", PATIENCE_SECONDS)
 
     def pids(self, node: int, pattern: str) -> list[int]:
         return [pid for pid, line in self.machines.processes(node).items() if re.search(pattern, line)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,13 +113,3 @@ class Machines(Network):
         for node in list(self._inits):
             self.lose(node)
         super().close()
-
-
-def wait_until(condition: Any, what: str, limit: float = 120.0) -> Any:
-    """The first true value of `condition`; raises, naming `what`, after `limit` seconds."""
-    deadline = time.monotonic() + limit
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"expected {what} within {limit:.0f} s")
-        time.sleep(0.05)  # nothing to wait on: other processes write it
-    return found

@@ -5,14 +5,16 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
+from typing import Any
 
-#: Longest wait for what happens within seconds, in seconds.
-LIMIT_SECONDS = 60.0
+#: Longest wait for what happens within seconds, on a busy machine, in seconds.
+LIMIT_SECONDS = 120.0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
+def until(condition: Callable[[], Any], what: str = "it", limit: float = LIMIT_SECONDS) -> Any:
+    """Wait for what another process does; returns the first true value of `condition`."""
+    deadline = time.monotonic() + limit
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"expected {what} within {limit:.0f} s"
         select.select([], [], [], 0.05)
+    return found
