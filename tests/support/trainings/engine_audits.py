@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from memckpt.capture import watch
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.status import AuditStatus, Status, StatusRequest
+from memckpt.protocol.status import AuditStatus
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_child import Action, Control
 from tests.support.trainings.engine_training import Training
@@ -56,13 +55,12 @@ class Phased(Optimizer):
 
 
 class PhasedTraining(Training):
+    make = Phased
+
     def __init__(self, phase: Callable[[int], bool]) -> None:
         CLOCK.phase = phase
         super().__init__()
         self.registered["clock"] = CLOCK
-
-    def make_optimizers(self) -> list[Optimizer]:
-        return [Phased(self.model.parameters())]
 
     def batch(self, step: int) -> float:
         loss = super().batch(step)
@@ -119,14 +117,9 @@ def phased_in_trainers(run_dir: Path | None, behind: int) -> Callable[[Any], Opt
 def audit_of(control: Control) -> AuditStatus | None:
     """What the agent's status says of the audit."""
     assert control.session is not None
-    sock = control.session._link._address.connect()
-    assert sock is not None
-    channel = Channel[Status, StatusRequest](sock)
-    try:
-        channel.send(StatusRequest())
-        return channel.receive(20)[0].audit
-    finally:
-        channel.close()
+    status = ask_status(control.session._link._address, timeout=20.0)
+    assert status is not None
+    return status.audit
 
 
 def wait_for_audit(behind: int) -> Action:

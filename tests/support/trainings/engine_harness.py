@@ -24,9 +24,7 @@ import torch
 from memckpt.agent.server import serve
 from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
-from memckpt.processes.control import stop_agent
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.status import StatusRequest
+from memckpt.processes.control import ask_status, stop_agent
 from memckpt.session import session as session_module
 from tests.support.cluster.processes import (
     CHILD_SECONDS,
@@ -281,7 +279,9 @@ class Lab:
 
     def status(self, run_dir: Path | None = None) -> Any:
         """The agent's status."""
-        return self._ask(run_dir, StatusRequest())
+        status = ask_status(AgentAddress.of(run_dir or self.run_dir), timeout=20.0)
+        assert status is not None, "no agent answers"
+        return status
 
     def stop(self, run_dir: Path | None = None) -> None:
         """Make the agent drop everything and leave; returns when it is gone.
@@ -292,16 +292,6 @@ class Lab:
         serving = address.serving()
         if stop_agent(address, timeout=20.0) is None:
             assert serving is None or serving.ends(20.0), "an agent is there, and does not answer"
-
-    def _ask(self, run_dir: Path | None, message: Any) -> Any:
-        sock = AgentAddress.of(run_dir or self.run_dir).connect()
-        assert sock is not None, "no agent answers"
-        channel = Channel(sock)
-        try:
-            channel.send(message)
-            return channel.receive(20)[0]
-        finally:
-            channel.close()
 
     # The end
 
