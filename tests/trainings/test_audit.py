@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from memckpt.config import StorageConfig
 from memckpt.session import mode
 from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.storage.stored_runs import leave_only_storage
 from tests.support.trainings.engine_audits import (
     HiddenWrite,
     PhasedTraining,
@@ -110,10 +112,12 @@ def test_another_number_of_threads_is_no_finding() -> None:
         torch.set_num_threads(usual)
 
 
-def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab) -> None:
+@pytest.mark.parametrize("tier", ["memory", "storage"])
+def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab, tier: str) -> None:
     """The trainer dies before it hears of the finding."""
     case = Case("audit-late-death", lambda: PhasedTraining(late(9)), STEPS)
-    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
+    storage = StorageConfig(every_steps=1000) if tier == "storage" else None
+    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off", storage=storage)
     wait = wait_for_audit(2 * PERIOD)
 
     def die_of_it(control: Control) -> None:
@@ -125,6 +129,8 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab) -> None:
     lab.start_agent()
     died = lab.train(case, settings, actions={("after commit", step): die_of_it for step in range(1, STEPS)})
     assert "the audit found" not in died.log
+    if storage is not None:
+        leave_only_storage(lab.run_dir)
     resumed = lab.train(case, settings, seed=1001, actions={("after commit", step): wait for step in range(1, STEPS)})
     assert not resumed.of("restored")[0]["exact"]
     assert "training does not go on exactly: the audit found" in resumed.log
