@@ -47,13 +47,8 @@ def main() -> int:
 def detach(report_fd: int) -> bool:
     """Fork; the child continues in a session of its own. Call while there are no other threads.
 
-    A launcher may kill all descendants of a trainer. The agent is none: its parent ends, and init adopts it.
-
-    Args:
-        report_fd: descriptor to which the parent writes the child's process id and start time.
-
-    Returns:
-        True in the child. False in the parent, which has to end.
+    A launcher may kill all descendants of a trainer. The agent is none: its parent ends, and init adopts it. The parent
+    writes the child's process id and start time to `report_fd`. Returns True in the child, False in the parent.
     """
     pid = os.fork()
     if pid == 0:

@@ -25,14 +25,14 @@ _LOCK_SECONDS = 2.0
 _DEAF_SECONDS = 1.0
 
 
+@dataclasses.dataclass(eq=False)
 class Connection:
     """An accepted connection: a trainer rank once it has said Hello, before that and otherwise a visitor."""
 
-    def __init__(self, channel: AgentChannel, process: ProcessHandle) -> None:
-        self.channel = channel
-        self.process = process
-        self.trainer: TrainerHandle | None = None
-        self.nonce = ""
+    channel: AgentChannel
+    process: ProcessHandle
+    trainer: TrainerHandle | None = None
+    nonce: str = ""
 
 
 class Connections:

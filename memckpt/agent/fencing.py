@@ -24,20 +24,12 @@ _REPORT_SECONDS = 5.0
 
 
 class Fence:
-    """Owns duplicates of the processes' handles, registered with the loop so that it wakes up; :meth:`close` it.
+    """Waits for trainers that must end within so many seconds.
 
-    Args:
-        trainers: that must end.
-        seconds: how long they may take.
-        loop: the agent's.
+    Owns duplicates of their processes' handles, registered with the loop so that it wakes up; :meth:`close` it.
     """
 
-    def __init__(
-        self,
-        trainers: Sequence[TrainerHandle],
-        seconds: float,
-        loop: EventLoop,
-    ) -> None:
+    def __init__(self, trainers: Sequence[TrainerHandle], seconds: float, loop: EventLoop) -> None:
         self._loop = loop
         self._seconds = seconds
         self._began = loop.clock()
@@ -49,7 +41,7 @@ class Fence:
             loop.attend(process, self._drop_ended)
 
     def _drop_ended(self) -> None:
-        """Somebody has died."""
+        """Let go of the trainers that have ended."""
         for rank, process in list(self._dying):
             if not process.alive():
                 waited = self._loop.clock() - self._began
@@ -69,11 +61,7 @@ class Fence:
         return min(self._report_at, self._began + self._seconds)
 
     def report(self) -> str | None:
-        """Whom the new attempt waits for, if it is time to say so.
-
-        Raises:
-            RunBusyError: they have had all their time.
-        """
+        """Whom the new attempt waits for, if it is time to say so; RunBusyError: they have had all their time."""
         now = self._loop.clock()
         waited = now - self._began
         those = "; ".join(f"pid {process.pid} (rank {rank}), state {process.state()}" for rank, process in self._dying)
@@ -100,14 +88,7 @@ class Fence:
 
 
 class Gate:
-    """Lets a new attempt in once no trainer of the last one lives. Its owner closes it.
-
-    Args:
-        loop: the agent's.
-        connections: through which ranks are let in, or told whom they wait for.
-        observer: told whom an attempt waits for.
-        lifetime: told that trainers are here, and that they have given up.
-    """
+    """Lets a new attempt in once no trainer of the last one lives. Its owner closes it."""
 
     def __init__(self, loop: EventLoop, connections: Connections, observer: Observer, lifetime: Lifetime) -> None:
         self._loop = loop
@@ -170,7 +151,7 @@ class Gate:
                 self._connections.turn_away(connection)
 
     def close(self) -> None:
-        """Let nobody in."""
+        """Let no attempt in."""
         fence, self._fence = self._fence, None
         if fence is not None:
             fence.close()

@@ -18,21 +18,8 @@ from memckpt.memory.pending_generation import Difference, PendingGeneration
 from memckpt.memory.region import Allowance
 from memckpt.processes.attempt import Attempt
 from memckpt.processes.log import Seldom
+from memckpt.protocol import trainer as said
 from memckpt.protocol.channel import AgentToTrainer
-from memckpt.protocol.trainer import (
-    Before,
-    Begin,
-    Commit,
-    Gap,
-    GenerationCommit,
-    NeedGeneration,
-    NeedSlots,
-    Prepare,
-    Prepared,
-    Protected,
-    Resume,
-    SlotsMade,
-)
 from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
 from memckpt.state.spec import StateSpec
 
@@ -106,7 +93,7 @@ class Group:
 
     # What trainers say
 
-    def prepare(self, rank: int, message: Prepare) -> Generation:
+    def prepare(self, rank: int, message: said.Prepare) -> Generation:
         """The generation that a rank is to write."""
         differing = self._pending.ask(rank, message)
         if differing is not None:
@@ -126,21 +113,21 @@ class Group:
         names = ", ".join(sorted(changing | apart))
         if names:
             _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
-            self._tell_trainers(Begin(record + 1, f"another rank has seen {names} change", changing, apart))
+            self._tell_trainers(said.Begin(record + 1, f"another rank has seen {names} change", changing, apart))
         else:
-            self._tell_trainers(Gap("the ranks of this node differ in their parameters or optimizers"))
+            self._tell_trainers(said.Gap("the ranks of this node differ in their parameters or optimizers"))
 
     def _make_room(self, reason: str) -> None:
         self.generations.drop_all()
-        self._tell_trainers(Gap(reason))
+        self._tell_trainers(said.Gap(reason))
 
     def discard(self) -> None:
         """Drop what is held."""
         self.generations.drop_all()
         self._resumed, self._history = None, ()
-        self.saver.begin_anew()
+        self.saver.log.begin_anew()
 
-    def resume(self, message: Resume) -> tuple[Generation, Prepared]:
+    def resume(self, message: said.Resume) -> tuple[Generation, said.Prepared]:
         """Go back to a record, once for all ranks that share it; later to an earlier one, which all of them choose."""
         record = message.record
         if self._resumed is None or record < self._resumed.record:
@@ -148,7 +135,9 @@ class Group:
                 self._history = self._history[:-1]
             self._resumed = ResumedState(self.generations.able_to_produce(record), record, message.repeat)
             self.generations.stand_at(record, self._resumed.behind)
-            self.saver.resumed(record, timeline_of(self._history, record))
+            follows = timeline_of(self._history, record)
+            if follows is not None:
+                self.saver.log.branch(record, follows)
             self._history = branch_off(self._history, record, message.timeline)
             _log.info("ranks %s resume at record %d", list(self.ranks), record)
         if self._resumed.record != record or self.held is None:
@@ -183,7 +172,7 @@ class Group:
 
     # A generation that has begun
 
-    def generation_committed(self, rank: int, message: GenerationCommit) -> None:
+    def generation_committed(self, rank: int, message: said.GenerationCommit) -> None:
         """Take a rank's part of a new generation."""
         generation = self._generation(message.generation)
         if generation is None:
@@ -200,9 +189,9 @@ class Group:
         self.generations.follow_with(generation, record)
         if (more := self._seldom_complete.count()) is not None:
             _log.info("generation %d is complete after record %d%s", generation.number, record, more)
-        self._tell_trainers(Protected(generation.number, record))
+        self._tell_trainers(said.Protected(generation.number, record))
 
-    def want_slots(self, rank: int, message: NeedSlots) -> None:
+    def want_slots(self, rank: int, message: said.NeedSlots) -> None:
         """Note that a rank has written its part of a start, and waits for :meth:`make_slots`."""
         self._wanted.add(rank, message.generation)
 
@@ -218,7 +207,7 @@ class Group:
             return
         generation = self._generation(number)
         if generation is None:
-            self._answer_slots(SlotsMade(number, dropped=True))
+            self._answer_slots(said.SlotsMade(number, dropped=True))
             return
         known: bool | None = True
         if not generation.regions.whole:
@@ -235,9 +224,9 @@ class Group:
             self._make_whole(generation, or_gap=known is False and attempt.all_connected)
         except MemckptError as error:
             _log.error("generation %d has room for its start and for no record: %s", generation.number, error)
-            self._answer_slots(SlotsMade(generation.number, problem=str(error)))
+            self._answer_slots(said.SlotsMade(generation.number, problem=str(error)))
         else:
-            self._answer_slots(SlotsMade(generation.number))
+            self._answer_slots(said.SlotsMade(generation.number))
 
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
         """With `or_gap` the old one goes where both do not fit. Not so while ranks die: it may be what counts."""
@@ -248,14 +237,14 @@ class Group:
                 raise
             _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
             self.generations.drop_older()
-            self._tell_trainers(Gap(str(error)))
+            self._tell_trainers(said.Gap(str(error)))
             generation.regions.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
-    def _answer_slots(self, answer: SlotsMade) -> None:
+    def _answer_slots(self, answer: said.SlotsMade) -> None:
         self._wanted.clear()
         self._tell_trainers(answer)
 
-    def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
+    def commit(self, rank: int, message: said.Commit, attempt: Attempt) -> None:
         """Take a rank's part of a record, which is whole."""
         generation = self._generation(message.generation)
         if generation is None:
@@ -274,11 +263,11 @@ class Group:
                 return generation
         return None
 
-    def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
+    def order_generation(self, message: said.NeedGeneration, asker: int) -> said.Begin:
         """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
         if (more := self._seldom_due.count()) is not None:
             _log.info("a new generation begins after record %d: %s%s", message.record, message.reason, more)
-        order = Begin(message.record, message.reason, message.changing, later=message.later)
+        order = said.Begin(message.record, message.reason, message.changing, later=message.later)
         self._tell_trainers(order, besides=asker)
         return order
 
@@ -329,7 +318,7 @@ class ResumedState:
         #: By how many records the replica stays behind.
         self.behind = int(self._before is not None)
 
-    def prepared(self) -> Prepared:
+    def prepared(self) -> said.Prepared:
         """The message with all that a rank needs to restore it."""
         held = self._generation
         missing: tuple[tuple[int, int, str], ...] = ()
@@ -344,7 +333,7 @@ class ResumedState:
                 metas = (self._before.meta,)
         else:
             metas = held.metas_for(self.record)
-        return Prepared(
+        return said.Prepared(
             generation=held.number,
             spec=held.spec,
             record=self.record,
@@ -360,14 +349,16 @@ class ResumedState:
         )
 
 
-def _earlier(generation: Generation, record: int) -> Iterator[Before]:
+def _earlier(generation: Generation, record: int) -> Iterator[said.Before]:
     """Windows of the records before it, newest first, as far back as the slots reach."""
     while not generation.why_not_repeated(record):
         yield _before(generation, record)
         record -= 1
 
 
-def _before(generation: Generation, record: int) -> Before:
+def _before(generation: Generation, record: int) -> said.Before:
     ledger = generation.ledger
     metas = () if generation.replica is not None else generation.metas_for(record - 1)
-    return Before(metas, ledger.metas.get(record, b""), ledger.rank_states(record - 1), ledger.steps.get(record - 1, 0))
+    return said.Before(
+        metas, ledger.metas.get(record, b""), ledger.rank_states(record - 1), ledger.steps.get(record - 1, 0)
+    )

@@ -121,7 +121,7 @@ class Groups:
         """Have the other groups take a checkpoint after a record, as that of these ranks does."""
         for group in self:
             if group.ranks != ranks:
-                group.saver.announced(record)
+                group.saver.schedule.announced(record)
 
     def hurry(self, lead: int) -> None:
         """Have all give orders `lead` records ahead from now on: one for a snapshot was too late for some ranks."""

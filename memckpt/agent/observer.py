@@ -14,35 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memckpt.journal.events import (
-    Advised,
-    AgentLeft,
-    AgentStarted,
-    AnyEvent,
-    AttemptBegan,
-    CaughtUp,
-    Degraded,
-    Drifted,
-    Fenced,
-    Finished,
-    FirstStep,
-    GenerationDue,
-    Lagging,
-    NotStored,
-    PeersGap,
-    Preempted,
-    Protected,
-    Recovered,
-    ResumeChecked,
-    Sample,
-    Stalled,
-    Stored,
-    TrainerDied,
-    TrainerLeft,
-    Voided,
-    Whole,
-    name_of,
-)
+from memckpt.journal import events as journal
 from memckpt.journal.journal import Journal
 from memckpt.journal.reading import latest_attempt
 from memckpt.processes.address import AgentAddress
@@ -73,7 +45,7 @@ class Figures:
 
     check: str = ""  #: the finding of the attempt's resume check, in one line
     verdict: str = ""  #: its verdict; empty before there is one
-    advice: Advised | None = None  #: the setting that would pay; None if no other one would
+    advice: journal.Advised | None = None  #: the setting that would pay; None if no other one would
     max_drift_ulp: float = 0.0
     stall_ms: float | None = None  #: moving average of what a step waits for us; None before the first commit
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  #: of the newest commits, in ms
@@ -144,25 +116,25 @@ class Observer:
         self._protected_how: dict[RankGroup, tuple[str, str]] = {}
         self._gap: tuple[int, int] | None = None
 
-    def note_event(self, event: AnyEvent) -> None:
+    def note_event(self, event: journal.AnyEvent) -> None:
         """Add an event to the journal, and count it. Never blocks."""
         self.journal.add(event)
         figures = self.figures
-        figures.events[name_of(event)] += 1
-        if isinstance(event, Recovered):
+        figures.events[journal.name_of(event)] += 1
+        if isinstance(event, journal.Recovered):
             figures.recoveries[event.tier] += 1
             figures.recovery_seconds += event.seconds
             figures.steps_lost += event.steps_lost or 0
-        elif isinstance(event, Advised):
+        elif isinstance(event, journal.Advised):
             figures.advice = event if event.line else None
 
-    def _note_now_and_then(self, seldom: Seldom, event: AnyEvent) -> None:
+    def _note_now_and_then(self, seldom: Seldom, event: journal.AnyEvent) -> None:
         """Count an event of a generation, and add it to the journal now and then.
 
         A script that changes weights has a generation at each step; all of them would fill the bounded journal.
         """
         if seldom.count() is None:
-            self.figures.events[name_of(event)] += 1
+            self.figures.events[journal.name_of(event)] += 1
         else:
             self.note_event(event)
 
@@ -180,11 +152,11 @@ class Observer:
 
     def started(self, replaces: int | None) -> None:
         """Note that the agent serves; `replaces`: pid of one that died without leaving."""
-        self.note_event(AgentStarted(os.getpid(), self._by_operator, replaces))
+        self.note_event(journal.AgentStarted(os.getpid(), self._by_operator, replaces))
 
     def close(self, reason: str) -> None:
         """Note that the agent ends."""
-        self.note_event(AgentLeft(reason))
+        self.note_event(journal.AgentLeft(reason))
         self.journal.close()
 
     # Messages as they pass
@@ -204,28 +176,28 @@ class Observer:
                 self.note_event(message.event)
             case said.Checked():
                 self.figures.check, self.figures.verdict = message.line, message.verdict
-                self.note_event(ResumeChecked(message.verdict, message.line))
+                self.note_event(journal.ResumeChecked(message.verdict, message.line))
             case said.Configure():
                 self._configured(trainer, attempt, message)
             case said.Void():
-                self.note_event(Voided(trainer.rank, message.record, message.reason))
+                self.note_event(journal.Voided(trainer.rank, message.record, message.reason))
             case said.NeedGeneration():
-                self._note_now_and_then(self._seldom_due, GenerationDue(message.record, message.reason))
+                self._note_now_and_then(self._seldom_due, journal.GenerationDue(message.record, message.reason))
             case said.Preempted():
-                self.note_event(Preempted(trainer.rank))
+                self.note_event(journal.Preempted(trainer.rank))
             case said.Goodbye(finished=True):
                 others = [one for one in attempt.trainers.values() if one is not trainer]
                 if attempt.all_here and all(one.finished for one in others):
-                    self.note_event(Finished(self._status().step))
+                    self.note_event(journal.Finished(self._status().step))
 
     def told(self, ranks: RankGroup, message: AgentToTrainer) -> None:
         """Note what the trainers of these ranks are told."""
         match message:
             case Saved():
                 self.figures.stored_bytes += message.nbytes
-                self.note_event(Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
+                self.note_event(journal.Stored(ranks, message.step, message.record, message.nbytes, message.seconds))
             case SaveFailed():
-                self.note_event(NotStored(ranks, message.step, message.reason))
+                self.note_event(journal.NotStored(ranks, message.step, message.reason))
             case said.Protected():
                 self._protected(ranks, message)
             case said.Gap() | said.Alarm():
@@ -234,12 +206,12 @@ class Observer:
                 self.figures.max_drift_ulp = max(self.figures.max_drift_ulp, message.max_ulp)
                 if message.sure or message.max_ulp >= 2 * self._drift_ulp:
                     self._drift_ulp = max(self._drift_ulp, message.max_ulp)
-                    self.note_event(Drifted(message.record, message.max_ulp, message.tensor))
+                    self.note_event(journal.Drifted(message.record, message.max_ulp, message.tensor))
 
     def _step_ended(self, step: int) -> None:
         self.figures.committed_at = time.monotonic()
         if self._down_since is not None:
-            self.note_event(FirstStep(step, round(self._clock() - self._down_since, 3)))
+            self.note_event(journal.FirstStep(step, round(self._clock() - self._down_since, 3)))
             self._down_since = None
 
     def _configured(self, trainer: TrainerHandle, attempt: Attempt, message: said.Configure) -> None:
@@ -252,7 +224,7 @@ class Observer:
         came = tuple(sorted((one.rank, one.process.pid) for one in attempt.trainers.values()))
         # One that rejoins has got somewhere before it said hello to this agent.
         rejoined = trainer.next_record > 0
-        self.note_event(AttemptBegan(attempt.world_size, came, rejoined))
+        self.note_event(journal.AttemptBegan(attempt.world_size, came, rejoined))
         # The next attempt takes another number even if agents and trainers die together from here on.
         self.journal.settle(_NUMBER_SECONDS)
         now = self._clock()
@@ -264,9 +236,10 @@ class Observer:
 
     def _protected(self, ranks: RankGroup, message: said.Protected) -> None:
         status = self._status()
-        how, self._protected_how[ranks] = self._protected_how.get(ranks), (status.mode, status.mode_reason)
-        event = Protected(ranks, message.record, message.generation, *self._protected_how[ranks], status.held_bytes)
-        if how == self._protected_how[ranks]:
+        before, how = self._protected_how.get(ranks), (status.mode, status.mode_reason)
+        self._protected_how[ranks] = how
+        event = journal.Protected(ranks, message.record, message.generation, *how, status.held_bytes)
+        if how == before:
             self._note_now_and_then(self._seldom_protected, event)
         else:
             self.note_event(event)
@@ -277,14 +250,14 @@ class Observer:
     def trainer_left(self, trainer: TrainerHandle, last: bool) -> None:
         """Note the end of a trainer's connection; `last`: no other one is here."""
         if not trainer.finished:
-            kind = TrainerDied if trainer.process.dying() else TrainerLeft
+            kind = journal.TrainerDied if trainer.process.dying() else journal.TrainerLeft
             self.note_event(kind(trainer.rank, trainer.process.pid, self._status().step))
         if last:
             self._down_since = self._clock()
 
     def fencing(self, dying: Sequence[TrainerHandle]) -> None:
         """Note that a new attempt waits until these are dead."""
-        self.note_event(Fenced(tuple(trainer.process.pid for trainer in dying)))
+        self.note_event(journal.Fenced(tuple(trainer.process.pid for trainer in dying)))
 
     # The clock
 
@@ -324,7 +297,7 @@ class Observer:
             self._peers_lag.update(newest - peers.watermark, status.slots)
         if peers.gap is not None and peers.gap != self._gap:
             self._gap = peers.gap
-            self.note_event(PeersGap(*peers.gap))
+            self.note_event(journal.PeersGap(*peers.gap))
 
     def _sample(self, status: Status, now: float, newest: int | None, lag: int | None) -> None:
         grown = (now - self._sampled_from) * _SAMPLE_GROWTH
@@ -332,7 +305,7 @@ class Observer:
         figures, peers = self.figures, status.peers
         commits, stalled = figures.commits - self._commits, figures.stalled_ms - self._stalled_ms
         self.note_event(
-            Sample(
+            journal.Sample(
                 step=status.step,
                 stored_step=status.storage.step if status.storage is not None else None,
                 peers_record=peers.watermark if peers is not None else None,
@@ -362,7 +335,7 @@ _LAG_SECONDS = 5.0
 #: Stall of a step that is an event, in milliseconds; seconds in which several are one event.
 _STALL_MS, _STALLS_SECONDS = 1000.0, 10.0
 
-Note = Callable[[AnyEvent], None]
+Note = Callable[[journal.AnyEvent], None]
 Clock = Callable[[], float]
 
 
@@ -393,9 +366,9 @@ class Tier:
         now = self._clock()
         if reason:
             self._since = now
-            self._note(Degraded(self._name, reason))
+            self._note(journal.Degraded(self._name, reason))
         else:
-            self._note(Whole(self._name, round(now - self._since, 3)))
+            self._note(journal.Whole(self._name, round(now - self._since, 3)))
         self._reason = reason
 
 
@@ -414,13 +387,13 @@ class Lag:
         now = self._clock()
         if behind < limit:
             if self._noted and self._since is not None:
-                self._note(CaughtUp(self._tier, round(now - self._since, 3)))
+                self._note(journal.CaughtUp(self._tier, round(now - self._since, 3)))
             self._since, self._noted = None, False
             return
         self._since = now if self._since is None else self._since
         if not self._noted and now - self._since >= _LAG_SECONDS:
             self._noted = True
-            self._note(Lagging(self._tier, behind, limit))
+            self._note(journal.Lagging(self._tier, behind, limit))
 
 
 class Stalls:
@@ -443,5 +416,5 @@ class Stalls:
         """Note what has come together."""
         now = self._clock()
         if self._count and now >= self._note_at:
-            self._note(Stalled(self._step, round(self._longest_ms, 1), self._count))
+            self._note(journal.Stalled(self._step, round(self._longest_ms, 1), self._count))
             self._longest_ms, self._count, self._note_at = 0.0, 0, now + _STALLS_SECONDS

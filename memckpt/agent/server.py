@@ -37,6 +37,7 @@ from memckpt.processes.control import relieve
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.processes.launch import extend_search_path
+from memckpt.protocol import trainer as said
 from memckpt.protocol.channel import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.descriptors import raise_limit
 from memckpt.protocol.peer_job import AskPhases, Join, Listen
@@ -44,31 +45,6 @@ from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, SnapshotTaken, WriterToAgent
-from memckpt.protocol.trainer import (
-    PROTOCOL_VERSION,
-    Alarm,
-    Begin,
-    Checked,
-    Commit,
-    Configure,
-    Drift,
-    GenerationCommit,
-    Goodbye,
-    Hello,
-    HoldingOn,
-    Inventory,
-    Leaving,
-    NeedGeneration,
-    NeedSlots,
-    Note,
-    Observed,
-    OthersStay,
-    Preempted,
-    Prepare,
-    Prepared,
-    Resume,
-    Void,
-)
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
@@ -156,7 +132,7 @@ class Agent:
         self._groups.preempt(ending=True)
         self._stop_answering()
         self._gate.turn_away()
-        self._tell_trainers(Leaving())
+        self._tell_trainers(said.Leaving())
         # Last, as a replica may have to go forward first, which takes its time.
         self._lifetime.end_when_saved(reason, ordered=True)
 
@@ -169,7 +145,7 @@ class Agent:
     def checkpoint_failed(self) -> None:
         """Try again what no trainer will write: a checkpoint could not be written."""
         if self._lifetime.checkpoint_failed():
-            self._tell_trainers(HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
+            self._tell_trainers(said.HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
 
     def _stop_answering(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
@@ -185,7 +161,7 @@ class Agent:
             self._peers.finish()
         self._peers.close()
         self._auditing.close()
-        farewell = Leaving(last=True, unsaved=self._lifetime.unsaved)
+        farewell = said.Leaving(last=True, unsaved=self._lifetime.unsaved)
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._groups.close()
         self._connections.close(farewell)
@@ -274,13 +250,13 @@ class Agent:
         if isinstance(message, ReplicaCopied):
             group.saver.snapshots.copied(message)
             return
-        if isinstance(message, Drift):
+        if isinstance(message, said.Drift):
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
             trainers = self._attempt.trainers.values() if self._attempt is not None else ()
             # An accelerator rounds otherwise than redo here.
             rounds_alike = not any(trainer.accelerated for trainer in trainers if trainer.unit == ranks)
             message = group.generations.drifted(message, exact=message.sure or rounds_alike)
-        if isinstance(message, Alarm):
+        if isinstance(message, said.Alarm):
             _log.error("%s", message.reason)
             group.generations.drop_all()
         self.tell_ranks(ranks, message)
@@ -289,7 +265,7 @@ class Agent:
 
     def _handle(self, connection: Connection, message: TrainerToAgent) -> None:
         match message:
-            case Hello():
+            case said.Hello():
                 self._hello(connection, message)
                 return
             case StatusRequest():
@@ -309,11 +285,11 @@ class Agent:
         self._observer.heard(trainer, self._attempt, message)
         self._handle_trainer(connection, trainer, self._attempt, message)
 
-    def _hello(self, connection: Connection, hello: Hello) -> None:
-        if hello.version != PROTOCOL_VERSION:
+    def _hello(self, connection: Connection, hello: said.Hello) -> None:
+        if hello.version != said.PROTOCOL_VERSION:
             raise AgentError(
-                f"expected protocol {PROTOCOL_VERSION}, found {hello.version}: trainer and agent differ in version; "
-                "stop the agent (memckpt stop) and start again"
+                f"expected protocol {said.PROTOCOL_VERSION}, found {hello.version}: trainer and agent differ in "
+                "version; stop the agent (memckpt stop) and start again"
             )
         if not self._connections.listening:
             self._connections.turn_away(connection)  # it came before the end was known
@@ -342,13 +318,13 @@ class Agent:
         held = () if hello.rejoining else self._groups.inventory(hello)  # one that is back asks for nothing
         self._liveness_seconds = hello.liveness_seconds
         self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
-        inventory = Inventory(held, os.getpid(), self._observer.latest_attempt)
+        inventory = said.Inventory(held, os.getpid(), self._observer.latest_attempt)
         self._connections.answer(connection, inventory, [self._life.fd])
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
-            self.tell_ranks(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))
+            self.tell_ranks(hello.unit, said.Begin(hello.next_record + 1, "a new agent took over"))
 
-    def _new_attempt(self, hello: Hello) -> None:
+    def _new_attempt(self, hello: said.Hello) -> None:
         if self._attempt is not None:
             self._read_commits()
             for old in self._trainers:
@@ -373,44 +349,44 @@ class Agent:
         """
         group = self._groups[trainer.unit]
         match message:
-            case Prepare():
+            case said.Prepare():
                 self._auditing.drop_group(trainer.unit)  # its memory is about to be let go of
                 if message.discard:
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
                 whole = generation.regions.whole
-                prepared = Prepared(generation.number, generation.spec, whole=whole, begins=message.record)
+                prepared = said.Prepared(generation.number, generation.spec, whole=whole, begins=message.record)
                 self._send_regions(connection, prepared, generation)
-            case Observed():
-                group.saver.observe(message)
-            case NeedSlots():
+            case said.Observed():
+                group.saver.schedule.observe(message)
+            case said.NeedSlots():
                 group.want_slots(trainer.rank, message)
                 self._groups.make_slots(attempt, now=trainer.unit if message.now else ())
-            case Resume():
+            case said.Resume():
                 generation, prepared = group.resume(message)
                 prepared = msgspec.structs.replace(prepared, drift=generation.drift)
                 self._send_regions(connection, prepared, generation)
                 if generation.drift is not None:
                     self._connections.answer(connection, generation.drift)  # nothing may have been done about it yet
-            case Checked():
+            case said.Checked():
                 level = logging.WARNING if message.verdict == "different" else logging.INFO
                 _log.log(level, "resume check: %s", message.line)
-            case Note():
+            case said.Note():
                 pass  # the observer has heard it
             case SaveRecord():
                 self._save_record(connection, message)
-            case Configure():
+            case said.Configure():
                 if not self._lifetime.by_operator:
                     self._lifetime.linger_seconds = message.linger_seconds
                 self._metrics.configure(message.metrics)
                 self._auditing.configure(message)
                 extend_search_path(message.search_path)
                 self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
-            case GenerationCommit():
+            case said.GenerationCommit():
                 trainer.next_record = message.record + 1
                 group.generation_committed(trainer.rank, message)
                 self._committed(group, trainer, attempt)
-            case Commit():
+            case said.Commit():
                 trainer.next_record = message.record + 1
                 group.commit(trainer.rank, message, attempt)
                 self._committed(group, trainer, attempt)
@@ -428,23 +404,23 @@ class Agent:
                 self._peers.recover(message, partial(self._connections.answer, connection))
             case SnapshotTaken():
                 group.saver.snapshots.taken(trainer.rank, message)
-            case Void():
+            case said.Void():
                 _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
                 trainer.next_record = message.record + 1
                 self._groups.make_slots(attempt)
-            case NeedGeneration():
+            case said.NeedGeneration():
                 self._order_generation(group, message, connection)
-            case Preempted():
+            case said.Preempted():
                 stored = self._groups.preempt()
                 what = "what is held goes to storage now" if stored else "without storage, it stays in memory only"
                 _log.warning("rank %d got SIGTERM: %s", trainer.rank, what)
-            case Goodbye():
+            case said.Goodbye():
                 trainer.finished = message.finished
                 if attempt.all_finished:
                     # Its connection ends when everything is gone.
                     self._lifetime.end_when_saved("training finished", finishing=True)
                 else:
-                    self._connections.answer(connection, OthersStay())
+                    self._connections.answer(connection, said.OthersStay())
                     self._connections.drop(connection)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
@@ -456,14 +432,14 @@ class Agent:
         self._raise_redo_limit(group)
         self._groups.make_slots(attempt)
 
-    def _order_generation(self, group: Group, message: NeedGeneration, asker: Connection) -> None:
+    def _order_generation(self, group: Group, message: said.NeedGeneration, asker: Connection) -> None:
         assert asker.trainer is not None
         order = group.order_generation(message, asker.trainer.rank)
         # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
         # pass the record without a backward that needs the asker.
         self._connections.answer(asker, order)
 
-    def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
+    def _send_regions(self, connection: Connection, message: said.Prepared, generation: Generation) -> None:
         self._connections.answer(connection, message, [region.fd for region in generation.regions])
 
     def _save_record(self, connection: Connection, message: SaveRecord) -> None:
@@ -496,18 +472,10 @@ def serve(
     stopping: Callable[[], None] = lambda: None,
     metrics: MetricsSettings | None = None,
 ) -> None:
-    """Run an agent in this process until it is told to leave. Called in the process's main thread.
+    """Run an :class:`Agent` in this process's main thread until it is told to leave; `ready` is called once it answers.
 
-    Args:
-        address: of the run and node.
-        linger_seconds: how long to hold the state with no trainer.
-        ready: called once it answers.
-        by_operator: as for :class:`Agent`.
-        stopping, metrics: as for :class:`Agent`.
-
-    Raises:
-        RunBusyError: another agent serves this run on this node. One that runs by operator takes over from one that
-            living trainers have started.
+    Raises RunBusyError where another agent serves this run on this node. One that runs by operator takes over from one
+    that living trainers have started.
     """
     raise_limit()
     agent = Agent(address, linger_seconds, by_operator, stopping, metrics)

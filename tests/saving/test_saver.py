@@ -181,7 +181,7 @@ def test_an_export_whose_order_died_with_its_trainers_is_made_by_the_next_ones(m
     node.saver.abort()
     node.begin_attempt(T2)
     node.filled.settle(6)
-    node.saver.resumed(6, T1)
+    node.saver.log.branch(6, T1)
     node.attempt.at = 6
     node.train()
     assert [order.record for order in node.orders] == [8, 9]

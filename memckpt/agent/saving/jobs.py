@@ -41,9 +41,11 @@ class JobMaker:
 
     def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
         """A whole snapshot, whose region the job owns."""
-        return self._of_copy(
-            snapshot.generation, snapshot.record, url, snapshot.region, snapshot.missing, snapshot.plain
-        )
+        generation, region = snapshot.generation, snapshot.region
+        save = self._describe(generation, snapshot.record, "snapshot", url)
+        base = generation.layout.state_bytes
+        save = msgspec.structs.replace(save, by_value_base=base, missing=snapshot.missing, plain=snapshot.plain)
+        return Job(save, _with_static(generation, [region, region]), region)
 
     def of_held(self, generation: Generation, record: int, url: str, *, last: bool = False) -> Job:
         """The state after `record`, while no trainer changes the replica or the ring that hold it.
@@ -54,7 +56,7 @@ class JobMaker:
         replica = generation.replica
         if replica is None or not generation.spec.full:
             metas = generation.metas_for(record) if generation.spec.full else ()
-            save = self._describe(generation, record, "ring", url, metas=metas)
+            save = msgspec.structs.replace(self._describe(generation, record, "ring", url), metas=metas)
             return Job(save, _with_static(generation, [generation.regions.slots]))
         replica.freeze()
         if generation.spec.trails and not last and replica.applied < record:
@@ -66,7 +68,8 @@ class JobMaker:
         missing, plain = replica.describe_state()
         assert generation.regions.replica is not None
         base = generation.layout.by_value_base(record)
-        save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
+        save = self._describe(generation, record, "snapshot", url)
+        save = msgspec.structs.replace(save, by_value_base=base, missing=missing, plain=plain)
         return Job(save, _with_static(generation, [generation.regions.replica, generation.regions.slots]))
 
     def _of_copy_ahead(self, generation: Generation, record: int, url: str, region: Region) -> Job:
@@ -80,34 +83,10 @@ class JobMaker:
         except BaseException:  # raised again; the region has no other owner yet
             region.close()
             raise
-        job = self._of_copy(generation, record, url, region, missing, plain)
+        job = self.of_snapshot(Snapshot(generation, record, region, missing, plain), url)
         return replace(job, save=msgspec.structs.replace(job.save, urgent=True))
 
-    def _of_copy(
-        self,
-        generation: Generation,
-        record: int,
-        url: str,
-        region: Region,
-        missing: tuple[tuple[int, int, str], ...],
-        plain: bytes,
-    ) -> Job:
-        base = generation.layout.state_bytes
-        save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
-        return Job(save, _with_static(generation, [region, region]), region)
-
-    def _describe(
-        self,
-        generation: Generation,
-        record: int,
-        source: Literal["snapshot", "ring"],
-        url: str,
-        *,
-        by_value_base: int = 0,
-        missing: tuple[tuple[int, int, str], ...] = (),
-        plain: bytes = b"",
-        metas: tuple[bytes, ...] = (),
-    ) -> Save:
+    def _describe(self, generation: Generation, record: int, source: Literal["snapshot", "ring"], url: str) -> Save:
         settings, spec = self.settings, generation.spec
         config = settings.storage or StorageConfig()
         assert settings.timeline is not None
@@ -137,10 +116,6 @@ class JobMaker:
             rank_states=generation.ledger.rank_states(record),
             keep_last=config.keep_last,
             keep_every_steps=config.keep_every_steps,
-            by_value_base=by_value_base,
-            missing=missing,
-            plain=plain,
-            metas=metas,
             threads=settings.compute_threads,
             search_path=settings.search_path,
         )

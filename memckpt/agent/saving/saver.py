@@ -24,8 +24,8 @@ from memckpt.processes.attempt import Attempt
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.status import StorageStatus
 from memckpt.protocol.storing import Appended, Logged, SaveFailed, WriterToAgent
-from memckpt.protocol.trainer import Configure, Observed
-from memckpt.state.records import RankGroup, Timeline
+from memckpt.protocol.trainer import Configure
+from memckpt.state.records import RankGroup
 from memckpt.storage.batch import not_loggable
 
 _log = logging.getLogger("memckpt.agent")
@@ -46,9 +46,9 @@ class Saver:
     def __init__(self, name: str, ranks: RankGroup, host: Host, siblings: Siblings) -> None:
         self._ranks, self._host = ranks, host
         open_writer = partial(host.start_writer, "records", self._records_said, self._records_ended)
-        self._log = RecordLog(name, open_writer, self._log_broken)
-        self._checkpoints = Checkpoints(name, ranks, host, siblings, self._log)
-        self._schedule = self._checkpoints.schedule
+        self.log = RecordLog(name, open_writer, self._log_broken)
+        self._checkpoints = Checkpoints(name, ranks, host, siblings, self.log)
+        self.schedule = self._checkpoints.schedule
         self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
         #: Why records are not logged though that is configured, in words.
         self._not_logged = ""
@@ -66,12 +66,12 @@ class Saver:
             self._retry_at = float("-inf")
             self._flushing = None
         self._checkpoints.configure(message, run_dir, name)
-        self._log.rename(name)
+        self.log.rename(name)
         if config is None:
-            self._log.pause()
+            self.log.pause()
         else:
             url, witness = self._checkpoints.url, self._checkpoints.witness
-            self._log.configure(url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", witness)
+            self.log.configure(url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", witness)
 
     @property
     def attempt_number(self) -> int:
@@ -82,15 +82,6 @@ class Saver:
     def configure_like(self, other: Saver, name: str) -> None:
         """Write for the attempt that another saver knows, under this name; for ranks that are not here."""
         self._checkpoints.configure_like(other._checkpoints, name)
-
-    def resumed(self, record: int, follows: Timeline | None) -> None:
-        """Note that the attempt goes on behind a record that memory holds, made on the timeline `follows`."""
-        if follows is not None:
-            self._log.branch(record, follows)
-
-    def begin_anew(self) -> None:
-        """Note that the attempt goes on behind nothing that memory holds."""
-        self._log.begin_anew()
 
     @property
     def enabled(self) -> bool:
@@ -105,10 +96,6 @@ class Saver:
         """Why the last checkpoint could not be written; empty if it could."""
         return self._checkpoints.alarm
 
-    def observe(self, observed: Observed) -> None:
-        """Follow what the job has measured: the interval of checkpoints depends on it."""
-        self._schedule.observe(observed)
-
     def preempt(self, ending: bool = False) -> bool:
         """Save at once, within the grace period: a trainer got SIGTERM, or with `ending` the agent.
 
@@ -117,14 +104,14 @@ class Saver:
         config = self._checkpoints.config
         if config is None:
             return False
-        self._schedule.preempt(config.grace_seconds, ending)
+        self.schedule.preempt(config.grace_seconds, ending)
         self._hurried.reset()
         return True
 
     @property
     def preempted_until(self) -> float | None:
         """End of the grace period that runs (monotonic clock); None: none does."""
-        return self._schedule.preempted_until if self._schedule.preempted else None
+        return self.schedule.preempted_until if self.schedule.preempted else None
 
     # While training runs
 
@@ -144,43 +131,39 @@ class Saver:
             return
         checkpoints.look_for_room()
         # Without a checkpoint to redo it on, the log is of no use yet; one may also make room for it.
-        unbased = self._schedule.logged and (not self._log.based or bool(self._log.short))
-        if self._schedule.logged and self._log.too_large(generation.layout.checkpoint_bytes):
-            self._schedule.at_once = True
-        due = self._schedule.due_record(generation, attempt, lead, unbased)
+        unbased = self.schedule.logged and (not self.log.based or bool(self.log.short))
+        if self.schedule.logged and self.log.too_large(generation.layout.checkpoint_bytes):
+            self.schedule.at_once = True
+        due = self.schedule.due_record(generation, attempt, lead, unbased)
         if due is not None:
-            self._schedule.began()
+            self.schedule.began()
             carry_on(checkpoints.save_ahead(Run(checkpoints.url), generation, due))
 
     def _log_records(self, generation: Generation) -> None:
         """Log what has been committed, where that is configured and the generation's tensors permit it."""
         assert self._checkpoints.config is not None
-        schedule, configured = self._schedule, self._checkpoints.config.mode == "log"
+        schedule, configured = self.schedule, self._checkpoints.config.mode == "log"
         schedule.pace.add_record(generation.common, time.monotonic())
         problem = not_loggable(generation.spec) if configured else ""
         if problem and problem != self._not_logged:
             _log.info("records are not logged, only checkpoints are written: %s", problem)
         logged = configured and not problem
         if logged != schedule.logged:
-            self._log.pause()
+            self.log.pause()
         schedule.logged, self._not_logged = logged, problem
         if logged:
-            self._log.collect(generation)
-            if schedule.at_once and self._log.based and alone(generation):
+            self.log.collect(generation)
+            if schedule.at_once and self.log.based and alone(generation):
                 schedule.at_once = False
-                self._log.flush()
+                self.log.flush()
 
     def _log_broken(self) -> None:
         """Have a checkpoint in the log's place where it was to be flushed in a grace period, and has a hole."""
-        self._schedule.at_once = self._schedule.at_once or self._schedule.preempted
+        self.schedule.at_once = self.schedule.at_once or self.schedule.preempted
 
     def hurry(self, lead: int) -> None:
         """Give orders so many records ahead, if not earlier: parts of one checkpoint are chosen alike."""
         self.snapshots.lead = max(self.snapshots.lead, lead)
-
-    def announced(self, record: int) -> None:
-        """Note the record after which the saver of the first rank takes a checkpoint."""
-        self._schedule.announced(record)
 
     def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
         """Have the state after a record that lies ahead copied; `taken` gets the copy, which it then owns, or None."""
@@ -191,10 +174,8 @@ class Saver:
     def save_held(self, generation: Generation, as_checkpoint: bool, record: int | None = None) -> None:
         """Write the newest record that stands still in memory, unless it is there, or on its way, already.
 
-        Args:
-            generation: the one that is held.
-            as_checkpoint: write it as a whole, though the log could do with a few records: training has ended.
-            record: the one that all ranks of the job have, where that is known; a later one is not written.
+        `as_checkpoint`: write it as a whole, though the log could do with a few records: training has ended. `record`:
+        the one that all ranks of the job have, where that is known; a later one is not written.
         """
         checkpoints, spec = self._checkpoints, generation.spec
         if checkpoints.config is None or checkpoints.timeline is None:
@@ -209,10 +190,10 @@ class Saver:
         records = [one for one in records if one > coming]
         if not records or checkpoints.has(records[-1]):
             return
-        if self._schedule.logged:
-            self._log.collect(generation)
+        if self.schedule.logged:
+            self.log.collect(generation)
             # One of several nodes knows its own part only: a checkpoint is the surer way.
-            enough = alone(generation) and self._log.reaches(records[-1])
+            enough = alone(generation) and self.log.reaches(records[-1])
             if not as_checkpoint and enough and self._flushing is None:
                 carry_on(self._flush_held(generation, records[-1]))
                 return
@@ -231,15 +212,15 @@ class Saver:
         """Save what stands still as records of the log; as a checkpoint if that fails."""
         flushed: Answer[None] = Answer()
         self._flushing = generation, flushed
-        self._log.flush()
+        self.log.flush()
         self._look_at_flush()  # there is nothing to wait for where the process cannot even be started
         await flushed
         self._flushing = None
-        if not self._log.covers(record):
+        if not self.log.covers(record):
             self.save_held(generation, as_checkpoint=True)
 
     def _look_at_flush(self) -> None:
-        if self._flushing is not None and not self._log.busy:
+        if self._flushing is not None and not self.log.busy:
             self._flushing[1].give(None)
 
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
@@ -251,14 +232,9 @@ class Saver:
             carry_on(checkpoints.save_standing(Export(url, done), generation, record))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
-        """Export the newest record to an empty store; training goes on beside it.
+        """Export the newest record, or the one that other groups write, to an empty store; `done` is called once.
 
-        Args:
-            url: of the store.
-            done: called once, with the result.
-            generation: the one that is held.
-            training: whether a trainer runs.
-            record: the one to write, where other groups of ranks write the same; None: the newest.
+        `training`: a trainer runs, and goes on beside it.
         """
         if self._checkpoints.asked:
             done(SaveFailed(0, "another export of this state is still being written; try again when it is there"))
@@ -281,35 +257,35 @@ class Saver:
 
     def retry_later(self) -> None:
         """Have what is held saved once more after a while, in a grace period soon: it could not be."""
-        pause = self._hurried.died() if self._schedule.preempted else _RETRY_SECONDS
+        pause = self._hurried.died() if self.schedule.preempted else _RETRY_SECONDS
         self._retry_at = time.monotonic() + pause
 
     def save_at(self, idle_since: float) -> float:
         """Until when trainers may come back before their state goes to storage (monotonic clock)."""
-        return max(idle_since + (0.0 if self._schedule.preempted else _RETURN_SECONDS), self._retry_at)
+        return max(idle_since + (0.0 if self.schedule.preempted else _RETURN_SECONDS), self._retry_at)
 
     # The processes that write
 
     def _records_said(self, message: WriterToAgent) -> None:
         if not isinstance(message, Appended):
             raise AgentError(f"it sent an unexpected {type(message).__name__}")
-        before = self._log.written
-        self._log.appended(message)
-        written = self._log.written
-        if written is not None and written != before and self._log.based:
+        before = self.log.written
+        self.log.appended(message)
+        written = self.log.written
+        if written is not None and written != before and self.log.based:
             self._host.tell_ranks(self._ranks, Logged(written[1], written[0]))
         self._look_at_flush()
 
     def _records_ended(self, reason: str) -> None:
         _log.error("records are not logged: %s", reason)
-        self._log.writer_ended(reason)
+        self.log.writer_ended(reason)
         self._look_at_flush()
 
     def _deadlines(self) -> list[tuple[float, Callable[[str], None]]]:
         """Times by which processes have to be done (monotonic clock), and what ends them."""
-        log, writing = self._log.deadline(self._schedule.preempted_until), self._jobs.deadline
+        log, writing = self.log.deadline(self.schedule.preempted_until), self._jobs.deadline
         if writing is not None:  # it may have begun before the end was ordered
-            writing = min(writing, self._schedule.ends_at)
+            writing = min(writing, self.schedule.ends_at)
         both = [(writing, self._jobs.ended), (log, self._records_ended)]
         return [(limit, end) for limit, end in both if limit is not None]
 
@@ -327,7 +303,7 @@ class Saver:
     def drop_generation(self, generation: Generation) -> None:
         """Use nothing more of a generation that is about to be closed."""
         self._checkpoints.drop_generation(generation)
-        self._log.drop_generation(generation)
+        self.log.drop_generation(generation)
         if self._flushing is not None and self._flushing[0] is generation:
             self._flushing = None
 
@@ -338,11 +314,11 @@ class Saver:
 
     def close(self) -> None:
         self._checkpoints.close()
-        self._log.close()
+        self.log.close()
 
     def status(self, newest_step: int | None) -> StorageStatus | None:
         """What the command line shows; `newest_step` is the newest that memory holds."""
-        config, last, log, schedule = self._checkpoints.config, self._checkpoints.last, self._log, self._schedule
+        config, last, log, schedule = self._checkpoints.config, self._checkpoints.last, self.log, self.schedule
         if config is None:
             return None
         steps = [last.step] if last is not None else []
