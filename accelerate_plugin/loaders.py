@@ -17,7 +17,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
-from accelerate_plugin.support import other_objects
+from accelerate_plugin.prepared import other_objects
 from memckpt.capture import data as dataloader
 from memckpt.capture.data.follower import FollowedLoaders
 from memckpt.capture.data.iteration import drop_iterator

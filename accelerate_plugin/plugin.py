@@ -25,11 +25,18 @@ from accelerate import Accelerator
 import memckpt
 from accelerate_plugin.loaders import Followers, drop_unused_iterator, grafting_stateful_loaders, iterator_used
 from accelerate_plugin.loop import LoopWatch
-from accelerate_plugin.object_states import ObjectStates, check_parts
-from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
+from accelerate_plugin.prepared import (
+    ObjectStates,
+    Prepared,
+    check_parts,
+    prepare,
+    refuse,
+    require_training,
+    sort_prepared,
+)
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.config.arguments import with_environment
-from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
+from memckpt.errors import ConfigurationError, UsageError
 from memckpt.user_messages import Messages
 
 STATE = "accelerate"
@@ -127,10 +134,8 @@ class MemCheckpointPlugin:
 
     def _attached(self, session: memckpt.Session, prepared: Prepared) -> None:
         if session.held is not None:
-            self._check_held(session.held)
-            self._step = session.held.step
-            self._epoch = session.held.rank_state[STATE]["epoch"]
-            self._batch = session.held.rank_state[STATE]["batch"]
+            state = session.held.provided_as(STATE, "MemCheckpointPlugin", self.accelerator.num_processes)
+            self._step, self._epoch, self._batch = session.held.step, state["epoch"], state["batch"]
         session.provide(STATE, self._capture, check_parts, self._objects.restore)
         session.announce_accumulation(lambda: not self.accelerator.sync_gradients)
         self._watch.install(prepared.torch_optimizers)
@@ -143,19 +148,6 @@ class MemCheckpointPlugin:
         self._look_at_loaders()
         for line in self._followers.remarks():
             self._messages.inform(line)
-
-    def _check_held(self, held: memckpt.HeldState) -> None:
-        if STATE not in held.rank_state:
-            raise ForeignStateError(
-                f"the state held for {self.run_dir!r} was not written by MemCheckpointPlugin (it has "
-                f'{sorted(held.rank_state)}); use another run_dir, or resume="never"'
-            )
-        if held.world_size != self.accelerator.num_processes:
-            raise UnsupportedError(
-                f"expected {held.world_size} process(es), as in the run that is continued, found "
-                f"{self.accelerator.num_processes}: the data position does not carry over to another number; "
-                'start as many, or use resume="never"'
-            )
 
     def register(self, name: str, obj: Any, attributes: Sequence[str] = ()) -> None:
         """Make an object with `state_dict` and `load_state_dict` part of the state. Call before the loop.

@@ -141,12 +141,7 @@ class Protection:
             fit_state.tables.follow_files({})
             self._loaders.take_over()
             return
-        state = held.rank_state.get(STATE)
-        if state is None:
-            raise ValueError(
-                f"the state held for {run_dir!r} was not written by MemCheckpoint (it has "
-                f'{sorted(held.rank_state)}); use another run_dir, or MemCheckpoint(resume="never")'
-            )
+        state = held.provided_as(STATE, "MemCheckpoint")
         for line in trainer_state.changed_settings(trainer, state["settings"]):
             self._messages.warn(line)
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):

@@ -25,9 +25,8 @@ def run(command: Command, restarts: Restarts = 100, warm: Warm = "", cold: Cold 
     or SIGQUIT to this command, nor an error that ends two attempts in a row at the same step. Restarts of a Python
     script need no imports: a process has imported ahead what the first start has imported from installed packages.
     """
-    from memckpt_run.attempts import ColdStarter, Starter, python_command
+    from memckpt_run.attempts import ColdStarter, Starter, end_like, python_command
     from memckpt_run.notes import Notes
-    from memckpt_run.signals import end_like
     from memckpt_run.supervisor import Supervisor
     from memckpt_run.warm import WarmStarter
 
@@ -53,7 +52,7 @@ def worker(command: Command, warm: Warm = "") -> None:
     begins with python. The first start of each local rank is what torchrun would start; a process beside it imports
     ahead, and later ones are forked from that. It ends with torchrun.
     """
-    from memckpt_run.signals import end_like
+    from memckpt_run.attempts import end_like
     from memckpt_run.worker import work
 
     rank = os.environ.get("LOCAL_RANK", "?")

@@ -15,9 +15,8 @@ from memckpt.config.arguments import RESTART_COUNT
 from memckpt.errors import AgentError
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.control import ask_status
-from memckpt_run.attempts import Attempt, Given, Starter
+from memckpt_run.attempts import ENDING, Attempt, Given, Inbox, Starter, has_it_already
 from memckpt_run.notes import Notes
-from memckpt_run.signals import ENDING, Inbox, has_it_already
 
 #: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay. An attempt that has
 #: lived longer may have got further, and its agent have died with it, so that nobody knows.

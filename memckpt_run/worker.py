@@ -21,10 +21,9 @@ from memckpt.config.arguments import LAUNCHER
 from memckpt.errors import MALFORMED, ConfigurationError
 from memckpt.processes.address import peer
 from memckpt.processes.handles import ProcessHandle, start_ticks
-from memckpt_run.attempts import PythonCommand, python_command
+from memckpt_run.attempts import PASSED_ON, PythonCommand, python_command
 from memckpt_run.keeper import Keeper, keeper_address, listen
 from memckpt_run.messages import Become, Begin, Ended, Signal, Started, packed, receive_reply, send
-from memckpt_run.signals import PASSED_ON
 
 _log = logging.getLogger("memckpt.run")
 #: Longest wait for the keeper's answer, in seconds: it may be starting a warm process, or ending a killed attempt.

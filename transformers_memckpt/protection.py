@@ -26,17 +26,91 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import memckpt
+from memckpt.capture import data as dataloader
 from memckpt.capture.attributes import Attributes, FoundObjects
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.user_file import UserFile, connect
 from memckpt.user_messages import Messages
 from transformers_memckpt import notes
-from transformers_memckpt.loader import Follower
 from transformers_memckpt.trainer_state import TrainerStates, attribute_roots, beside, check_parts
+
+
+class Follower:
+    """Follows the torch loader inside the Trainer's own, Accelerate's DataLoaderShard; `release` restores it.
+
+    The shard reads one batch ahead of the one it hands out, and the Trainer takes the batches of a whole accumulation
+    before it trains on the first. `accumulated`: number of these. Raises UnsupportedError for another loader.
+    """
+
+    def __init__(self, prepared: Any, accumulated: int) -> None:
+        self.inside = _inside(prepared)
+        _make_generator(self.inside)
+        dataloader.graft(self.inside, lookahead=accumulated + 1)
+        self._held: dict[str, Any] | None = None
+
+    def position(self, trained: int | None) -> dict[str, Any]:
+        """The position to continue at, as plain values.
+
+        Args:
+            trained: number of batches of this epoch that were trained on; None: the next epoch is about to begin.
+
+        Raises:
+            DataPositionError: later batches were fetched too long ago to be remembered.
+        """
+        if trained is None:
+            return {"between": True, "position": dataloader.position(self.inside, exhausted=True)}
+        ahead = dataloader.handed_out(self.inside) - trained
+        return {"between": False, "position": dataloader.position(self.inside, ahead=ahead)}
+
+    def resume(self, held: dict[str, Any]) -> None:
+        """Make the next epoch continue at the position `held`; global generators may move until training restores them.
+
+        Raises as :func:`memckpt.capture.data.resume`.
+        """
+        self._held = held
+        start = dataloader.recreate_persistent_iterator if held["between"] else dataloader.resume
+        start(self.inside, held["position"])
+
+    def go_live(self) -> None:
+        """Restore the loader's own generators: the batches fetched ahead have been fetched again."""
+        assert self._held is not None
+        dataloader.go_live(self.inside)
+        # An attempt to fetch beyond the last batch may have moved them since.
+        dataloader.restore_generators(self.inside, self._held["position"])
+
+    def release(self) -> None:
+        """Restore the loader."""
+        dataloader.release(self.inside)
+
+
+def _inside(prepared: Any) -> DataLoader[Any]:
+    # Not isinstance(): Accelerate's adapters claim the class of the loader that they hold.
+    if not issubclass(type(prepared), DataLoaderShard) or not isinstance(prepared.base_dataloader, DataLoader):
+        raise UnsupportedError(
+            f"expected a train dataloader that Accelerate has prepared as a DataLoaderShard, found "
+            f'{type(prepared).__name__}; set accelerator_config={{"dispatch_batches": False}}, and return a torch '
+            "DataLoader from get_train_dataloader()"
+        )
+    loader: DataLoader[Any] = prepared.base_dataloader
+    return loader
+
+
+def _make_generator(loader: DataLoader[Any]) -> None:
+    """Create the generator that Accelerate's sampler makes at its first iteration, so that a resume can restore it."""
+    sampler: Any = loader.batch_sampler
+    while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    if sampler is not None and sampler.generator is None:
+        sampler.generator = torch.Generator(device=torch.get_default_device())
+        sampler.generator.manual_seed(sampler.initial_seed)
+
 
 STATE = "transformers"
 _log = logging.getLogger("transformers_memckpt")
@@ -203,17 +277,8 @@ class Protection:
 
     def _checked(self, held: memckpt.HeldState) -> dict[str, Any]:
         trainer = self._trainer
-        state: dict[str, Any] | None = held.rank_state.get(STATE)
-        if state is None:
-            raise ForeignStateError(
-                f"expected state of a transformers.Trainer in {self._arguments.run_dir!r}, found that of another "
-                f'training (it has {sorted(held.rank_state)}); use another run_dir, or resume="never"'
-            )
-        if held.world_size != trainer.args.world_size:
-            raise ForeignStateError(
-                f"expected {held.world_size} ranks, as in the run that is continued, found {trainer.args.world_size}; "
-                'start as many, or use resume="never"'
-            )
+        adapter = "the callback for transformers.Trainer"
+        state: dict[str, Any] = held.provided_as(STATE, adapter, trainer.args.world_size)
         steps = trainer.args.gradient_accumulation_steps
         if state["batches"] % steps:
             raise ForeignStateError(
@@ -344,9 +409,9 @@ class Protection:
     def _look_again(self) -> None:
         """Log state that is left out; some of it shows only while training runs."""
         _, loader = self._active()
-        if (reason := loader.unreplayable()) is not None:
+        if (reason := dataloader.unreplayable(loader.inside)) is not None:
             self._inexact(f"a data loader: {reason}")
-        if (remark := loader.remark()) is not None:
+        if (remark := dataloader.remark(loader.inside)) is not None:
             self._messages.warn(f"a data loader: {remark}")
         self._states.leave_out()
         for name, paths in self._states.left_out.items():

@@ -1,20 +1,26 @@
-"""Measurements of ``memckpt doctor`` on this machine. Every temporary file and object is removed."""
+"""Measurements of ``memckpt doctor`` on this machine, in the order of its checks. Temporary files are removed."""
 
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import secrets
 import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from memckpt.cli.alarms import alarms_of
+from memckpt.cli.common import place_of
 from memckpt.cli.run_view import read_within
 from memckpt.config import ErasureConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError
+from memckpt.memory.budget import available_bytes, cpu_quota, memory_limits
 from memckpt.processes.address import AgentAddress, Listener
 from memckpt.processes.control import ask_status
 from memckpt.processes.handles import start_ticks
@@ -24,7 +30,9 @@ from memckpt.storage.chain import stored_points
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.store import Store
-from memckpt_tools.doctor.checks import DiskFacts, StoreFacts
+from memckpt.storage.urls import open_store
+from memckpt_tools.doctor import checks
+from memckpt_tools.doctor.checks import Check, DiskFacts, StoreFacts
 
 _CHUNK_BYTES = 4 << 20
 #: Share of the free bytes that a trial of a disk takes at most: a training may need the rest meanwhile.
@@ -249,3 +257,79 @@ def try_store(store: Store) -> tuple[float, str]:
     if listed != [path] or found != data:
         return 0.0, f"{store.url}: an object read back differs from the one written"
     return time.perf_counter() - started, ""
+
+
+#: More bytes than a disk's own cache hides.
+_TRIAL_BYTES = 64 << 20
+
+
+def examine(run: Path | None, url: str | None) -> Iterator[Check]:
+    """Run all checks, the quick ones first."""
+    yield checks.check_python(sys.version_info[:3])
+    yield checks.check_kernel(platform.release(), missing_kernel_features())
+    agent = None
+    if run is not None:
+        agent, problem = ask_agent(run)
+        yield checks.check_agent(agent.pid if agent is not None else None, problem)
+        if agent is not None:
+            yield checks.check_alarms(tuple(alarms_of(agent)))
+            yield checks.check_advice(agent.advice, agent.advice_reason)
+    yield checks.check_sockets(try_sockets())
+    yield checks.check_memory(available_bytes(), min((one.limit for one in memory_limits()), default=None))
+    job, service = os.environ.get("SLURM_JOB_ID"), own_service()
+    yield checks.check_survival(job, service, in_container())
+    yield from _examine_software()
+    peers, problem = configured_peers()
+    yield checks.check_descriptors(*descriptor_limits(), job_nodes(agent), peers)
+    yield checks.check_settings(problem)
+    yield checks.check_erasure(*erasure_facts(), peers)
+    yield checks.check_transport(*transport_facts(), peers)
+    if run is None:
+        yield from _examine_storage(url or str(Path.cwd()), None, agent)
+    elif url is not None or not problem:  # else the location of checkpoints is unknown
+        yield from _examine_storage(url or place_of(run, None), run, agent)
+
+
+def _examine_software() -> Iterator[Check]:
+    import_error, threads, cuda = torch_facts()
+    torch = checks.check_torch(installed_version("torch"), import_error)
+    yield torch
+    if torch.outcome == "ok":
+        yield checks.check_cores(len(os.sched_getaffinity(0)), cpu_quota(), threads, cuda)
+        yield checks.check_locked_memory(locked_memory_limit(), cuda)
+    yield checks.check_lightning(installed_version("lightning"), installed_version("pytorch-lightning"))
+    for name, purpose in {
+        "accelerate": "training with Accelerate",
+        "safetensors": "memckpt export --format safetensors",
+        "s3fs": "storage at s3://",
+    }.items():
+        yield checks.check_optional(name, installed_version(name), purpose)
+
+
+def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterator[Check]:
+    driver = checks.check_driver(url, {name: installed_version(name) for name in ("s3fs", "gcsfs", "adlfs")})
+    if driver is not None and driver.outcome == "problem":
+        yield driver
+        return
+    try:
+        store = open_store(url)
+    except ConfigurationError as error:
+        yield checks.check_place(str(error))
+        return
+    if isinstance(store, LocalStore):
+        disk = try_disk(store, _TRIAL_BYTES)
+        yield from checks.check_disk(disk)
+    else:
+        disk = None
+        seconds, problem = try_store(store)
+        yield checks.check_store(store.url, seconds, problem)
+        if run is None and problem:
+            return
+    if run is None and disk is not None:
+        return
+    found = look_into_store(store, run)
+    yield checks.check_content(found)
+    if found.others or found.beside:
+        yield checks.check_other_runs(found)
+    if found.nbytes:
+        yield from checks.check_room(found.nbytes, disk, None if agent is not None else available_bytes())

@@ -212,24 +212,17 @@ class Run:
     @property
     def step_seconds(self) -> float:
         """Median duration of a step, without the drill's own work; 0 if it is not known."""
-        durations = []
-        for history in self.history.ranks.values():
-            for attempt in history.attempts:
-                lines = attempt.taken
-                pairs = itertools.pairwise(lines)
-                durations += [after.time - before.time - before.seconds for before, after in pairs]
-        return max(0.0, statistics.median(durations)) if durations else 0.0
+        return self._median(lambda before, after: after.time - before.time - before.seconds)
 
     @property
     def stall_seconds(self) -> float:
         """Median time of a step in which protection kept the process from training; 0 if it is not known."""
-        stalls = [
-            after.stalled - before.stalled
-            for history in self.history.ranks.values()
-            for attempt in history.attempts
-            for before, after in itertools.pairwise(attempt.taken)
-        ]
-        return max(0.0, statistics.median(stalls)) if stalls else 0.0
+        return self._median(lambda before, after: after.stalled - before.stalled)
+
+    def _median(self, seconds: Callable[[Taken, Taken], float]) -> float:
+        attempts = [attempt for history in self.history.ranks.values() for attempt in history.attempts]
+        found = [seconds(*pair) for attempt in attempts for pair in itertools.pairwise(attempt.taken)]
+        return max(0.0, statistics.median(found)) if found else 0.0
 
     # Kills
 

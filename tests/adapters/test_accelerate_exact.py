@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_plugin import object_states
+from accelerate_plugin import prepared
 from accelerate_plugin.loaders import Follower
 from accelerate_plugin.plugin import MemCheckpointPlugin
 from memckpt.capture.data.passes import Pass
@@ -236,8 +236,8 @@ def _no_refetch() -> None:
 
 
 def _no_schedulers() -> None:
-    load = object_states._load
-    object_states._load = lambda kind, objects, states: None if kind == "scheduler" else load(kind, objects, states)
+    load = prepared._load
+    prepared._load = lambda kind, objects, states: None if kind == "scheduler" else load(kind, objects, states)
 
 
 def _no_positions() -> None:

@@ -240,7 +240,7 @@ def test_other_objects_than_before_are_refused(lab: Lab) -> None:
 
     def not_ours() -> None:
         ckpt = plugin(lab)
-        with pytest.raises(ForeignStateError, match="was not written by MemCheckpointPlugin"):
+        with pytest.raises(ForeignStateError, match="expected state written by MemCheckpointPlugin"):
             ckpt.prepare(*objects())
 
     for body in (

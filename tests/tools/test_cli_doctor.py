@@ -23,7 +23,6 @@ from memckpt.storage.owner import keep_run
 from memckpt.storage.urls import open_store
 from memckpt.user_messages import short_number
 from memckpt_tools.doctor import checks
-from memckpt_tools.doctor import command as doctor
 from memckpt_tools.doctor import probes as facts
 from memckpt_tools.doctor.checks import Check
 from tests.support.monitoring.statuses import an_agent, some_peers
@@ -215,7 +214,7 @@ def test_a_store_is_looked_into(tmp_path: Path) -> None:
 
 
 def test_doctor_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr(facts, "_TRIAL_BYTES", 1 << 20)
     for record in (1, 2):
         write(LocalStore(tmp_path / "run" / "storage"), part_of(record))
     monkeypatch.setattr(facts, "ask_status", lambda address: an_agent())
@@ -235,7 +234,7 @@ def test_doctor_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_TRIAL_BYTES", 1 << 20)
+    monkeypatch.setattr(facts, "_TRIAL_BYTES", 1 << 20)
     code, found = invoke_json("doctor", tmp_path / "run")
     assert code == (1 if found["problems"] else 0)
     by_name = {check["name"]: check for check in found["checks"]}
@@ -307,7 +306,7 @@ def test_settings_that_cannot_be_are_shown_and_not_followed(tmp_path: Path, monk
 
 def test_warnings_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Check("memory", "warning", "little [of it]", "more")
-    monkeypatch.setattr(doctor, "examine", lambda run, url: iter([shown]))
+    monkeypatch.setattr(facts, "examine", lambda run, url: iter([shown]))
     code, text = invoke("doctor")
     assert code == 0
     assert "little [of it]" in text

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from memckpt.errors import ForeignStateError
 from memckpt.recovery.comparison import Difference, Findings
 from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
@@ -71,6 +72,24 @@ class HeldState:
     rank_state: Mapping[str, Any]
     world_size: int
     newest_step: int
+
+    def provided_as(self, name: str, adapter: str, ranks: int | None = None) -> Any:
+        """The value that an adapter has provided as `name`; `ranks`: it does for no other number of ranks.
+
+        Raises:
+            ForeignStateError: another adapter wrote the state, or another number of ranks.
+        """
+        if name not in self.rank_state:
+            raise ForeignStateError(
+                f"expected state written by {adapter}, found that of another training (it has "
+                f'{sorted(self.rank_state)}); use another run_dir, or resume="never"'
+            )
+        if ranks not in (None, self.world_size):
+            raise ForeignStateError(
+                f"expected {self.world_size} ranks, as in the run that is continued, found {ranks}: the data position "
+                'does not carry over to another number; start as many, or use resume="never"'
+            )
+        return self.rank_state[name]
 
 
 @dataclass(repr=False)

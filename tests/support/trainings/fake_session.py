@@ -38,6 +38,9 @@ class FakeHeld:
         """No step is repeated."""
         return self.step
 
+    def provided_as(self, name: str, adapter: str) -> Any:
+        return self.rank_state[name]
+
 
 @dataclass(frozen=True)
 class FakeReport:

@@ -18,8 +18,8 @@ from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
 from memckpt.session.gradient_tap import period_for
 from memckpt_hydra import protection
+from memckpt_tools.plan.table import as_python, as_yaml, settings_that_differ
 from memckpt_tools.planning.job import Failures, Job
-from memckpt_tools.planning.rendering import as_python, as_yaml, settings_that_differ
 from memckpt_tools.planning.scheme import Scheme, Tier, expect
 from memckpt_tools.planning.schemes import compressed_period, make_plan
 from tests.support.planning.tiers import daly_wall_seconds
