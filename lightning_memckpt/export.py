@@ -23,11 +23,6 @@ _EVALUATION["batch_progress"]["is_last_batch"] = False
 _OTHER_LOOPS = {"validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _untouched(*_COUNTERS)}
 
 
-def _own_positions(positions: list[Any]) -> list[Any]:
-    """States of training loaders with a ``state_dict()`` of their own; other loaders have positions of ours."""
-    return [one for one in positions if one is not None and not (isinstance(one, dict) and "pass" in one)]
-
-
 def checkpoint_of(state: ExportedState) -> dict[str, Any]:
     """The contents of Lightning's own file of the batch, as if saved in ``on_train_batch_end``.
 
@@ -38,7 +33,9 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
     user: dict[str, Any] = ours["user"]
     file: dict[str, Any] = ours["file"]
     loops = {**ours["loops"], **ours["unedited_loops"]}
-    if positions := _own_positions(ours["loaders"]["train"]):
+    # Loaders with a state_dict() have such a state; those of others have positions of ours.
+    positions = [one for one in ours["loaders"]["train"] if one is not None]
+    if positions := [one for one in positions if not (isinstance(one, dict) and "pass" in one)]:
         loops["state_dict"] = {**loops["state_dict"], "combined_loader": positions}
     callbacks = {
         name.removeprefix("callbacks/"): value for name, value in user.items() if name.startswith("callbacks/")

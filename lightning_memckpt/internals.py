@@ -219,15 +219,12 @@ class TrainerInternals:
 
     def epoch_is_over(self) -> bool:
         """Whether no further batch of this epoch follows."""
-        return bool(self.epoch_loop._is_training_done) or self.is_stopping()
+        stops = self._trainer.should_stop and self.fit_loop._can_stop_early  # should_stop is set, and takes effect now
+        return bool(self.epoch_loop._is_training_done or stops)
 
     def validation_follows(self) -> bool:
         """Whether Lightning validates after the batch that has just ended."""
         return bool(self.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher))
-
-    def is_stopping(self) -> bool:
-        """Whether `trainer.should_stop` is set and takes effect now."""
-        return bool(self._trainer.should_stop and self.fit_loop._can_stop_early)
 
     def batches_fetched_ahead(self, loaders: int) -> list[int]:
         """Number of batches of each training loader that the fetcher has taken and training has not seen.

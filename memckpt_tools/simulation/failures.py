@@ -28,10 +28,6 @@ class Exponential(Checked):
 
     mean_seconds: LongTime
 
-    def survival(self, seconds: float) -> float:
-        """Probability that a new unit has no failure in so many seconds."""
-        return math.exp(-seconds / self.mean_seconds)
-
     def draw(self, count: int, stream: np.random.Generator) -> Floats:
         """Lives of new units, in seconds."""
         return stream.exponential(self.mean_seconds, count)
@@ -65,10 +61,6 @@ class Weibull(Checked):
     def mean_seconds(self) -> float:
         """Mean life of a unit, in seconds."""
         return self.scale_seconds * math.gamma(1 + 1 / self.shape)
-
-    def survival(self, seconds: float) -> float:
-        """Probability that a new unit has no failure in so many seconds."""
-        return math.exp(-((seconds / self.scale_seconds) ** self.shape))
 
     def draw(self, count: int, stream: np.random.Generator) -> Floats:
         """Lives of new units, in seconds."""

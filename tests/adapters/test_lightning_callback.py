@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import memckpt
 from lightning_memckpt import MemCheckpoint, trainer_state
 from lightning_memckpt.internals import TrainerInternals
-from lightning_memckpt.reentry import behind_batch
 from lightning_memckpt.shadowing import Shadows
 from memckpt.errors import ConfigurationError, UnsupportedStateError
 from tests.support.trainings import fake_session
@@ -456,34 +455,3 @@ def test_a_shadow_under_a_later_one_becomes_the_original() -> None:
     thing.name = lambda: ours() + " theirs"  # type: ignore[method-assign]
     shadows.remove_all()
     assert thing.name() == "class theirs"
-
-
-def loop_state(*, processed: int, validated: int) -> dict[str, Any]:
-    counts = {"ready": processed, "started": processed, "processed": processed, "completed": processed - 1}
-    done = dict.fromkeys(("ready", "started", "processed", "completed"), validated)
-    return {
-        "epoch_loop.batch_progress": {"total": dict(counts), "current": dict(counts), "is_last_batch": True},
-        "epoch_loop.val_loop.batch_progress": {"total": done, "current": dict(done), "is_last_batch": True},
-        "epoch_loop.state_dict": {"_batches_that_stepped": processed - 1},
-    }
-
-
-def test_the_batch_that_ended_counts_as_completed() -> None:
-    before = loop_state(processed=7, validated=2)
-    kept = copy.deepcopy(before)
-    after = behind_batch(before, validation_follows=False)
-    assert before == kept
-    assert after["epoch_loop.batch_progress"]["total"]["completed"] == 7
-    assert after["epoch_loop.batch_progress"]["current"]["completed"] == 7
-    assert after["epoch_loop.state_dict"]["_batches_that_stepped"] == 7
-    assert set(after["epoch_loop.val_loop.batch_progress"]["total"].values()) == {2}
-
-
-def test_a_validation_that_follows_looks_interrupted_in_its_first_batch() -> None:
-    after = behind_batch(loop_state(processed=7, validated=2), validation_follows=True)
-    assert after["epoch_loop.val_loop.batch_progress"] == {
-        "total": {"ready": 3, "started": 3, "processed": 2, "completed": 2},
-        "current": dict.fromkeys(("ready", "started", "processed", "completed"), 0),
-        "is_last_batch": False,
-    }
-    assert after["epoch_loop.state_dict"]["_batches_that_stepped"] == 6

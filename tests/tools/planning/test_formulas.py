@@ -65,17 +65,6 @@ def test_gemini_is_what_counting_all_sets_of_lost_machines_gives(nodes: int, cop
 # ECCheck
 
 
-@pytest.mark.parametrize("p", [0.001, 0.01, 0.05, 0.1])
-def test_eccheck_recovery_of_2000_nodes(p: float) -> None:
-    """ECCheck, equations 1 and 2, R^500 and their difference 2 p^2 (1 - p)^2 (section II-B, figure 3)."""
-    replicated = (1 - p) ** 4 + 4 * p * (1 - p) ** 3 + (6 - 2) * p**2 * (1 - p) ** 2
-    coded = (1 - p) ** 4 + 4 * p * (1 - p) ** 3 + 6 * p**2 * (1 - p) ** 2
-    assert replicated_group_recovery(p, 4, 2) == pytest.approx(replicated, rel=1e-12)
-    assert coded_group_recovery(p, 4, 2) == pytest.approx(coded, rel=1e-12)
-    gained = coded_group_recovery(p, 4, 2) - replicated_group_recovery(p, 4, 2)
-    assert gained == pytest.approx(2 * p**2 * (1 - p) ** 2, rel=1e-9)
-
-
 def test_eccheck_2000_nodes_by_lost_nodes() -> None:
     """At p = 1% two copies hold with 90.5%, the code of the same redundancy with 99.8% (the curves of figure 3)."""
     assert replicated_group_recovery(0.01, 4, 2) ** 500 == pytest.approx(0.905, abs=5e-4)

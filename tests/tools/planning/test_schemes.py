@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 import hydra
@@ -59,27 +58,6 @@ def test_ettr_of_rare_failures_is_that_of_the_post() -> None:
     # "ETTR, aka, how good is the training goodput", asynchronous writes: reads, writes, half an interval, persisting.
     post = 1 - (read + mtbf / interval * 2 + interval / 2 + persist) / mtbf
     assert found.ettr == pytest.approx(post, abs=2e-5)
-
-
-def test_ettr_is_that_of_drawn_failures_of_two_kinds() -> None:
-    """Processes go back to memory, nodes to storage with a lag: steps are done one by one, failures drawn."""
-    near = Tier(name="memory", every_steps=1, lag_steps=0, restore_seconds=30)
-    far = Tier(name="storage", every_steps=200, lag_steps=40, restore_seconds=90, survives_cluster=True)
-    scheme = Scheme(name="both", overhead=0.05, tiers=(near, far))
-    failures = Failures(process=1 / 3000, node=1 / 9000)
-    expected = expect(scheme, failures, step_seconds=1.0, run_seconds=1e7)
-    assert expected.tiers == {"process": "memory", "nodes": "storage", "cluster": "storage"}
-    numbers = random.Random(4)
-    done, restore, now, horizon = 0.0, 0.0, 0.0, 2e7
-    while now < horizon:
-        lasts = numbers.expovariate(failures.total)
-        now += lasts
-        done += max(0.0, lasts - restore) / 1.05
-        process = numbers.random() < failures.process / failures.total
-        if lasts > restore:
-            done = float(int(done)) if process else max(0.0, (done - 40) // 200 * 200)
-        restore = 30.0 if process else 90.0
-    assert expected.ettr == pytest.approx(done / now, abs=0.004)
 
 
 def test_a_job_that_starts_over_gets_nowhere() -> None:

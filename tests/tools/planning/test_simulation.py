@@ -127,59 +127,6 @@ def test_eccheck_recovery_rate_of_2000_nodes(p: float, code: bool) -> None:
     assert abs(kept - expected) <= 3.29 * math.sqrt(expected * (1 - expected) / 400)  # 99.9% of a binomial
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 12])
-def test_a_second_failure_before_protection_is_complete_again(nodes: int) -> None:
-    """One group that tolerates one loss, and a window of w after each failure.
-
-    Failures come at a rate a. In the window, the same node begins it again, and any other one is too many:
-    P = (1 - exp(-a w)) * ((n - 1) / n + P / n).
-    """
-    node_mean, window = 1e6, 0.2 * 1e6 / nodes
-    within = -math.expm1(-nodes / node_mean * window)
-    expected = within * (nodes - 1) / nodes / (1 - within / nodes)
-    tier = Tier(
-        name="peers", every_steps=0.001, lag_steps=0, restore_seconds=0.3 * window, group_nodes=nodes, tolerates=1,
-        rebuild_seconds=0.5 * window,
-    )  # fmt: skip
-    setup = Setup(
-        cluster=Cluster(nodes=nodes),
-        failures=FailureModel(nodes=Exponential(node_mean)),
-        training=Training(step_seconds=1.0, duration_seconds=1e9 / nodes),
-        repair=Repair(replacement_seconds=0.2 * window),
-    )
-    lost = []
-    for seed in range(1000):
-        failures = FailureModel(nodes=Exponential(node_mean)).draw(
-            setup.cluster, setup.training.duration_seconds, np.random.SeedSequence(seed)
-        )
-        lost.append(float(_first_window_loses(failures, window)))
-    assert Estimate.of(lost, 0.999).holds(expected)
-    # The replay says the same of each of them.
-    for seed in range(50):
-        failures = FailureModel(nodes=Exponential(node_mean)).draw(
-            setup.cluster, setup.training.duration_seconds, np.random.SeedSequence(seed)
-        )
-        end = _first_window_end(failures, window)
-        cut = Failures(failures.seconds[:end], failures.kinds[:end], failures.units[:end])
-        outcome = replay(
-            Scheme(name="peers", overhead=0, tiers=(tier,)), cut, setup.cluster, setup.training, setup.repair
-        )
-        assert (outcome.recoveries[-1] > 0) == _first_window_loses(failures, window)
-
-
-def _first_window_end(failures: Failures, window: float) -> int:
-    """Number of failures until the first window ends, or another node fails in it."""
-    end = 1
-    while failures.seconds[end] - failures.seconds[end - 1] < window and failures.units[end] == failures.units[end - 1]:
-        end += 1
-    return end + bool(failures.seconds[end] - failures.seconds[end - 1] < window)
-
-
-def _first_window_loses(failures: Failures, window: float) -> bool:
-    end = _first_window_end(failures, window)
-    return bool(failures.units[end - 1] != failures.units[0])
-
-
 # Repair, groups, repetitions
 
 
