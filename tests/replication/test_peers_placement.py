@@ -198,7 +198,7 @@ def test_a_replacement_takes_the_vacancy() -> None:
 def test_wider_domains_are_survived_as_far_as_they_can_be() -> None:
     """Four nodes hold a record, in three racks: each of them may be lost with m = 2, though it has two of the four."""
     racks: list[Path] = [(f"rack{node % 3}", f"node{node}") for node in range(12)]
-    placement = place(racks, 2, 2, level="node")
+    placement = place(racks, 2, 2)
     assert placement.survived == (1, 2)
     assert not placement.warnings
 
@@ -206,14 +206,19 @@ def test_wider_domains_are_survived_as_far_as_they_can_be() -> None:
 @pytest.mark.parametrize(
     ("sizes", "data", "tolerate", "message"),
     [
-        ([2, 2], 2, 2, r"at most 1 of 4 nodes in one rack, .* the 4 nodes .* found 2 in rack0: one rack may be lost"),
-        ([4], 1, 2, "found 4 in rack0: the loss of one rack can lose records, where 2 are to be survived"),
+        (
+            [2, 2],
+            2,
+            2,
+            r"at most 1 of 4 nodes in one domain, .* the 4 nodes .* found 2 in rack0: one domain may be lost",
+        ),
+        ([4], 1, 2, "found 4 in rack0: the loss of one domain can lose records, where 2 are to be survived"),
         ([2, 1, 1, 1, 1], 3, 3, "found 2 in rack0: any 2 of them may be lost, where 3 are to be survived"),
     ],
 )
 def test_too_few_domains_are_said(sizes: list[int], data: int, tolerate: int, message: str) -> None:
     domains = [(f"rack{index}",) for index, size in enumerate(sizes) for _ in range(size)]
-    (warning,) = place(domains, data, tolerate, level="rack").warnings
+    (warning,) = place(domains, data, tolerate).warnings
     assert re.search(message, warning)
 
 

@@ -47,7 +47,7 @@ def domains_suffice(domains: Sequence[Hashable], group_nodes: int) -> bool:
     return max(Counter(domains).values(), default=0) <= len(domains) // group_nodes
 
 
-def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "domain") -> Placement:
+def place(domains: Sequence[Path], data: int, tolerate: int) -> Placement:
     """Form groups of `data` + `tolerate` nodes or more, and say who keeps whose fragments.
 
     What depends on names is only which nodes share a domain: a node that replaces another one in its domain, or where
@@ -56,7 +56,6 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     Args:
         domains: by node, the way to its failure domain from the widest one, all of one length. Nodes are spread over
             the wider ones, too, as evenly as can be.
-        level: what such a domain is called, for warnings.
 
     Raises:
         ConfigurationError: there are fewer than k + m nodes.
@@ -86,7 +85,7 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     survived = tuple(
         _count_survived(holders, [path[:end] for path in domains], tolerate) for end in range(1, depth + 1)
     )
-    warnings = _warn(domains, span, tolerate, survived[-1], level)
+    warnings = _warn(domains, span, tolerate, survived[-1])
     return Placement(
         groups=tuple(map(tuple, rings)),
         survived=survived,
@@ -148,13 +147,13 @@ def _count_survived(holders: Sequence[Sequence[int]], domains: Sequence[Path], t
     return least
 
 
-def _warn(domains: Sequence[Path], span: int, tolerate: int, survived: int, level: str) -> tuple[str, ...]:
+def _warn(domains: Sequence[Path], span: int, tolerate: int, survived: int) -> tuple[str, ...]:
     if domains_suffice(domains, span):
         return ()
     path, most = Counter(domains).most_common(1)[0]
-    left = {0: f"the loss of one {level} can lose records", 1: f"one {level} may be lost, not two"}
+    left = {0: "the loss of one domain can lose records", 1: "one domain may be lost, not two"}
     message = (
-        f"peers: expected at most {len(domains) // span} of {len(domains)} nodes in one {level}, so that the {span} "
+        f"peers: expected at most {len(domains) // span} of {len(domains)} nodes in one domain, so that the {span} "
         f"nodes that hold a record are in different ones, found {most} in {'/'.join(path)}: "
         f"{left.get(survived, f'any {survived} of them may be lost')}, where {tolerate} are to be survived; spread the "
         "job over more of them, or choose smaller k and m"

@@ -35,7 +35,7 @@ class ReplicationNode:
     Args:
         watermark_advanced: told when the watermark has got further, or protection has changed.
         rejoined: whether the node has taken part before, and has lost what its own records were on their way to.
-        ask: has the agent copy a state; None: no states are sent in place of records.
+        ask: has the agent copy a state, which is sent in place of records.
 
     Attributes:
         states: states that may be sent in place of records; None where they are not.
@@ -53,8 +53,8 @@ class ReplicationNode:
         store: FragmentStore,
         transport: Transport,
         watermark_advanced: Callable[[WatermarkAdvanced], None],
-        rejoined: bool = False,
-        ask: Callable[[CopyState], None] | None = None,
+        rejoined: bool,
+        ask: Callable[[CopyState], None],
     ) -> None:
         start = job.record or 0
         self.job = job
@@ -75,7 +75,7 @@ class ReplicationNode:
         self._codes: dict[int, Code] = {job.data: self._code}
         self._senders = {ranks: self._make_sender(ranks, start, not job.wait) for ranks in plan.own}
         self.states: StatesByValue | None = None
-        if job.every_steps != 1 and ask is not None:
+        if job.every_steps != 1:
             senders = {ranks: self._make_sender(ranks, 0) for ranks in plan.own}
             self.states = StatesByValue(plan, self._code, store, senders, ask)
         self._pump = Pump(self.all_senders, self.pacer)

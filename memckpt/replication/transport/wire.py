@@ -4,8 +4,6 @@ it.
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from memckpt.replication.coding.code import Fragment
@@ -193,23 +191,10 @@ class GotNone(msgspec.Struct, frozen=True, tag="got none"):
     reason: str
 
 
-WireMessage = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 3.10 too
-    Open,
-    Put,
-    Abandon,
-    Stored,
-    NotStored,
-    Acknowledged,
-    Watermark,
-    Whereabouts,
-    AskManifest,
-    Manifest,
-    Get,
-    Got,
-    AskWindow,
-    WindowIs,
-    GotNone,
-]
+WireMessage = (
+    Open | Put | Abandon | Stored | NotStored | Acknowledged | Watermark | Whereabouts |
+    AskManifest | Manifest | Get | Got | AskWindow | WindowIs | GotNone
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[WireMessage] = msgspec.msgpack.Decoder(WireMessage)
