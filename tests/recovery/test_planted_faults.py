@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_audits import audit_of, wait_for_audit
-from tests.support.trainings.engine_child import Control, config, kill_self, patched
+from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab, collect
 from tests.support.trainings.planted_faults import (
     CAPTURE,
@@ -130,7 +131,7 @@ def test_a_fault_in_capture_is_found_while_training_runs(lab: Lab, name: str) ->
 @pytest.mark.parametrize("name", REDO)
 def test_a_fault_in_redo_is_found_while_training_runs(lab: Lab, name: str) -> None:
     owner, method, replacement = REDO[name]
-    with patched(owner, method, wrapped(owner, method, replacement)):
+    with patch.object(owner, method, wrapped(owner, method, replacement)):
         lab.start_agent()  # the auditor is forked from it
     step = audited(lab)
     assert step is not None

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -21,7 +22,7 @@ from memckpt.session import connection, link
 from memckpt.session.connection import Reconnection
 from memckpt.state.redo import RedoGroup
 from tests.support.trainings.engine_cases import PLAIN
-from tests.support.trainings.engine_child import Control, config, kill_agent, kill_both, kill_self, patched
+from tests.support.trainings.engine_child import Control, config, kill_agent, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab, collect
 from tests.support.trainings.engine_optimizers import Momentum
 from tests.support.trainings.engine_state import AddedGroup
@@ -200,7 +201,7 @@ def test_an_agent_that_dies_while_it_applies_a_record_leaves_nothing_to_trust(la
             os.kill(int(trainer.read_text()), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with patched(replica.Replica, "_keep_in_replica", dying):
+    with patch.object(replica.Replica, "_keep_in_replica", dying):
         agent = lab.start_agent()
     child, report = lab.begin(
         PLAIN, config("eager"), prepare=lambda control: trainer.write_text(str(os.getpid())) and None

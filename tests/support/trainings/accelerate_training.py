@@ -31,7 +31,7 @@ from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import freeze
 from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import average_plainly, note_encodings
-from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_child import config, seed_everything
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_programs import Ended, Kill, Process, Run
 
@@ -193,10 +193,7 @@ class Training(Process):
         self.samples = Samples(case.samples)
         self.average = Average()
         self.accelerator.register_for_checkpointing(self.average)
-        seed = 50 + run.rank
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
+        seed_everything(50 + run.rank)
 
     def _loader(self) -> Any:
         case = self.run.case

@@ -7,8 +7,7 @@ import os
 import pickle
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,17 +85,6 @@ def kill_both(control: Control) -> None:
     """Kill the node here: the agent, then the trainer."""
     kill_agent(control)
     kill_self(control)
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside the block."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class _Probe:

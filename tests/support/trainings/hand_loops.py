@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
 import memckpt
 from tests.support.faults.check_lines import REASONS
 from tests.support.trainings import killed_programs
-from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_child import config, seed_everything
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_programs import Kill, Run, check_same, finish
 
@@ -135,9 +133,7 @@ def survives(
     """
 
     def program(run: Run) -> None:
-        torch.manual_seed(run.case)
-        random.seed(run.case)
-        np.random.seed(run.case)
+        seed_everything(run.case)
         loop(kind(run, check))
 
     run = Run(3, lab.directory, ranks=ranks)
