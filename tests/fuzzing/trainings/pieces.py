@@ -13,6 +13,12 @@ def _f(*words: str) -> frozenset[str]:
     return frozenset(words)
 
 
+def _schedule(made: str, behind: str = "schedule.step()") -> Piece:
+    """A schedule of the first optimizer's rate, which is registered."""
+    attached = "session.register('schedule', schedule)"
+    return Piece(made=made, attached=attached, behind=behind, clash=_f("lr", "tensor"))
+
+
 PIECES: dict[str, Piece] = {
     # between backward and step
     "clip norm": Piece(between="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", wants=DENSE, framework=True),
@@ -160,30 +166,13 @@ PIECES: dict[str, Piece] = {
         refused="group|rule",
     ),
     # schedules and averages
-    "cosine": Piece(
-        made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)",
-        attached="session.register('schedule', schedule)",
-        behind="schedule.step()",
-        clash=_f("lr", "tensor"),
-    ),
-    "one cycle": Piece(
-        made="schedule = torch.optim.lr_scheduler.OneCycleLR(opts[0], 0.05, 60, cycle_momentum=False)",
-        attached="session.register('schedule', schedule)",
-        behind="schedule.step()",
-        clash=_f("lr", "tensor"),
-    ),
-    "plateau": Piece(
-        made="schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
-        attached="session.register('schedule', schedule)",
+    "cosine": _schedule("schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)"),
+    "one cycle": _schedule("schedule = torch.optim.lr_scheduler.OneCycleLR(opts[0], 0.05, 60, cycle_momentum=False)"),
+    "plateau": _schedule(
+        "schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
         behind="schedule.step(float(loss))",
-        clash=_f("lr", "tensor"),
     ),
-    "warm up and lambda": Piece(
-        made="schedule = torch.optim.lr_scheduler.LambdaLR(opts[0], lambda n: 1 / (1 + n))",
-        attached="session.register('schedule', schedule)",
-        behind="schedule.step()",
-        clash=_f("lr", "tensor"),
-    ),
+    "warm up and lambda": _schedule("schedule = torch.optim.lr_scheduler.LambdaLR(opts[0], lambda n: 1 / (1 + n))"),
     "schedule unregistered": Piece(
         made="schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opts[0], 24)",
         behind="schedule.step()",
@@ -513,22 +502,16 @@ PIECES: dict[str, Piece] = {
                         model(held_out)
         """),
     ),
-    "cyclic with momentum": Piece(
-        made="schedule = torch.optim.lr_scheduler.CyclicLR(opts[0], 0.001, 0.05, 3, cycle_momentum='momentum' in "
-        "opts[0].defaults)",
-        attached="session.register('schedule', schedule)",
-        behind="schedule.step()",
-        clash=_f("lr", "tensor"),
+    "cyclic with momentum": _schedule(
+        "schedule = torch.optim.lr_scheduler.CyclicLR(opts[0], 0.001, 0.05, 3, cycle_momentum='momentum' in "
+        "opts[0].defaults)"
     ),
-    "sequence of schedules": Piece(
-        made=code("""
+    "sequence of schedules": _schedule(
+        code("""
             kinds = torch.optim.lr_scheduler
             parts = [kinds.LinearLR(opts[0], total_iters=5), kinds.ExponentialLR(opts[0], 0.9)]
             schedule = kinds.SequentialLR(opts[0], parts, [5])
-        """),
-        attached="session.register('schedule', schedule)",
-        behind="schedule.step()",
-        clash=_f("lr", "tensor"),
+        """)
     ),
     # other losses and objects
     "own generator of the script": Piece(
