@@ -1,7 +1,8 @@
 """Tensors in a store in the format of torch.distributed.checkpoint, which stock tools read.
 
-A rank may hold a shard of a tensor. It is written and read at its offset in the whole, as DCP does for a DTensor, but
-by one process without communication. Tensors are read with ``weights_only=True``.
+A directory has one file of tensors, each as `torch.save` writes it, and a pickle that says where in it they are. A rank
+may hold a shard of a tensor: it is written and read at its offset in the whole. DCP's own planners, writers and readers
+are for ranks that write together, and copy a tensor more often. Tensors are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -9,38 +10,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import pickle
-import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from memckpt.errors import DamagedStateError, MemckptError
 from memckpt.state.spec import Shard
@@ -48,203 +36,13 @@ from memckpt.state.tensors import fill
 from memckpt.storage.format import MERGED, is_inside
 from memckpt.storage.store import Store, StoredFile
 
-
-class _StoreFiles(FileSystemBase):
-    """A store as a file system for DCP's writer and reader; lists the files written."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._renamed_later: dict[str, bytes] = {}
-        self.written: list[StoredFile] = []
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        name = os.fspath(path)
-        if mode == "rb":
-            with self._store.open(name) as file:
-                yield file
-        elif name.endswith(".tmp"):  # the metadata, which DCP renames; a store's writes are atomic already
-            buffer = io.BytesIO()
-            yield buffer
-            self._renamed_later[name] = buffer.getvalue()
-        else:
-            with self._store.create(name) as stream:
-                yield stream
-            self.written.append(stream.stored(name))
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return f"{os.fspath(path)}/{suffix}"
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        self.written.append(self._store.write(os.fspath(new_path), self._renamed_later.pop(os.fspath(path))))
-
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        return os.fspath(path)
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        return
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return False  # every checkpoint has a directory of its own
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        self._store.delete(os.fspath(path))
-
-
-class _Writer(FileSystemWriter):
-    def __init__(self, store: Store, directory: str) -> None:
-        super().__init__(directory, sync_files=False)
-        self.fs: Any = _StoreFiles(store)
-        self.path: Any = directory
-
-
-class _Reader(FileSystemReader):
-    """Reads one directory, or several directories below it as one checkpoint."""
-
-    def __init__(self, store: Store, directory: str, below: Sequence[str] | None) -> None:
-        super().__init__(directory)
-        self._store = store
-        self._below = below
-        self.fs: Any = _StoreFiles(store)
-        self.path: Any = directory
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._below is None:
-            metadata = read_metadata(self._store.read(f"{self.path}/{MERGED}"))
-        else:
-            metadata = merged(self._store, self.path, self._below)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+#: The file of tensors, as DCP names it.
+_DATA = "__0_0.distcp"
 
 
 def _chunk(tensor: torch.Tensor, shard: Shard | None) -> ChunkStorageMetadata:
     offsets = torch.Size(shard.offsets) if shard is not None else torch.Size([0] * tensor.dim())
     return ChunkStorageMetadata(offsets, tensor.size())
-
-
-class _SavePieces(SavePlanner):
-    """Writes each tensor at its offset in the whole; other processes write the rest."""
-
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
-        self._shards = shards
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self._tensors = state_dict
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([self._item(name, tensor) for name, tensor in self._tensors.items() if self._is_there(name)])
-
-    def _is_there(self, name: str) -> bool:
-        """Whether a shard is to be written. An empty one is not: another shard at its offset may not be empty."""
-        shard = self._shards.get(name)
-        return shard is None or bool(self._tensors[name].numel()) or not prod(shard.whole)
-
-    def _item(self, name: str, tensor: torch.Tensor) -> WriteItem:
-        shard = self._shards.get(name)
-        chunk = _chunk(tensor, shard)
-        size = tensor.size() if shard is None else torch.Size(shard.whole)
-        properties = TensorProperties.create_from_tensor(tensor)
-        data = TensorWriteData(chunk, properties, size)
-        return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        entries: dict[str, Any] = {}
-        for item in (item for plan in all_plans for item in plan.items):
-            data = item.tensor_data
-            assert data is not None
-            entries[item.index.fqn] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
-        # Flat names, as DCP's own planner writes them for a flat dictionary.
-        return all_plans, Metadata(entries, {name: (name,) for name in entries})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._tensors[write_item.index.fqn]
-
-
-class _LoadPieces(LoadPlanner):
-    """Fills each tensor from the stored shards that overlap it; together they must cover all of it."""
-
-    def __init__(self, what: str, shards: Mapping[str, Shard]) -> None:
-        self._what = what
-        self._shards = shards
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._found: dict[str, Any] = {}
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._tensors = state_dict
-        self._found = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for name, tensor in self._tensors.items() for item in self._items(name, tensor)])
-
-    def _items(self, name: str, tensor: torch.Tensor) -> list[ReadItem]:
-        shard = self._shards.get(name)
-        whole = tensor.size() if shard is None else torch.Size(shard.whole)
-        entry = self._found.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
-            if not tensor.numel():
-                return []
-            raise DamagedStateError(f"{self._what}: expected the tensor {name}, found none")
-        if entry.size != whole:
-            raise DamagedStateError(
-                f"{self._what}: expected {name} of shape {list(whole)}, found one of shape {list(entry.size)}"
-            )
-        items = create_read_items_for_chunk_list(name, entry, [_chunk(tensor, shard)]) if tensor.numel() else []
-        elements = sum(prod(item.lengths) for item in items)
-        if elements != tensor.numel():
-            raise DamagedStateError(f"{self._what}: expected {tensor.numel()} elements of {name}, found {elements}")
-        return items
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._target(read_item)
-        return target.clone() if target.is_inference() or 0 in target.stride() else target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        target = self._target(read_item)
-        if tensor.data_ptr() != target.data_ptr():
-            fill(target.detach(), tensor)
-
-    def _target(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._tensors[read_item.dest_index.fqn]
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dimension, start, length)
-        return target
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("only tensors are asked for")
-
-    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        raise AssertionError("only tensors are asked for")
-
-
-@contextlib.contextmanager
-def _alone(what: str) -> Iterator[None]:
-    """Use DCP in one process, and raise the cause of a failure in place of DCP's wrapper."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        for cause in causes:
-            if isinstance(cause, (MemckptError, MemoryError)):
-                raise cause from None
-        raise DamagedStateError(f"{what}: {'; '.join(f'{type(one).__name__}: {one}' for one in causes)}") from error
 
 
 @contextlib.contextmanager
@@ -274,10 +72,24 @@ def save(
         crc32: write torch's own checksums, which torch never checks and which cost more than the rest of the write.
             A commit file with checksums makes them unnecessary.
     """
-    writer = _Writer(store, directory)
-    with _alone(f"{directory} cannot be written"), _crc32(crc32):
-        dcp_save(dict(tensors), storage_writer=writer, planner=_SavePieces(shards or {}), no_dist=True)
-    return tuple(writer.fs.written)
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    path = f"{directory}/{_DATA}"
+    with _crc32(crc32), store.create(path) as stream:
+        for name, tensor in tensors.items():
+            shard = (shards or {}).get(name)
+            size = tensor.size() if shard is None else torch.Size(shard.whole)
+            if not tensor.numel() and size.numel():
+                continue  # an empty shard: another one at its offset may not be empty
+            chunk, start = _chunk(tensor, shard), stream.tell()
+            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            # torch writes all of a view's storage.
+            torch.save(tensor.detach() if whole else tensor.detach().clone(), cast("IO[bytes]", stream))
+            entries[name] = TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), size, [chunk])
+            places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(_DATA, start, stream.tell() - start)
+    # Flat names, as DCP's own planner writes them for a flat dictionary.
+    metadata = Metadata(entries, {name: (name,) for name in entries}, places)
+    return stream.stored(path), store.write(f"{directory}/{MERGED}", encode_metadata(metadata))
 
 
 def load_into(
@@ -287,7 +99,7 @@ def load_into(
     shards: Mapping[str, Shard] | None = None,
     below: Sequence[str] | None = None,
 ) -> None:
-    """Read tensors by name, in place.
+    """Read tensors by name, in place, from the stored shards that overlap them.
 
     Args:
         store, directory: source.
@@ -299,22 +111,70 @@ def load_into(
         DamagedStateError: the files lack tensors or have others.
         StorageError: the files cannot be read.
     """
-    reader, planner = _Reader(store, directory, below), _LoadPieces(directory, shards or {})
-    with _alone(f"{directory} cannot be read"):
-        dcp_load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
+    metadata = _metadata(store, directory, below)
+    by_file: dict[str, list[ReadItem]] = defaultdict(list)
+    try:
+        for name, tensor in tensors.items():
+            entry = metadata.state_dict_metadata.get(name)
+            for item in _pieces(directory, name, tensor, (shards or {}).get(name), entry):
+                by_file[metadata.storage_data[item.storage_index].relative_path].append(item)
+        for path, items in by_file.items():
+            with store.open(f"{directory}/{path}") as file:
+                for item in items:
+                    place = metadata.storage_data[item.storage_index]
+                    _read_piece(file, place, item, tensors[item.dest_index.fqn].detach())
+    except (MemckptError, MemoryError):
+        raise
+    except Exception as error:  # damaged files can raise anything
+        raise DamagedStateError(f"{directory} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _pieces(what: str, name: str, tensor: torch.Tensor, shard: Shard | None, entry: object) -> list[ReadItem]:
+    """The pieces of stored shards that fill a tensor; together they must cover all of it."""
+    whole = tensor.size() if shard is None else torch.Size(shard.whole)
+    if not isinstance(entry, TensorStorageMetadata):
+        if not tensor.numel():
+            return []
+        raise DamagedStateError(f"{what}: expected the tensor {name}, found none")
+    if entry.size != whole:
+        raise DamagedStateError(
+            f"{what}: expected {name} of shape {list(whole)}, found one of shape {list(entry.size)}"
+        )
+    items = create_read_items_for_chunk_list(name, entry, [_chunk(tensor, shard)]) if tensor.numel() else []
+    elements = sum(prod(item.lengths) for item in items)
+    if elements != tensor.numel():
+        raise DamagedStateError(f"{what}: expected {tensor.numel()} elements of {name}, found {elements}")
+    return items
+
+
+def _read_piece(file: IO[bytes], place: _StorageInfo, item: ReadItem, target: torch.Tensor) -> None:
+    view: Any = _create_file_view(cast("io.IOBase", file), place.offset, place.length)
+    stored = torch.load(view, map_location="cpu", weights_only=True)
+    for dim, (at, start, length) in enumerate(zip(item.storage_offsets, item.dest_offsets, item.lengths, strict=True)):
+        stored, target = stored.narrow(dim, at, length), target.narrow(dim, start, length)
+    if stored.shape != target.shape:
+        raise ValueError(f"expected {item.dest_index.fqn} of shape {list(target.shape)}, found {list(stored.shape)}")
+    fill(target, stored)
+
+
+def _metadata(store: Store, directory: str, below: Sequence[str] | None) -> Metadata:
+    if below is not None:
+        return merged(store, directory, below)
+    return read_metadata(store.read(f"{directory}/{MERGED}"))
 
 
 def names(
     store: Store, directory: str, below: Sequence[str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Names, unsharded shapes and dtypes of a checkpoint's tensors; `below` as for :func:`load_into`."""
-    metadata = _Reader(store, directory, below).read_metadata()
     return {
         name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in _metadata(store, directory, below).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
+
+# Metadata, of which nothing is executed
 
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ALLOWED = {
