@@ -22,9 +22,7 @@ class _Pending(NamedTuple):
     """A bucket whose first factors are being averaged.
 
     Attributes:
-        bucket: the bucket.
-        totals: by position in it, the gradient with what was left out before.
-        lefts: by position, its first factor.
+        totals, lefts: by position in the bucket, the gradient with what was left out before, and its first factor.
         whole: the uncompressed gradients, one behind the other, then the first factors; being summed.
         result: done when the bucket has its average.
     """
@@ -45,11 +43,13 @@ class PowerSgdReducer(Reducer):
     redo does it (:func:`~memckpt.state.encodings.product`), and not by a matrix product.
     """
 
+    _config: PowerSGD
+
     def __init__(
         self, config: PowerSGD, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(config, params, group)
-        self._rank, self._seed = config.rank, config.start_seed
+        self._rank = config.rank
         #: By parameter's id, the parameter and the second factor of the step before.
         self._rights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._begun: list[_Pending] = []
@@ -77,7 +77,7 @@ class PowerSgdReducer(Reducer):
             right.copy_(self._draw(param))
 
     def _draw(self, param: torch.Tensor) -> torch.Tensor:
-        numbers = torch.Generator().manual_seed(self._seed * 1_000_003 + self._positions[id(param)])
+        numbers = torch.Generator().manual_seed(self._config.start_seed * 1_000_003 + self._positions[id(param)])
         return torch.randn(param.numel() // param.shape[0], self._rank, generator=numbers)
 
     def _right(self, param: torch.Tensor) -> torch.Tensor:

@@ -22,17 +22,16 @@ Encoded = list[list[torch.Tensor] | None]
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients are averaged together.
-
-    Attributes:
-        params: the parameters.
-        gradients: their local gradients in the order of memory, one-dimensional views of the buffer.
-        buffer: all of them, one behind the other.
-    """
+    """Parameters whose gradients, views of one buffer in the order of memory, are averaged together."""
 
     params: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     buffer: torch.Tensor
+
+    @property
+    def starts(self) -> list[int]:
+        """The element of the buffer at which each gradient begins."""
+        return [int(one.storage_offset() - self.buffer.storage_offset()) for one in self.gradients]
 
 
 class Reducer(ABC):
@@ -51,6 +50,7 @@ class Reducer(ABC):
     def __init__(
         self, config: CompressionConfig, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
     ) -> None:
+        self._config = config
         lossy = config if isinstance(config, LossyConfig) else None
         #: Whether what is left out of a gradient is added to the next one.
         self.error_feedback = lossy is not None and lossy.error_feedback
@@ -90,14 +90,9 @@ class Reducer(ABC):
 
     @abstractmethod
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
-        """Average a bucket in place, without blocking.
+        """Average a bucket, if `last` the last one of its backward, in place and without blocking.
 
-        Args:
-            bucket: the bucket.
-            last: whether it is the last one of its backward.
-
-        Returns:
-            The parts of each gradient's encoding, or None, when the buffer has the average.
+        The future has the parts of each gradient's encoding, or None; it is done when the buffer has the average.
         """
 
     def state_dict(self) -> dict[str, int]:
@@ -137,13 +132,10 @@ class Reducer(ABC):
 def behind(
     futures: Sequence[torch.futures.Future[Any]], device: torch.device, action: Callable[[], _Result]
 ) -> torch.futures.Future[_Result]:
-    """Run an action once all collectives are done; what one of them has raised is the result's.
+    """Run an action once all collectives, at least one, are done; what one of them has raised is the result's.
 
-    Args:
-        futures: futures of collectives, at least one.
-        device: device of their tensors. On an accelerator the action runs on a stream of its own, which waits for them;
-            a future of torch's that collects others knows no device, and would have the caller's stream wait.
-        action: what is run.
+    If their tensors are on an accelerator (`device`), the action runs on a stream of its own, which waits for them; a
+    future of torch's that collects others knows no device, and would have the caller's stream wait.
     """
     first, *others = futures
     if others and device.type == "cpu":  # a callback that waited would keep a thread that the others need

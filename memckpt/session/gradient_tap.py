@@ -22,8 +22,7 @@ from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.shards import FlatParameterTap, ShardTap
 from memckpt.capture.taps.tap import StepTap, StreamingTap, Tap
 from memckpt.capture.taps.torch_hooks import carried_by, half_encoding, half_type
-from memckpt.compression.accepted import refuse_dtypes, refuse_sparse
-from memckpt.compression.hook import reducer_for
+from memckpt.compression.hook import reducer_for, refuse_dtypes, refuse_sparse
 from memckpt.compression.reduction import Reducer
 from memckpt.config import CompressionConfig, LossyConfig, MemckptConfig
 from memckpt.errors import UnsupportedError
