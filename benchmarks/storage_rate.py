@@ -31,8 +31,7 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import decode_node_state
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.store import Store, StoredFile
-from memckpt.storage.verification import read_back, verify_files
+from memckpt.storage.store import Store, StoredFile, read_back, verify_files
 
 MODES: tuple[StorageMode, ...] = ("replica", "log")
 TITLE = "The storage tier: the rate at which a base is written, beside the disk's"

@@ -27,8 +27,7 @@ from memckpt.processes.control import ask_status, save_to
 from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.local_store import LocalStore, sync_directory
-from memckpt.storage.store import Store
-from memckpt.storage.verification import verify_files
+from memckpt.storage.store import Store, verify_files
 from memckpt.user_messages import nbytes_text
 
 To = Annotated[
@@ -70,7 +69,9 @@ def export(
     if source not in ("storage", "memory"):
         raise ConfigurationError(f"--from: expected storage or memory, found {source!r}")
     if source == "memory":
-        found = _export_held(AgentAddress.of(run, node), step, to, form)
+        if step is not None:
+            raise UsageError("--step: memory has its newest step only; leave it out, or use --from storage")
+        found = _export_held(AgentAddress.of(run, node), to, form)
     else:
         found = _export_stored(store_of(run, url), run, step, to, form, adopt)
     nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
@@ -87,10 +88,8 @@ def _beside(to: Path, stack: contextlib.ExitStack) -> LocalStore:
     return LocalStore(Path(room).resolve())
 
 
-def _export_held(address: AgentAddress, step: int | None, to: Path, form: str) -> Checkpoint:
+def _export_held(address: AgentAddress, to: Path, form: str) -> Checkpoint:
     """Export the newest step that the agent holds. The agent writes a checkpoint of it; training goes on."""
-    if step is not None:
-        raise UsageError("--step: memory has its newest step only; leave it out, or use --from storage")
     held = ask_status(address)
     if held is None:
         raise AgentNotFoundError(f"{no_agent(address)}: nothing is held in memory")

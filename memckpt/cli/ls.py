@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from rich.markup import escape
@@ -10,10 +9,9 @@ from rich.markup import escape
 from memckpt.cli.common import AsJson, Run, Url, count, err, out, plain_table, print_json, store_of, time_text
 from memckpt.cli.run_store import Adopt, catalog_of, check_owner, steps_text
 from memckpt.errors import DamagedStateError, StorageError
-from memckpt.storage.catalog import Checkpoint, Key, missing_data, without
+from memckpt.storage.catalog import PINNED, Checkpoint, Key, missing_data, read_keys, without
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import Batch
-from memckpt.storage.retention import read_pins
 from memckpt.storage.store import Store
 from memckpt.user_messages import nbytes_text
 
@@ -30,6 +28,9 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
     missing = missing_data(store, catalog)
     pins, problem = _pins_of(store)
     newest = next(iter(stored_points(without(catalog, missing))), None)
+    lacking = {
+        one.key for one in catalog.checkpoints if any(part.commit_path in missing for part in one.parts.values())
+    }
     if as_json:
         print_json(
             {
@@ -37,7 +38,7 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
                 "owner": catalog.owner or None,
                 "step": newest.step if newest is not None else None,
                 "checkpoints": [
-                    _in_json(one) | {"lacks_data": _lacks(one, missing), "pinned": one.key in pins}
+                    _in_json(one) | {"lacks_data": one.key in lacking, "pinned": one.key in pins}
                     for one in catalog.checkpoints
                 ],
                 "batches": [_batch_in_json(one) for one in catalog.batches],
@@ -54,20 +55,18 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
     for one in catalog.checkpoints:
         cells = [str(one.step), str(one.timeline.number), time_text(one.created), nbytes_text(one.nbytes)]
         parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
-        if _lacks(one, missing):
+        if one.key in lacking:
             parts = "[red]data are missing[/]"
         elif one.key in pins:
             parts += ", pinned"
         table.add_row(*cells, str(one.world_size), *([] if whole else [parts]))
     out.print(table)
     if catalog.batches:
-        size = nbytes_text(sum(file.nbytes for one in catalog.batches for file in one.files))
+        size = nbytes_text(sum(one.nbytes for one in catalog.batches))
         reach = f"; the newest that can be produced is step {newest.step}" if newest is not None else ""
         logged = f"logged: {steps_text(catalog.batches)} in {count(len(catalog.batches), 'batch', 'batches')} ({size})"
         out.print(logged + reach, markup=False)
-    for said in catalog.damaged.values():
-        err.print(f"damaged: {said}", style="red", markup=False, soft_wrap=True)
-    for said in missing.values():
+    for said in [*catalog.damaged.values(), *missing.values()]:
         err.print(f"damaged: {said}", style="red", markup=False, soft_wrap=True)
     for said in [*catalog.unreadable.values(), *([problem] if problem else [])]:
         err.print(f"not readable: {said}", style="yellow", markup=False, soft_wrap=True)
@@ -91,19 +90,15 @@ def _batch_in_json(one: Batch) -> dict[str, Any]:
         "steps": [one.steps[0], one.steps[-1]],
         "records": [one.first, one.last],
         "timeline": one.timeline.number,
-        "bytes": sum(file.nbytes for file in one.files),
+        "bytes": one.nbytes,
         "created": one.created,
         "node": one.node,
     }
 
 
-def _lacks(one: Checkpoint, missing: Mapping[str, str]) -> bool:
-    return any(part.commit_path in missing for part in one.parts.values())
-
-
 def _pins_of(store: Store) -> tuple[frozenset[Key], str]:
     """The keys of pinned checkpoints, and the reason why they are unknown (empty: they are known)."""
     try:
-        return read_pins(store), ""
+        return read_keys(store, PINNED), ""
     except (StorageError, DamagedStateError) as error:
         return frozenset(), str(error)

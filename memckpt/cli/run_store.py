@@ -12,11 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from memckpt.cli.common import err
 from memckpt.errors import ForeignStateError, NothingHeldError, UsageError
-from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
+from memckpt.storage.catalog import PINNED, Catalog, Checkpoint, read_catalog
 from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_run, original_of, place_of_store, read_kept, refuse_other
-from memckpt.storage.retention import PINNED
 from memckpt.storage.store import Store
 
 Adopt = Annotated[
@@ -49,14 +48,11 @@ def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_loo
     """Check that a store belongs to the run in a directory, if the directory has a run id.
 
     Args:
-        store, catalog: the store and its contents.
-        run: the run directory.
+        store, catalog, run: the store, its contents, and the run directory.
         adopt: whether the directory takes the id of the store's owner.
         only_looks: print a warning, in place of an error, if the store belongs to another run.
 
-    Raises:
-        ForeignStateError: the store belongs to another run.
-        UsageError: there is no owner to adopt.
+    Raises ForeignStateError if it does, UsageError if there is no owner to adopt.
     """
     kept = kept_run(run)
     if adopt:

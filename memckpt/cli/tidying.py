@@ -14,10 +14,10 @@ from memckpt.cli.run_store import Adopt, catalog_of, check_owner, checkpoint_nam
 from memckpt.errors import MemckptError, NothingHeldError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.storage.catalog import Catalog, Checkpoint, remove, still_there
+from memckpt.storage.catalog import PINNED, Catalog, Checkpoint, read_keys, remove, still_there, write_keys
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import INSIDE, kept_run, place_of_store, refuse_other
-from memckpt.storage.retention import delete, find_garbage, only_on, read_pins, write_pins
+from memckpt.storage.retention import delete, find_garbage, only_on
 from memckpt.storage.store import Store
 from memckpt.user_messages import nbytes_text
 
@@ -71,15 +71,15 @@ def pin(
     if not off and not one.complete:
         raise NothingHeldError(f"step {step} is incomplete: it has only the parts of {', '.join(sorted(one.parts))}")
     there = {other.key for other in catalog.checkpoints}
-    pins = (read_pins(store) & there) - {one.key} | (set() if off else {one.key})
-    write_pins(store, pins)
+    pins = (read_keys(store, PINNED) & there) - {one.key} | (set() if off else {one.key})
+    write_keys(store, PINNED, pins)
     if not off:
         _let_writer_see(AgentAddress.of(run, node))
-        if not still_there(store, one):
-            write_pins(store, pins - {one.key})
+        if not still_there(store, one.parts.values()):
+            write_keys(store, PINNED, pins - {one.key})
             raise NothingHeldError(f"step {step} has just been deleted by retention: pin another one")
-    pinned = sorted(other.step for other in catalog.checkpoints if other.key in pins)
     if as_json:
+        pinned = sorted(other.step for other in catalog.checkpoints if other.key in pins)
         print_json({"step": step, "pinned": not off, "steps": pinned})
         return
     typer.echo(f"step {step} is {'no longer pinned' if off else 'pinned: retention keeps it'}")
@@ -113,7 +113,7 @@ def rm(
     """
     store, catalog = _open(run, url, adopt)
     one = _chosen(catalog, step)
-    pins = read_pins(store)
+    pins = read_keys(store, PINNED)
     reasons = _reasons_to_keep(catalog, one, one.key in pins, AgentAddress.of(run, node))
     if reasons and not force:
         raise UsageError(f"step {step} is not deleted: {'; '.join(reasons)}. Delete it with --force")
@@ -121,7 +121,7 @@ def rm(
         err.print(f"deleted with --force: {reason}", style="yellow", markup=False, soft_wrap=True)
     remove(store, one)
     if one.key in pins:
-        write_pins(store, pins - {one.key})
+        write_keys(store, PINNED, pins - {one.key})
     if as_json:
         print_json({"step": step, "bytes": one.nbytes, "forced": reasons})
         return
@@ -177,19 +177,19 @@ def gc(
         except FileNotFoundError:
             return False
 
-    garbage = find_garbage(catalog, read_pins(store), None if served else address.node, abandoned)
-    checkpoints = [checkpoint_name(one) for one in garbage.incomplete]
+    garbage = find_garbage(catalog, read_keys(store, PINNED), None if served else address.node, abandoned)
+    checkpoints = [checkpoint_name(one) for one in garbage.checkpoints]
     batches = [batch.log_path for batch in garbage.batches]
     if not dry_run:
         delete(store, garbage)
     if as_json:
-        found = {"unfinished": garbage.unfinished, "incomplete": checkpoints, "batches": batches}
+        found = {"unfinished": garbage.files, "incomplete": checkpoints, "batches": batches}
         print_json(found | {"deleted": not dry_run})
         return
-    for kind, names in {"never finished": garbage.unfinished, "lacks parts": checkpoints, "no base": batches}.items():
+    for kind, names in {"never finished": garbage.files, "lacks parts": checkpoints, "no base": batches}.items():
         for name in names:
             out.print(f"{kind:<14}  {name}", markup=False, soft_wrap=True)
-    number = len(garbage.unfinished) + len(checkpoints) + len(batches)
+    number = len(garbage.files) + len(checkpoints) + len(batches)
     if not number:
         out.print("nothing to delete")
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -13,10 +14,9 @@ from memckpt.cli.common import AsJson, Run, Url, count, err, out, print_json, st
 from memckpt.cli.run_store import ASIDE, Adopt, catalog_of, check_owner, checkpoint_name, reading_progress, steps_text
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, Key, move_aside, note_passed, still_there
-from memckpt.storage.format import Batch, place_of
+from memckpt.storage.format import Batch, Committed, place_of
 from memckpt.storage.owner import CLAIM
-from memckpt.storage.store import Store
-from memckpt.storage.verification import examine
+from memckpt.storage.store import Store, examine
 from memckpt.user_messages import nbytes_text
 
 Repair = Annotated[bool, typer.Option(help="Move damaged files into a directory of the store.")]
@@ -32,94 +32,90 @@ def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = Fal
     store = store_of(run, url)
     catalog = catalog_of(store, run)
     check_owner(store, catalog, run, adopt, only_looks=not repair)
-    found = _Verified(catalog)
+    found = _Findings(store, catalog)
     total = sum(one.nbytes for one in catalog.checkpoints) + sum(one.nbytes for one in catalog.batches)
     with reading_progress(total) as begin:
         for one in catalog.checkpoints:
-            found.look_at(store, one, begin(f"step {one.step}"))
+            found.check_checkpoint(one, begin(f"step {one.step}"))
         for batch in catalog.batches:
-            found.look_at_batch(store, batch, begin(steps_text([batch])))
-    aside = found.repair(store) if repair and found.damaged else None
+            found.check_batch(batch, begin(steps_text([batch])))
+    aside = found.repair() if repair and found.damaged else None
     if as_json:
         print_json(found.in_json() | {"repaired": repair, "aside": aside})
     else:
-        _show_verified(found, aside)
+        _show(found, aside)
     if found.damaged and aside is None:
         raise typer.Exit(DamagedStateError.exit_code)
     if found.unreadable:
         raise typer.Exit(StorageError.exit_code)
 
 
-class _Verified:
-    """The result of checking every file: good, damaged, or unreadable, which is neither.
+class _Findings:
+    """What is good, damaged, unreadable (which is neither), or unfinished: other nodes' parts may still be written.
 
     Attributes:
-        good, unfinished: checkpoints; the unfinished ones lack parts that may still be written.
-        batches: good batches.
         damaged, unreadable: problems by the name of a checkpoint, a batch or a file.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._may_come = _may_come(catalog)
+    def __init__(self, store: Store, catalog: Catalog) -> None:
+        self._store, self._catalog = store, catalog
         self.good: list[Checkpoint] = []
         self.unfinished: list[Checkpoint] = []
         self.batches: list[Batch] = []
         self.damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
         self.unreadable: dict[str, list[str]] = {path: [problem] for path, problem in catalog.unreadable.items()}
-        #: Damaged checkpoints and batches that can be moved: places of their commit files, and keys of checkpoints.
-        self._places = {place for path in catalog.damaged if (place := place_of(path)) is not None}
+        newest = itertools.takewhile(lambda one: not one.complete, catalog.checkpoints)
+        self._may_come = {one.key for one in newest}
+        self._unread = {place.key for path in catalog.unreadable if (place := place_of(path)) is not None}
+        #: Damaged checkpoints and batches that can be moved: their commit files, and keys of checkpoints.
+        self._commits = set(catalog.damaged)
         self._bad: list[Key] = []
 
-    def look_at(self, store: Store, one: Checkpoint, progress: Callable[[int], None]) -> None:
+    def check_checkpoint(self, one: Checkpoint, progress: Callable[[int], None]) -> None:
         """Read all files of a checkpoint."""
-        wrong, unread = examine(store, one.part_files, progress)
-        if (wrong or unread) and not still_there(store, one):
-            return  # deleted by retention while it was read
-        if unread:
-            self.unreadable[checkpoint_name(one)] = unread
-        elif wrong:
-            self._is_damaged(one, wrong)
-        elif one.complete:
+        name, parts = checkpoint_name(one), list(one.parts.values())
+        wrong, unread = examine(self._store, one.part_files, progress)
+        if one.complete and not wrong and not unread:
             self.good.append(one)
-        elif any(place is not None and place.key == one.key for place in map(place_of, self._catalog.unreadable)):
-            self.unreadable[checkpoint_name(one)] = ["parts are missing, or cannot be read"]
-        elif one.key in self._may_come:
+        elif (wrong or unread or one.key not in self._may_come) and not still_there(self._store, parts):
+            return  # deleted by retention while it was read
+        elif unread:
+            self.unreadable[name] = unread
+        elif not wrong and one.key in self._unread:
+            self.unreadable[name] = ["parts are missing, or cannot be read"]
+        elif not wrong and one.key in self._may_come:
             self.unfinished.append(one)
-        elif still_there(store, one):
-            self._is_damaged(one, [])
+        else:
+            self._add_damaged(name, wrong if one.complete else ["parts are missing", *wrong], parts)
+            self._bad.append(one.key)
 
-    def _is_damaged(self, one: Checkpoint, wrong: list[str]) -> None:
-        self.damaged[checkpoint_name(one)] = wrong if one.complete else ["parts are missing", *wrong]
-        places = (place_of(part.commit_path) for part in one.parts.values())
-        self._places |= {place for place in places if place is not None}
-        self._bad.append(one.key)
-
-    def look_at_batch(self, store: Store, batch: Batch, progress: Callable[[int], None]) -> None:
+    def check_batch(self, batch: Batch, progress: Callable[[int], None]) -> None:
         """Read the file of a batch."""
-        wrong, unread = examine(store, batch.files, progress)
         name = f"{steps_text([batch])}, attempt {batch.timeline.number}, node {batch.node}"
+        wrong, unread = examine(self._store, batch.files, progress)
         if not wrong and not unread:
             self.batches.append(batch)
-        elif batch.commit_path not in store.find(batch.commit_path.rpartition("/")[0]):
+        elif not still_there(self._store, [batch]):
             return  # deleted by retention
         elif unread:
             self.unreadable[name] = unread
         else:
-            self.damaged[name] = wrong
-            place = place_of(batch.commit_path)
-            assert place is not None
-            self._places.add(place)
+            self._add_damaged(name, wrong, [batch])
 
-    def repair(self, store: Store) -> str:
+    def _add_damaged(self, name: str, wrong: list[str], contents: Iterable[Committed]) -> None:
+        self.damaged[name] = wrong
+        self._commits |= {one.commit_path for one in contents}
+
+    def repair(self) -> str:
         """Move damaged checkpoints and batches aside; returns the target directory in the store."""
+        store, catalog = self._store, self._catalog
         aside = f"{ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        move_aside(store, self._catalog, self._places, aside)
+        move_aside(store, catalog, {place for path in self._commits if (place := place_of(path)) is not None}, aside)
         for path in (CLAIM, PASSED):
-            if path in self._catalog.damaged:
+            if path in catalog.damaged:
                 store.move(path, f"{aside}/{path}")
-        if PASSED not in self._catalog.damaged and PASSED not in self._catalog.unreadable:
-            note_passed(store, self._catalog, drop=self._bad)
+        if PASSED not in catalog.damaged and PASSED not in catalog.unreadable:
+            note_passed(store, catalog, drop=self._bad)
         return aside
 
     def in_json(self) -> dict[str, Any]:
@@ -133,11 +129,10 @@ class _Verified:
         }
 
 
-def _show_verified(found: _Verified, aside: str | None) -> None:
-    for name, wrong in found.damaged.items():
-        err.print(f"{name}: {'; '.join(wrong)}", style="red", markup=False)
-    for name, wrong in found.unreadable.items():
-        err.print(f"{name}: {'; '.join(wrong)}", style="yellow", markup=False)
+def _show(found: _Findings, aside: str | None) -> None:
+    for style, problems in (("red", found.damaged), ("yellow", found.unreadable)):
+        for name, wrong in problems.items():
+            err.print(f"{name}: {'; '.join(wrong)}", style=style, markup=False)
     for one in found.unfinished:
         out.print(f"{checkpoint_name(one)}: parts of other nodes are missing (so far)", style="yellow", markup=False)
     good, batches = found.good, found.batches
@@ -156,13 +151,3 @@ def _show_verified(found: _Verified, aside: str | None) -> None:
     if found.unreadable:
         said = "not readable, and left alone: a resume waits for the newest one, and then ends with an error"
         out.print(f"{len(found.unreadable)} {said}", style="yellow", markup=False)
-
-
-def _may_come(catalog: Catalog) -> set[tuple[int, str, int]]:
-    """Keys of incomplete checkpoints newer than all complete ones: other nodes may be writing them now."""
-    keys = set()
-    for one in catalog.checkpoints:
-        if one.complete:
-            break
-        keys.add(one.key)
-    return keys

@@ -93,14 +93,14 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
 class Save(msgspec.Struct, frozen=True, tag="save"):
     """To the writer process: make a checkpoint of what comes along as descriptors.
 
-    Source ``"snapshot"``: the state, then the by-value tensors, and static tensors where present. Source ``"ring"``:
+    Source ``"copy"``: the state, then the by-value tensors, and static tensors where present. Source ``"ring"``:
     the slots and static tensors; the state is redone from `metas`.
     """
 
     url: str
     part: Part
     spec: StateSpec
-    source: Literal["snapshot", "ring"]
+    source: Literal["copy", "ring"]
     generation: int
     rank_states: dict[int, bytes]
     keep_last: int

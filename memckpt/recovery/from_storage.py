@@ -36,7 +36,7 @@ from memckpt.storage import dcp
 from memckpt.storage.base import StoredNames, write_base
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
-from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_node_state
+from memckpt.storage.format import NodeState, Part, decode_node_state
 from memckpt.storage.store import Store
 
 
@@ -427,7 +427,6 @@ def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
     tensors |= {names.by_value(one, 0): host.tensors[one.name] for one in spec.by_value}
     written = msgspec.structs.replace(
         part,
-        format=FORMAT_VERSION,
         timeline=point.timeline,
         record=point.record,
         step=point.step,

@@ -1,6 +1,6 @@
-"""A node's state as files: from the memory of an agent into a store, and back into live tensors.
+"""A node's state as files: from the memory of an agent into a store.
 
-In memory the state is a *snapshot*: parameters and optimizer state as in a replica, then the by-value tensors of each
+In memory it is a copy of the state: parameters and optimizer state as in a replica, then the by-value tensors of each
 local rank. In a store its tensors are called ``model.<name>`` and ``optimizers.<index>.<name of the parameter>.<key>``.
 
 Each node writes its shard of a sharded tensor under the same name, at the shard's offset. Tensors private to a rank
@@ -38,11 +38,7 @@ def state_shard(param: TensorSpec, state: StateTensorSpec) -> Shard | None:
 
 
 class StoredNames:
-    """Names of the tensors in one node's part.
-
-    Args:
-        spec: description of the node's state.
-    """
+    """Names of the tensors in one node's part."""
 
     def __init__(self, spec: StateSpec) -> None:
         self._spec = spec
@@ -91,9 +87,7 @@ def state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Views of parameters, optimizer state and static tensors, by their names in a store.
 
-    Args:
-        layout: offsets in `state` and `static`, as in a replica.
-        missing: parameter index, optimizer and key of optimizer state that does not exist.
+    `missing` has parameter index, optimizer and key of optimizer state that does not exist.
     """
     absent = set(missing)
     names = StoredNames(layout.spec)

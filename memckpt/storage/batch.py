@@ -25,8 +25,7 @@ from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.spec import ITEM_BYTES, GradientEncoding, StateSpec, encoded_parts, is_possible
 from memckpt.storage.format import Batch, encode_commit
-from memckpt.storage.store import Store
-from memckpt.storage.verification import read_back
+from memckpt.storage.store import Store, read_back
 
 if TYPE_CHECKING:
     import torch
@@ -91,14 +90,7 @@ def meta_name(record: int) -> str:
 
 
 class RecordCopy:
-    """One record copied out of its slot, which may be reused afterwards.
-
-    Args:
-        layout: layout of the slots.
-        slots: mapping that holds the record.
-        record: number of the record.
-        full: whether the gradients are copied, too.
-    """
+    """One record copied out of its slot, which may be reused afterwards; if `full`, with its gradients."""
 
     def __init__(self, layout: Layout, slots: mmap.mmap, record: int, full: bool) -> None:
         self._layout = layout
@@ -115,13 +107,7 @@ class RecordCopy:
         return len(self._gradients) + len(self._by_value)
 
     def tensors(self, meta: bytes, sub_steps: Sequence[SubStep], rank_states: dict[int, bytes]) -> Iterator[FileTensor]:
-        """The tensors to write.
-
-        Args:
-            meta: the record's encoded scalars; empty where gradients are not copied.
-            sub_steps: optimizer steps of the record.
-            rank_states: encoded rank states by rank.
-        """
+        """The tensors to write: encoded scalars (empty without gradients) and rank states, and what was copied."""
         if meta:
             yield _bytes_tensor(meta_name(self.record), meta)
         for rank, state in sorted(rank_states.items()):
@@ -239,9 +225,7 @@ class RecordReader:
     def tensor(self, batch: Batch, name: str) -> torch.Tensor:
         """One tensor in host memory; do not modify it.
 
-        Raises:
-            DamagedStateError: the batch lacks the tensor, or is no safetensors file.
-            StorageError: the file cannot be read.
+        Raises DamagedStateError if the batch lacks it or is no safetensors file, StorageError if it cannot be read.
         """
         self._load(batch)
         try:
@@ -252,9 +236,7 @@ class RecordReader:
     def read_in_turn(self, wanted: Sequence[Batch]) -> Generator[Batch, None, None]:
         """Each batch once it is in memory; the next one is read meanwhile, in another thread. Close it behind the last.
 
-        Raises:
-            DamagedStateError: a batch is no safetensors file.
-            StorageError: a file cannot be read.
+        Raises DamagedStateError if one is no safetensors file, StorageError if one cannot be read.
         """
         with ThreadPoolExecutor(1, "memckpt-read-ahead") as reading:
             ahead: Future[dict[str, torch.Tensor]] | None = None
@@ -315,9 +297,7 @@ class RecordReader:
     ) -> torch.Tensor | None:
         """The gradient of a parameter in one optimizer step, as staged (a ``GradientSource``).
 
-        Raises:
-            DamagedStateError: the batch lacks it, or has one that does not fit its parameter.
-            StorageError: the file cannot be read.
+        Raises DamagedStateError if the batch lacks it or it does not fit, StorageError if the file cannot be read.
         """
         import torch
 

@@ -17,6 +17,7 @@ from memckpt.storage.format import (
     MERGED,
     STATES,
     Batch,
+    Committed,
     Part,
     Place,
     decode_commit,
@@ -31,8 +32,9 @@ from memckpt.storage.store import Store, StoredFile, finished_name, is_missing
 Key = tuple[int, str, int]
 #: Unreadable commit files after which the rest are not tried: each may take a minute.
 _TRIED = 3
-#: File in a store with the keys of checkpoints that a resume skipped as unreadable; retention keeps them.
-PASSED = "passed.json"
+#: Files in a store with keys of checkpoints that retention keeps: pinned ones, and those that a resume skipped as
+#: unreadable.
+PINNED, PASSED = "pinned.json", "passed.json"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(file.nbytes for part in self.parts.values() for file in part.files)
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def part_files(self) -> list[StoredFile]:
@@ -178,9 +180,7 @@ class Catalog:
 def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> Catalog:
     """List all files and read all commit files. Those of runs other than the store's owner are left out.
 
-    Args:
-        store: the store.
-        known: commit files read before, by path, which never change and are not read again; updated in place.
+    `known` has commit files that were read before, by path, and are not read again; it is updated in place.
 
     Raises:
         StorageError: the store cannot be listed. A single checkpoint's directory that cannot is noted in the catalog.
@@ -198,7 +198,13 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
     unreadable: dict[str, str] = {}
     contents = _read_commits(store, files, damaged, unreadable, {} if known is None else known)
     unreadable.update({path: why for path, why in unlisted.items() if path.startswith(COMMITS)})
-    passed = _read_passed(store, damaged, unreadable)
+    passed: frozenset[Key] = frozenset()
+    try:
+        passed = read_keys(store, PASSED)
+    except StorageError as error:
+        unreadable[PASSED] = str(error)
+    except DamagedStateError as error:
+        damaged[PASSED] = str(error)
     oldest = min((one for one in contents if one.run), key=lambda one: one.created, default=None)
     owner = claim or (oldest.run if oldest is not None else "")
     foreign = [one for one in contents if one.run not in ("", owner)]
@@ -208,22 +214,21 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
         own = {one.timeline for one in contents}
         files = [path for path in files if (place := place_of(finished_name(path))) is None or place.timeline in own]
     found: dict[Key, Checkpoint] = {}
-    for part in (one for one in contents if isinstance(one, Part)):
-        one = Checkpoint(part.timeline, part.record)
-        found.setdefault(one.key, one).parts[part.node] = part
-    ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
-    batches = sorted(
-        (one for one in contents if isinstance(one, Batch)), key=lambda one: (one.timeline, one.first, one.node)
-    )
-    others = tuple(sorted({one.run for one in foreign}))
+    batches = []
+    for content in contents:
+        if isinstance(content, Batch):
+            batches.append(content)
+        else:
+            one = Checkpoint(content.timeline, content.record)
+            found.setdefault(one.key, one).parts[content.node] = content
     return Catalog(
-        tuple(ordered),
+        tuple(sorted(found.values(), key=lambda one: one.key, reverse=True)),
         damaged,
         tuple(files),
-        tuple(batches),
+        tuple(sorted(batches, key=lambda one: (one.timeline, one.first, one.node))),
         owner,
         bool(claim),
-        others,
+        tuple(sorted({one.run for one in foreign})),
         unreadable,
         passed,
         tuple(unlisted),
@@ -259,33 +264,46 @@ def _read_commits(
     return list(known.values())
 
 
-def _read_passed(store: Store, damaged: dict[str, str], unreadable: dict[str, str]) -> frozenset[Key]:
+def read_keys(store: Store, path: str) -> frozenset[Key]:
+    """The keys in the file PINNED or PASSED; none if it is missing.
+
+    Raises:
+        StorageError: the file cannot be read.
+        DamagedStateError: the file has other content.
+    """
     try:
-        return frozenset(msgspec.json.decode(store.read(PASSED), type=list[Key]))
+        return frozenset(msgspec.json.decode(store.read(path), type=list[Key]))
     except StorageError as error:
-        if not is_missing(error):
-            unreadable[PASSED] = str(error)
+        if is_missing(error):
+            return frozenset()
+        raise
     except MALFORMED as error:
-        damaged[PASSED] = f"{PASSED}: expected the keys of skipped checkpoints, found something else: {error}"
-    return frozenset()
+        raise DamagedStateError(
+            f"{path} in {store.url}: expected the keys of {path.partition('.')[0]} checkpoints, found something else "
+            f"({error}). Until the file is removed, retention deletes nothing"
+        ) from error
+
+
+def write_keys(store: Store, path: str, keys: Iterable[Key]) -> None:
+    """Replace the keys in the file PINNED or PASSED. Raises StorageError."""
+    if ordered := sorted(keys):
+        store.write(path, msgspec.json.encode(ordered))
+    else:
+        store.delete(path)
 
 
 def note_passed(store: Store, catalog: Catalog, add: Iterable[Key] = (), drop: Iterable[Key] = ()) -> None:
     """Add keys to, and drop keys from, the skipped checkpoints that retention keeps. Raises StorageError."""
     passed = (catalog.passed | set(add)) - set(drop)
-    if passed == catalog.passed:
-        return
-    if passed:
-        store.write(PASSED, msgspec.json.encode(sorted(passed)))
-    else:
-        store.delete(PASSED)
+    if passed != catalog.passed:
+        write_keys(store, PASSED, passed)
 
 
-def still_there(store: Store, checkpoint: Checkpoint) -> bool:
-    """Whether all commit files of a checkpoint still exist."""
-    directories = {part.commit_path.rpartition("/")[0] for part in checkpoint.parts.values()}
-    found = {path for directory in directories for path in store.find(directory)}
-    return found >= {part.commit_path for part in checkpoint.parts.values()}
+def still_there(store: Store, contents: Iterable[Committed]) -> bool:
+    """Whether the commit files of these parts or batches still exist; retention deletes them first."""
+    paths = {one.commit_path for one in contents}
+    directories = {path.rpartition("/")[0] for path in paths}
+    return paths <= {path for directory in directories for path in store.find(directory)}
 
 
 def remove(store: Store, checkpoint: Checkpoint) -> None:
@@ -306,22 +324,15 @@ def remove_batch(store: Store, batch: Batch) -> None:
 
 
 def move_aside(store: Store, catalog: Catalog, places: Collection[Place], to: str) -> None:
-    """Move all files of checkpoints or batches, commit files last, so that none ever looks uncommitted.
+    """Move all files of checkpoints or batches to a directory, below which they keep their paths.
 
-    Args:
-        store: the store.
-        catalog: contents of the store.
-        places: places of the commit files.
-        to: target directory, below which the files keep their paths.
+    Commit files, whose `places` these are, come last, so that no file ever looks uncommitted.
     """
     merged = {place.key for place in places if place.first is None}
-    paths = []
-    for path in catalog.files:
+    for path in sorted(catalog.files, key=lambda path: path.startswith(f"{COMMITS}/")):
         place = place_of(finished_name(path))
         if place is not None and (place in places or (not place.node and place.key in merged)):
-            paths.append(path)
-    for path in sorted(paths, key=lambda path: path.startswith(f"{COMMITS}/")):
-        store.move(path, f"{to}/{path}")
+            store.move(path, f"{to}/{path}")
 
 
 def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:
@@ -332,11 +343,10 @@ def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:
     """
     listed = set(catalog.files)
     found: dict[str, str] = {}
-    contents: list[Part | Batch] = [part for one in catalog.checkpoints for part in one.parts.values()]
+    contents: list[Committed] = [part for one in catalog.checkpoints for part in one.parts.values()]
     for content in [*contents, *catalog.batches]:
         problem = next((each for file in content.files if (each := _problem(store, file, listed))), "")
-        # Retention deletes the commit file before the data, and may have run since the listing.
-        if problem and content.commit_path in store.find(content.commit_path.rpartition("/")[0]):
+        if problem and still_there(store, [content]):  # retention may have run since the listing
             found[content.commit_path] = problem
     return found
 
@@ -358,13 +368,10 @@ def without(catalog: Catalog, missing: Collection[str]) -> Catalog:
     """The catalog without the parts and batches whose commit files are in `missing`."""
     if not missing:
         return catalog
-    kept = (
-        Checkpoint(
-            one.timeline,
-            one.record,
-            {node: part for node, part in one.parts.items() if part.commit_path not in missing},
-        )
-        for one in catalog.checkpoints
-    )
+    checkpoints = []
+    for one in catalog.checkpoints:
+        parts = {node: part for node, part in one.parts.items() if part.commit_path not in missing}
+        if parts:
+            checkpoints.append(replace(one, parts=parts))
     batches = tuple(batch for batch in catalog.batches if batch.commit_path not in missing)
-    return replace(catalog, checkpoints=tuple(one for one in kept if one.parts), batches=batches)
+    return replace(catalog, checkpoints=tuple(checkpoints), batches=batches)

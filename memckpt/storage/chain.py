@@ -14,19 +14,13 @@ from dataclasses import dataclass
 from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import Catalog, Checkpoint
-from memckpt.storage.format import Batch, Part
+from memckpt.storage.format import Batch, Committed, Part
 from memckpt.storage.store import StoredFile
 
 
 @dataclass(frozen=True)
 class StoredPoint:
-    """A state that a store can produce.
-
-    Attributes:
-        checkpoint: the start of the chain.
-        batches: batches to redo on it, oldest first; the last ones only up to `record`.
-        timeline, record, step: identity of the state.
-    """
+    """A state that a store can produce: a checkpoint, and batches to redo on it, the last ones only up to `record`."""
 
     checkpoint: Checkpoint
     batches: tuple[Batch, ...]
@@ -46,7 +40,7 @@ class StoredPoint:
     @property
     def inexact(self) -> str:
         """What audits had found in its redo when it was written, in words; empty if nothing."""
-        written: tuple[Part | Batch, ...] = (*self.checkpoint.parts.values(), *self.batches)
+        written: tuple[Committed, ...] = (*self.checkpoint.parts.values(), *self.batches)
         return next((one.inexact for one in written if one.inexact), "")
 
     @property
@@ -80,10 +74,7 @@ class StoredPoint:
         """Each record to redo on one part of the checkpoint, oldest first, with a batch that has its gradients.
 
         An attempt may have branched off in the middle of an earlier one's batch: a later batch in the chain replaces
-        the same records of an earlier one.
-
-        Raises:
-            DamagedStateError: a record is missing.
+        the same records of an earlier one. Raises DamagedStateError if a record is missing.
         """
         found: dict[int, Batch] = {}
         for batch in self.batches:
@@ -130,9 +121,7 @@ class _Log:
 def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoint, ...]:
     """States that a store can produce, newest first: checkpoints, and records at the end of a batch or of the log.
 
-    Args:
-        catalog: contents of the store.
-        also: a step whose records are included even in the middle of a batch.
+    Records of the step `also` are included even in the middle of a batch.
     """
     log = _Log(catalog.batches)
     points = [point for checkpoint in catalog.complete for point in _points_on(checkpoint, log, also)]
@@ -141,12 +130,7 @@ def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoin
 
 
 def point_before(points: Sequence[StoredPoint], point: StoredPoint) -> StoredPoint | None:
-    """The state before the step of `point`, on its own chain or another checkpoint's; None: the store has none.
-
-    Args:
-        points: all states that the store can produce.
-        point: one of them.
-    """
+    """The state before the step of `point`, of all `points` of the store, on its chain or another checkpoint's."""
     before = point.earlier(point.record - 1)
     if before is not None:
         return before
@@ -185,12 +169,7 @@ def _points_on(checkpoint: Checkpoint, log: _Log, also: int | None = None) -> It
 
 
 def unneeded_batches(catalog: Catalog, kept: Sequence[Checkpoint]) -> list[Batch]:
-    """Batches in no chain of a kept checkpoint; batches beyond the newest checkpoint are not included.
-
-    Args:
-        catalog: contents of the store.
-        kept: checkpoints whose chains stay; the newest of all is among them.
-    """
+    """Batches in no chain of the `kept` checkpoints, of which the newest is one; none beyond the newest checkpoint."""
     log = _Log(catalog.batches)
     needed = {batch.commit_path for one in kept for point in _points_on(one, log) for batch in point.batches}
     newest = max(one.key for one in kept)

@@ -60,12 +60,7 @@ class ExportedState:
     def provided_as(self, name: str, run: str) -> Any:
         """The value that an adapter has provided as `name`.
 
-        Args:
-            name: key of the value.
-            run: the run that has it, in words, for the error.
-
-        Raises:
-            ForeignStateError: the checkpoint has no such value.
+        Raises ForeignStateError if there is none; `run` says in words which runs have it.
         """
         if name not in self.provided:
             raise ForeignStateError(
@@ -117,9 +112,7 @@ def optimizer_states(
 ) -> list[dict[str, Any]]:
     """The argument of each optimizer's ``load_state_dict``: state by position, and the groups.
 
-    Args:
-        state: state of the first rank's part.
-        groups: groups of each optimizer as in the rank state, where ``params`` are names.
+    `state` is that of the first rank's part; `groups` are those of its rank state, where ``params`` are names.
     """
     plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
     states = []
@@ -145,23 +138,22 @@ def optimizer_states(
 
 def formats() -> dict[str, Writer]:
     """All formats by name: built-in ones, and those of installed packages (entry point group ``memckpt.formats``)."""
-    found: dict[str, Writer] = {"dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch}
-    for entry in entry_points(group="memckpt.formats"):
-        found[entry.name] = partial(_write_with, entry)
-    return found
+    others: dict[str, Writer] = {
+        entry.name: partial(_write_with, entry) for entry in entry_points(group="memckpt.formats")
+    }
+    return {"dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch} | others
 
 
 def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> None:
-    """Write a verified checkpoint to `target` in another format, durably, with permissions by the umask.
+    """Write a verified checkpoint to `target`, which must not exist, in another format, durably.
 
     Args:
         store, checkpoint: the source.
-        target: a file; for ``"dcp"``, ``"accelerate"`` and ``"transformers"`` a directory. It must not exist.
-        form: ``"dcp"``: a directory for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors;
-            ``"torch"``: ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``;
-            ``"lightning"``, where it is installed: a file for ``Trainer.fit(ckpt_path=...)``; ``"accelerate"``,
-            where it is installed: a directory for ``Accelerator.load_state``; ``"transformers"``, likewise: one for
-            ``Trainer.train(resume_from_checkpoint=...)``.
+        target: a file; for ``"dcp"``, ``"accelerate"`` and ``"transformers"`` a directory. Permissions are the umask's.
+        form: ``"dcp"``: for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors; ``"torch"``:
+            ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``; where they are installed
+            ``"lightning"``: for ``Trainer.fit(ckpt_path=...)``, ``"accelerate"``: for ``Accelerator.load_state``, and
+            ``"transformers"``: for ``Trainer.train(resume_from_checkpoint=...)``.
 
     Raises:
         UsageError: `target` exists.

@@ -13,7 +13,7 @@ ranks of one machine hold different shards, "node" here means a unit: the ranks 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -33,27 +33,23 @@ MERGED = ".metadata"
 _STATE, _LOG, _COMMIT = ".msgpack", ".safetensors", ".json"
 
 
-class Part(msgspec.Struct, frozen=True):
-    """One node's part of a checkpoint: the content of a commit file.
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node has stored of a record, or of several: the content of a commit file.
 
     Attributes:
-        format: format version of the files.
-        timeline, record, step: identity of the state.
         world_size: number of ranks of the job.
         ranks: ranks of the node.
-        full: whether the part has parameters and optimizer state; one of the parts that serve the same ranks has them.
+        full: whether it has parameters and optimizer state, or gradients; one of those that serve the same ranks does.
         created: seconds since 1970.
-        files: data files of the part.
+        files: data files.
         content: digest of the contents (:meth:`StateSpec.content`); records can be redone on a part with an equal one.
-        serves: ranks whose parameters and optimizer state the part has; empty: all ranks.
+        serves: ranks whose parameters and optimizer state it has; empty: all ranks.
         run: id of the run that wrote it; empty: a run without storage, which was saved by hand.
-        inexact: what an audit had found by then in the redo that has made the part, in words; empty if nothing.
+        inexact: what an audit had found by then in the redo that has made it, in words; empty if nothing.
     """
 
-    format: int
+    format: int = FORMAT_VERSION
     timeline: Timeline
-    record: int
-    step: int
     world_size: int
     ranks: tuple[int, ...]
     node: str
@@ -71,9 +67,33 @@ class Part(msgspec.Struct, frozen=True):
         return self.serves or tuple(range(self.world_size))
 
     @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def records(self) -> str:
+        """The records, as paths name them."""
+        raise NotImplementedError
+
+    @property
     def place(self) -> str:
         """The middle of its paths."""
-        return f"{_directory_of(self.timeline)}/{self.record:012d}"
+        return f"{self.timeline.number:06d}-{self.timeline.nonce}/{self.records}"
+
+    @property
+    def commit_path(self) -> str:
+        return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
+
+
+class Part(Committed, frozen=True, kw_only=True):
+    """One node's part of a checkpoint: the state after `record`, which users call `step`."""
+
+    record: int
+    step: int
+
+    @property
+    def records(self) -> str:
+        return f"{self.record:012d}"
 
     @property
     def checkpoint_directory(self) -> str:
@@ -88,60 +108,27 @@ class Part(msgspec.Struct, frozen=True):
     def state_path(self) -> str:
         return f"{STATES}/{self.place}/{self.node}{_STATE}"
 
-    @property
-    def commit_path(self) -> str:
-        return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
 
-
-class Batch(msgspec.Struct, frozen=True):
-    """One node's share of consecutive records: the content of a batch's commit file.
+class Batch(Committed, frozen=True, kw_only=True):
+    """One node's share of the records `first` to `last`.
 
     Attributes:
-        format, world_size, ranks, node, created, files, content, serves, run, inexact: as for a part.
-        full: whether the batch has gradients.
-        timeline, first, last: timeline, and first and last record.
         steps: the user-facing step of each record.
         follows: timeline of the record on whose state the first one is redone; None: that state is no record's.
     """
 
-    format: int
-    timeline: Timeline
     first: int
     last: int
     steps: tuple[int, ...]
     follows: Timeline | None
-    world_size: int
-    ranks: tuple[int, ...]
-    node: str
-    full: bool
-    created: float
-    content: str
-    files: tuple[StoredFile, ...] = ()
-    serves: tuple[int, ...] = ()
-    run: str = ""
-    inexact: str = ""
 
     @property
-    def served(self) -> tuple[int, ...]:
-        """`serves`, spelled out."""
-        return self.serves or tuple(range(self.world_size))
-
-    @property
-    def place(self) -> str:
-        """The middle of its paths."""
-        return f"{_directory_of(self.timeline)}/{self.first:012d}-{self.last:012d}"
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
+    def records(self) -> str:
+        return f"{self.first:012d}-{self.last:012d}"
 
     @property
     def log_path(self) -> str:
         return f"{LOGS}/{self.place}/{self.node}{_LOG}"
-
-    @property
-    def commit_path(self) -> str:
-        return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
 
 
 def is_inside(path: str) -> bool:
@@ -149,15 +136,10 @@ def is_inside(path: str) -> bool:
     return "\0" not in path and not {"", ".", ".."} & set(path.split("/"))
 
 
-def _directory_of(timeline: Timeline) -> str:
-    return f"{timeline.number:06d}-{timeline.nonce}"
-
-
 class Place(NamedTuple):
     """The part or batch that a file belongs to.
 
     Attributes:
-        number, nonce: the attempt.
         record: the record of a part, or the last one of a batch.
         first: the first record of a batch; None: a part.
         node: the node; empty for merged metadata, which belongs to no node.
@@ -226,22 +208,14 @@ class NodeState(msgspec.Struct, frozen=True):
     rank_states: dict[int, bytes]
 
 
-class _Version(msgspec.Struct):
-    format: int
-
-
-_node_state_encoder = msgspec.msgpack.Encoder()
-_node_state_decoder = msgspec.msgpack.Decoder(NodeState)
-
-
 def encode_node_state(state: NodeState) -> bytes:
-    return _node_state_encoder.encode(state)
+    return msgspec.msgpack.encode(state)
 
 
 def decode_node_state(data: bytes) -> NodeState:
     """Decode a node's state, and check that a layout can be made from its spec. Raises DamagedStateError."""
     try:
-        state = _node_state_decoder.decode(data)
+        state = msgspec.msgpack.decode(data, type=NodeState)
     except MALFORMED as error:
         raise DamagedStateError(f"expected a node's state, found something else: {error}") from error
     if problem := problem_of(state.spec):
@@ -265,26 +239,32 @@ def decode_commit(data: bytes, path: str) -> Part | Batch:
     text, _, checksum = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(text).encode() + b"\n" != checksum:
         raise DamagedStateError(f"{path}: the checksum does not match; the file is truncated or changed")
+    version = _decode(text, _Version, path).format
+    if version != FORMAT_VERSION:
+        raise UnsupportedError(
+            f"{path}: expected format {FORMAT_VERSION}, found {version}: another version of memckpt has written this "
+            "run; install that version"
+        )
     place = place_of(path)
-    try:
-        version = msgspec.json.decode(text, type=_Version).format
-        if version != FORMAT_VERSION:
-            raise UnsupportedError(
-                f"{path}: expected format {FORMAT_VERSION}, found {version}: another version of memckpt has written "
-                "this run; install that version"
-            )
-        content: Part | Batch
-        if place is not None and place.first is not None:
-            content = msgspec.json.decode(text, type=Batch)
-        else:
-            content = msgspec.json.decode(text, type=Part)
-    except UnsupportedError:
-        raise
-    except MALFORMED as error:
-        raise DamagedStateError(f"{path}: expected a commit file, found something else: {error}") from error
+    of_batch = place is not None and place.first is not None
+    content: Part | Batch = _decode(text, Batch, path) if of_batch else _decode(text, Part, path)
     if content.commit_path != path:
         raise DamagedStateError(f"{path}: it belongs at {content.commit_path}")
     for file in content.files:
         if not is_inside(file.path):
             raise DamagedStateError(f"{path}: expected paths of files in the store, found {file.path!r}")
     return content
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+
+
+def _decode(text: bytes, kind: type[_Kind], path: str) -> _Kind:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except MALFORMED as error:
+        raise DamagedStateError(f"{path}: expected a commit file, found something else: {error}") from error

@@ -26,10 +26,8 @@ _REFUSED_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 class LocalStore(Store):
     """A directory of a local or mounted file system.
 
-    Args:
-        root: the directory.
-        witness: name of a file that must exist before anything is written, so that nothing goes to an empty mount
-            point. Empty: a missing directory is created.
+    The file `witness` must exist before anything is written, so that nothing goes to an empty mount point. Empty: a
+    missing directory is created.
     """
 
     def __init__(self, root: Path, witness: str = "") -> None:
@@ -196,11 +194,7 @@ def drop_cached_pages(fd: int) -> None:
 
 
 class Draining:
-    """Writes to a file, with continuous writeback.
-
-    Args:
-        file: a binary file, from its beginning.
-    """
+    """Writes to a binary file, from its beginning, with continuous writeback."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

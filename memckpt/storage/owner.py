@@ -34,12 +34,11 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """Content of `run.json` in a run directory.
+    """Content of `run.json` in a run directory, whose path and inode at the time of writing it has.
 
     Attributes:
         run: id of the run; empty: none yet.
         store: URL of the store that the run has claimed, or INSIDE; empty: none.
-        directory, inode: path and inode of the run directory at the time of writing.
     """
 
     run: str = ""
@@ -122,13 +121,10 @@ def original_of(run_dir: Path, kept: Kept) -> str:
 
 
 def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result], bool]) -> bool:
-    """Whether the directory that a file in `run_dir` names exists at another path, so that `run_dir` is a copy.
+    """Whether the directory that a file in `run_dir` names exists at the path `there`, so that `run_dir` is a copy.
 
-    Args:
-        run_dir: directory in which the file was found.
-        there: path of the directory that the file names.
-        is_it: whether the directory at a path is the named one. If `run_dir` is, it was moved or has several paths. If
-            neither path is (removed, or another mount namespace), the answer is unknown: False.
+    `is_it` tells whether the directory at a path is the named one. If `run_dir` is, it was moved or has several paths.
+    If neither path is (removed, or another mount namespace), the answer is unknown: False.
     """
     here = run_dir.resolve()
     try:
@@ -158,11 +154,7 @@ def read_claim(store: Store) -> str:
 
 
 def claim(store: Store, run: str, replace: bool = False) -> bool:
-    """Claim an unclaimed store; False: another process was faster. Raises StorageError.
-
-    Args:
-        replace: overwrite an unusable claim file.
-    """
+    """Claim an unclaimed store, or `replace` an unusable claim; False: another run was faster. Raises StorageError."""
     content = msgspec.json.encode(Claim(run)) + b"\n"
     if replace:
         store.write(CLAIM, content)
@@ -174,10 +166,8 @@ def refuse_other(url: str, owner: str, run: str | None, run_dir: Path | None = N
     """Raise ForeignStateError if a store belongs to another run, or to the original of a copied run directory.
 
     Args:
-        url: URL of the store.
-        owner: id of the store's owner; empty: unclaimed.
-        run: id of this run; None: none yet.
-        run_dir: directory of this run; None: unknown.
+        url, owner: URL of the store, and the id of its owner; empty: unclaimed.
+        run, run_dir: id and directory of this run; None: none yet, and unknown.
         original: the directory that `run_dir` is a copy of; empty if it is none.
     """
     if not owner or (owner == run and not original):

@@ -6,18 +6,15 @@ What is superseded and what is left over are pure functions. A command deletes b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import msgspec
-
-from memckpt.errors import MALFORMED, DamagedStateError, StorageError, StorageFullError
-from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, Key, remove, remove_batch
+from memckpt.errors import DamagedStateError, StorageError, StorageFullError
+from memckpt.storage.catalog import PASSED, PINNED, Catalog, Checkpoint, Key, read_keys, remove, remove_batch
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
 from memckpt.storage.format import COMMITS, Batch, Part, Place, place_of
-from memckpt.storage.store import Store, finished_name, is_missing
-from memckpt.storage.verification import examine
+from memckpt.storage.store import Store, examine, finished_name
 from memckpt.user_messages import nbytes_text
 
 
@@ -28,18 +25,12 @@ def superseded(
     called_for: Part | None = None,
     unsure: Collection[Key] = (),
 ) -> list[Checkpoint]:
-    """The checkpoints that retention deletes.
+    """The checkpoints that retention deletes, of all (newest first; the newest complete one has been verified).
 
     Retention keeps the last `keep_last` complete checkpoints; those at multiples of `keep_every_steps`; incomplete ones
-    newer than the newest complete one, whose other parts may still be written; the one of `called_for`, however old its
-    attempt is; and those in `unsure`, which do not count as any of the former.
-
-    Args:
-        checkpoints: newest first; the newest complete one has been verified.
-        keep_last: number of checkpoints.
-        keep_every_steps: interval in steps; None: none are kept for their step.
-        called_for: a part that has just been committed.
-        unsure: keys of checkpoints that could not be read and may be complete.
+    newer than the newest complete one, whose other parts may still be written; the one of `called_for`, a part that has
+    just been committed, however old its attempt is; and those with a key in `unsure`, which do not count as any of the
+    former.
     """
     kept = 0
     gone = []
@@ -61,14 +52,10 @@ def superseded(
 def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
     """Uncommitted files of dead writers, which may be deleted.
 
-    These are: files of `abandoned` parts; the node's own files of checkpoints older than the newest complete one; and
-    any node's files of earlier attempts. Other nodes' files of the current attempt may still be written, and so may
-    newer ones: an agent that was told to leave saves while its successor is already running.
-
-    Args:
-        catalog: contents of the store.
-        node: the node whose writer asks; it is not writing now.
-        abandoned: parts whose writer is known to be dead.
+    These are: files of `abandoned` parts, whose writer is known to be dead; files of `node`, whose writer asks and is
+    not writing, of checkpoints older than the newest complete one; and any node's files of earlier attempts. Other
+    nodes' files of the current attempt may still be written, and so may newer ones: an agent that was told to leave
+    saves while its successor is already running.
     """
     newest = next(iter(catalog.complete), None)
     dead = {place_of(part.commit_path) for part in abandoned}
@@ -107,14 +94,10 @@ _log = logging.getLogger("memckpt.storage")
 
 
 def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, refused: str = "") -> StorageFullError:
-    """The error of a full store.
+    """The error of a store without room for `what`.
 
     Args:
-        what: description of the data to write.
-        url: URL of the store.
-        needed: bytes to write.
-        free: free bytes; None: unknown.
-        spare: bytes that could be deleted.
+        needed, free, spare: bytes to write, free ones (None: unknown), and those that could be deleted.
         refused: the storage's own error message, if a write failed.
     """
     found = "no room" if free is None else f"{nbytes_text(free)} free"
@@ -129,28 +112,23 @@ def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, 
     )
 
 
-class _Spare(NamedTuple):
-    """Checkpoints and batches that may be deleted, oldest first."""
+class Spare(NamedTuple):
+    """What may be deleted: checkpoints and batches, oldest first, and files that were never committed."""
 
-    checkpoints: list[Checkpoint]
-    batches: list[Batch]
+    checkpoints: Sequence[Checkpoint] = ()
+    batches: Sequence[Batch] = ()
+    files: Sequence[str] = ()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the checkpoints and batches."""
         return sum(one.nbytes for one in self.checkpoints) + sum(one.nbytes for one in self.batches)
 
 
 def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every_steps: int | None) -> None:
-    """Make sure that `needed` bytes are free, deleting what the newest state does not need.
+    """Make sure that `needed` bytes are free for `what`, deleting what the newest state does not need.
 
-    Nothing is deleted if that would not be enough.
-
-    Args:
-        store: the store.
-        catalog: contents of the store.
-        what: description of the data to write, for the error.
-        needed: bytes.
-        keep_every_steps: checkpoints at multiples of this step stay.
+    Nothing is deleted if that would not be enough. Checkpoints at multiples of `keep_every_steps` stay.
 
     Raises:
         StorageFullError: there is no room, and none can be made.
@@ -160,7 +138,7 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
     if free is None or free >= needed:
         return
     points = stored_points(catalog)
-    spare = _spare(store, catalog, points[0], keep_every_steps) if points else _Spare([], [])
+    spare = _spare(store, catalog, points[0], keep_every_steps) if points else Spare()
     if free + spare.nbytes < needed:
         raise no_room(what, store.url, needed, free, spare.nbytes)
     spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
@@ -172,15 +150,12 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
 def keep_room(store: Store, catalog: Catalog, needed: int, keep_every_steps: int | None, good: Part) -> None:
     """Free up to `needed` bytes for the next checkpoint; a shortage is no error.
 
-    Args:
-        store, catalog, needed, keep_every_steps: as for :func:`make_room`.
-        good: a part of the newest checkpoint that has just been read back.
+    `good` is a part of the newest checkpoint that has just been read back; else as for :func:`make_room`.
     """
-    free = store.free()
-    newest = next(iter(stored_points(catalog)), None)
-    if free is not None and free < needed and newest is not None:
-        if newest.checkpoint.parts.get(good.node) != good:
-            newest = _newest_good(store, stored_points(catalog))
+    free, points = store.free(), stored_points(catalog)
+    if free is not None and free < needed and points:
+        is_read = points[0].checkpoint.parts.get(good.node) == good
+        newest = points[0] if is_read else _newest_good(store, points)
         _delete_for_room(store, _spare(store, catalog, newest, keep_every_steps), needed)
 
 
@@ -194,21 +169,21 @@ def delete_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None)
     return spare.nbytes
 
 
-def _spare(store: Store, catalog: Catalog, needed: StoredPoint, keep_every_steps: int | None) -> _Spare:
+def _spare(store: Store, catalog: Catalog, needed: StoredPoint, keep_every_steps: int | None) -> Spare:
     """What may be deleted while the state `needed` stays."""
     if PASSED in catalog.unreadable or PASSED in catalog.damaged:
-        return _Spare([], [])  # the checkpoints to keep are not known
+        return Spare()  # the checkpoints to keep are not known
     try:
-        pins = read_pins(store)
+        pins = read_keys(store, PINNED)
     except (StorageError, DamagedStateError) as error:
         _log.warning("no checkpoint is deleted to make room: %s", error)
-        return _Spare([], [])
+        return Spare()
     gone = superseded(catalog.checkpoints, 1, keep_every_steps, unsure=catalog.unsure | pins)
     gone = [one for one in gone if one.key != needed.checkpoint.key]
     kept = [one for one in catalog.complete if one not in gone]
     used = {batch.commit_path for batch in needed.batches}
     batches = [one for one in unneeded_batches(catalog, kept) if one.commit_path not in used]
-    return _Spare(gone[::-1], batches)
+    return Spare(gone[::-1], batches)
 
 
 def _newest_good(store: Store, points: Sequence[StoredPoint]) -> StoredPoint:
@@ -224,7 +199,7 @@ def _newest_good(store: Store, points: Sequence[StoredPoint]) -> StoredPoint:
     raise StorageError(f"nothing is deleted, as no state in storage is intact: {problems[0]}")
 
 
-def _delete_for_room(store: Store, spare: _Spare, needed: int | None) -> None:
+def _delete_for_room(store: Store, spare: Spare, needed: int | None) -> None:
     """Delete spare checkpoints and batches until `needed` bytes are free; None: all of them."""
 
     def enough() -> bool:
@@ -242,111 +217,53 @@ def _delete_for_room(store: Store, spare: _Spare, needed: int | None) -> None:
         remove_batch(store, batch)
 
 
-#: File in a store with the keys of pinned checkpoints, which retention keeps.
-PINNED = "pinned.json"
-
-
-def read_pins(store: Store) -> frozenset[Key]:
-    """The keys of pinned checkpoints.
-
-    Raises:
-        StorageError: the file cannot be read.
-        DamagedStateError: the file has other content.
-    """
-    try:
-        return frozenset(msgspec.json.decode(store.read(PINNED), type=list[Key]))
-    except StorageError as error:
-        if is_missing(error):
-            return frozenset()
-        raise
-    except MALFORMED as error:
-        raise DamagedStateError(
-            f"{PINNED} in {store.url}: expected the keys of pinned checkpoints, found something else ({error}). "
-            "Remove the file and pin them again; until then retention deletes nothing"
-        ) from error
-
-
-def write_pins(store: Store, pins: Iterable[Key]) -> None:
-    """Replace the set of pinned checkpoints. Raises StorageError."""
-    if ordered := sorted(pins):
-        store.write(PINNED, msgspec.json.encode(ordered))
-    else:
-        store.delete(PINNED)
+# By hand
 
 
 def only_on(catalog: Catalog, one: Checkpoint) -> list[int]:
     """Steps that the store can produce only from this checkpoint, in order; its own step is among them."""
     rest = tuple(other for other in catalog.checkpoints if other.key != one.key)
     elsewhere = {point.key for point in stored_points(replace(catalog, checkpoints=rest))}
-    return sorted(
-        {
-            step
-            for point in stored_points(catalog)
-            if point.checkpoint.key == one.key and point.key not in elsewhere
-            for step in _steps_of(point.batches, point.step, one.step)
-        }
-    )
-
-
-def _steps_of(batches: Collection[Batch], newest: int, oldest: int) -> set[int]:
-    logged = {step for batch in batches for step in batch.steps if oldest <= step <= newest}
-    return logged | {newest}
-
-
-@dataclass(frozen=True)
-class Garbage:
-    """Unreferenced files of a store.
-
-    Attributes:
-        unfinished: files of checkpoints and batches that were never committed.
-        incomplete: checkpoints with missing parts that are older than a complete one.
-        batches: batches that can be redone on none of the checkpoints.
-    """
-
-    unfinished: tuple[str, ...]
-    incomplete: tuple[Checkpoint, ...]
-    batches: tuple[Batch, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.unfinished or self.incomplete or self.batches)
+    lost: set[int] = set()
+    for point in stored_points(catalog):
+        if point.checkpoint.key == one.key and point.key not in elsewhere:
+            logged = {step for batch in point.batches for step in batch.steps}
+            lost |= {step for step in logged if one.step <= step <= point.step} | {point.step}
+    return sorted(lost)
 
 
 def find_garbage(
-    catalog: Catalog, pins: Collection[Key], node: str | None, abandoned: Callable[[str], bool] = lambda path: False
-) -> Garbage:
-    """Find the garbage of a store.
+    catalog: Catalog, pins: Collection[Key], node: str | None, is_abandoned: Callable[[str], bool]
+) -> Spare:
+    """Find unreferenced files, incomplete checkpoints older than a complete one, and batches of no checkpoint.
 
     Args:
         catalog: contents of the store.
         pins: keys of checkpoints that are never garbage.
         node: the node whose writer is known not to run; None: every writer may run.
-        abandoned: whether no process can be writing an uncommitted file.
+        is_abandoned: whether no process can be writing an uncommitted file.
 
-    Raises:
-        StorageError: part of the catalog could not be read.
+    Raises StorageError if part of the catalog could not be read.
     """
     if catalog.unreadable:
         raise StorageError(
             f"references are not known, as a file cannot be read: {next(iter(catalog.unreadable.values()))}. Nothing "
             "is deleted; try again when it can be read"
         )
-    unfinished = set(leftovers(catalog, node or "", ())) | {path for path in uncommitted(catalog) if abandoned(path)}
-    stay = catalog.unsure | set(pins)
-    newest = next(iter(catalog.complete), None)
-    incomplete = [
-        one
-        for one in catalog.checkpoints
-        if not one.complete and newest is not None and one.key < newest.key and one.key not in stay
-    ]
-    batches = unneeded_batches(catalog, catalog.complete) if catalog.complete else []
-    return Garbage(tuple(sorted(unfinished)), tuple(incomplete), tuple(batches))
+    files = set(leftovers(catalog, node or "", ())) | set(filter(is_abandoned, uncommitted(catalog)))
+    if not catalog.complete:
+        return Spare(files=sorted(files))
+    newest, stay = catalog.complete[0], catalog.unsure | set(pins)
+    outdated = [one for one in catalog.checkpoints if one.key < newest.key and one.key not in stay]
+    incomplete = [one for one in outdated if not one.complete]
+    return Spare(incomplete, unneeded_batches(catalog, catalog.complete), sorted(files))
 
 
-def delete(store: Store, garbage: Garbage) -> None:
+def delete(store: Store, garbage: Spare) -> None:
     """Delete all garbage. Raises StorageError at the first delete that fails."""
-    for one in garbage.incomplete:
+    for one in garbage.checkpoints:
         remove(store, one)
     for batch in garbage.batches:
         remove_batch(store, batch)
-    for path in garbage.unfinished:
+    for path in garbage.files:
         store.delete(path)

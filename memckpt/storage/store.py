@@ -12,8 +12,8 @@ import io
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -122,12 +122,9 @@ class Store(ABC):
             return file.read()
 
     def find(self, prefix: str, unfinished: bool = False, unlisted: dict[str, str] | None = None) -> list[str]:
-        """Paths of all files below a directory, in order.
+        """Paths of all files below a directory, in order; with `unfinished`, also of those that are being written.
 
-        Args:
-            prefix: the directory.
-            unfinished: whether files that are being written are included.
-            unlisted: receives directories below `prefix` that cannot be listed, with the reason; None: an error.
+        `unlisted` receives directories below `prefix` that cannot be listed, with the reason; None: an error.
         """
 
         def refuse(path: str, error: Exception) -> None:
@@ -231,3 +228,66 @@ def store_is_away(url: str, witness: str) -> StorageAwayError:
         f"{url} is not there any more: it has no {witness}. It was moved, or its disk is not mounted. Nothing is "
         "written in its place; bring it back, and it is used again"
     )
+
+
+def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | None = None) -> str | None:
+    """Read a file and compare its size and checksum. Returns the difference; None: there is none.
+
+    `progress` is called with the bytes read since its last call. Raises StorageError if the file exists and cannot be
+    read: its content may be good.
+    """
+    digest, nbytes = xxhash.xxh3_64(), 0
+    try:
+        with store.open(file.path) as stream:
+            while chunk := stream.read(_PIECE_BYTES):
+                digest.update(chunk)
+                nbytes += len(chunk)
+                if progress is not None:
+                    progress(len(chunk))
+    except StorageError as error:
+        if is_missing(error):
+            return f"{file.path}: the file is missing"
+        raise
+    if nbytes != file.nbytes:
+        return f"{file.path}: expected {file.nbytes} bytes, found {nbytes}"
+    if digest.hexdigest() != file.xxh3:
+        return f"{file.path}: expected checksum {file.xxh3}, found {digest.hexdigest()}"
+    return None
+
+
+class Examined(NamedTuple):
+    """Problems of examined files: those proved damaged, and those that could not be read and may be good."""
+
+    damaged: list[str]
+    unreadable: list[str]
+
+
+def examine(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> Examined:
+    """Read files and compare sizes and checksums, with `progress` as for :func:`matches`."""
+    found = Examined([], [])
+    for file in files:
+        try:
+            problem = matches(store, file, progress)
+        except StorageError as error:
+            found.unreadable.append(str(error))
+            continue
+        if problem is not None:
+            found.damaged.append(problem)
+    return found
+
+
+def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> list[str]:
+    """Read files and compare sizes and checksums. Returns the problems; raises StorageError if one cannot be read."""
+    found = examine(store, files, progress)
+    if found.unreadable:
+        raise StorageError("; ".join(found.unreadable))
+    return found.damaged
+
+
+def read_back(store: Store, files: Sequence[StoredFile]) -> None:
+    """Verify files that have just been written, and drop them from the page cache. Raises StorageError."""
+    problems = verify_files(store, files)
+    if problems:
+        raise StorageError(f"files just written cannot be read back: {'; '.join(problems)}")
+    for file in files:
+        store.drop_cached(file.path)

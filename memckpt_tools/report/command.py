@@ -60,14 +60,14 @@ def report(run: Run, to: To = None, url: Url = None, as_json: AsJson = False) ->
 def _kept(run: Path, url: str | None) -> tuple[Sequence[Kept], str]:
     """The checkpoints in storage, newest first, and why they are not known (empty: they are)."""
     from memckpt.cli.run_view import read_within
-    from memckpt.storage.retention import read_pins
+    from memckpt.storage.catalog import PINNED, read_keys
     from memckpt.storage.urls import open_store
     from memckpt_tools.report.page import Kept
 
     try:
         store = open_store(place_of(run, url))
         catalog, missing = read_within(store, _STORAGE_SECONDS)
-        pins = read_pins(store)
+        pins = read_keys(store, PINNED)
     except MemckptError as error:
         return [], str(error)
     kept = []

@@ -26,9 +26,8 @@ from memckpt.errors import (
 )
 from memckpt.storage.catalog import Checkpoint, read_catalog, remove
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.store import Examined, Store, StoredFile
 from memckpt.storage.urls import open_store
-from memckpt.storage.verification import Examined
 from tests.conftest import Bucket
 from tests.support.storage.stored_parts import part_of, write
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json

@@ -7,25 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-import xxhash
 
-from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.cli import tidying as commands
 from memckpt.errors import AgentGoneError, DamagedStateError, ForeignStateError, NothingHeldError, UsageError
-from memckpt.memory.region import Region
 from memckpt.protocol.status import Status
-from memckpt.protocol.storing import Save
 from memckpt.state.records import Timeline
 from memckpt.storage import catalog as catalog_module
-from memckpt.storage.catalog import read_catalog
-from memckpt.storage.format import FORMAT_VERSION, Batch, encode_commit
+from memckpt.storage.catalog import PINNED, read_catalog, read_keys
+from memckpt.storage.format import Batch, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_url
-from memckpt.storage.retention import PINNED, read_pins
-from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.store import Store
 from tests.support.monitoring.statuses import an_agent
-from tests.support.storage.stored_parts import part_of, some_state, write
+from tests.support.storage.stored_parts import batch_of, part_of, save_part, write
 from tests.support.storage.tiers import start
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 
@@ -67,38 +63,10 @@ def steps_in(run: Path) -> list[int]:
 
 def log(store: Store, first: int, last: int) -> Batch:
     """Write a batch of records that can be redone on the checkpoint before them."""
-    data, timeline = b"records", Timeline(1, "a")
-    batch = Batch(
-        format=FORMAT_VERSION,
-        timeline=timeline,
-        first=first,
-        last=last,
-        steps=tuple(range(first, last + 1)),
-        follows=timeline,
-        world_size=1,
-        ranks=(0,),
-        node="node",
-        full=True,
-        created=0.0,
-        content="",
-    )
-    file = StoredFile(batch.log_path, len(data), xxhash.xxh3_64_hexdigest(data))
-    batch = Batch(**{name: getattr(batch, name) for name in batch.__struct_fields__} | {"files": (file,)})
-    store.write(batch.log_path, data)
+    batch = batch_of(first, last, node="node")
+    batch = msgspec.structs.replace(batch, files=(store.write(batch.log_path, b"records"),))
     store.write(batch.commit_path, encode_commit(batch))
     return batch
-
-
-def retain(store: LocalStore, record: int, keep_last: int = 1) -> None:
-    """Have a writer commit one more checkpoint, and let go of older ones."""
-    spec = some_state().spec
-    region = Region.create("snapshot", 1 << 16)
-    region.map[:] = bytes(len(region.map))
-    job = Save(store.url, part_of(record), spec, "snapshot", 1, {0: b""}, keep_last=keep_last, keep_every_steps=None)
-    try:
-        save(job, [region, region])
-    finally:
-        region.close()
 
 
 # pin
@@ -108,11 +76,11 @@ def test_what_is_pinned_is_kept_beside_the_last_ones_until_it_is_let_off(run: Pa
     assert invoke_json("pin", run, 1) == (0, {"step": 1, "pinned": True, "steps": [1]})
     assert [one["pinned"] for one in invoke_json("ls", run)[1]["checkpoints"]] == [False, False, True]
     assert "all, pinned" in invoke("ls", run)[1]
-    retain(store_of(run), 4)
+    save_part(store_of(run).url, part_of(4))
     assert steps_in(run) == [4, 1]
     assert invoke_json("pin", run, 1, "--off")[1] == {"step": 1, "pinned": False, "steps": []}
     assert not (run / "storage" / PINNED).exists()
-    retain(store_of(run), 5)
+    save_part(store_of(run).url, part_of(5))
     assert steps_in(run) == [5]
 
 
@@ -135,7 +103,7 @@ def test_a_pin_waits_for_the_writer_that_may_not_have_seen_it(
     wait = commands.select.select
 
     def look(*arguments: Any) -> Any:
-        asked.append(read_pins(store_of(run)))
+        asked.append(read_keys(store_of(run), PINNED))
         if len(asked) == 2:  # it had looked before, and lets go of it now
             for path in store_of(run).find("commit/000001-a/000000000001"):
                 store_of(run).delete(path)
@@ -146,14 +114,14 @@ def test_a_pin_waits_for_the_writer_that_may_not_have_seen_it(
         invoke("pin", run, 1)
     assert len(asked) == 3
     assert {key[2] for pins in asked for key in pins} == {1}
-    assert read_pins(store_of(run)) == frozenset()
+    assert read_keys(store_of(run), PINNED) == frozenset()
 
 
 def test_retention_deletes_nothing_where_pins_are_damaged(run: Path) -> None:
     (run / "storage" / PINNED).write_text("{")
-    retain(store_of(run), 4)
+    save_part(store_of(run).url, part_of(4))
     assert steps_in(run) == [4, 3, 2, 1]
-    with pytest.raises(DamagedStateError, match=r"pinned.json in .*: expected the keys of pinned checkpoints.*Remove"):
+    with pytest.raises(DamagedStateError, match=r"pinned.json in .*: expected the keys of pinned checkpoints.*removed"):
         invoke("pin", run, 1)
 
 
@@ -178,7 +146,7 @@ def test_what_is_needed_is_deleted_only_by_force(run: Path, monkeypatch: pytest.
     assert exit_status(monkeypatch, "rm", run, 3) == 1
     invoke("rm", run, 2)
     assert invoke_json("rm", run, 1, "--force")[1]["forced"] == ["it is pinned (`memckpt pin RUN 1 --off`)"]
-    assert read_pins(store_of(run)) == frozenset()
+    assert read_keys(store_of(run), PINNED) == frozenset()
     with pytest.raises(UsageError, match="it is the only complete checkpoint; the logged steps 4 to 6"):
         invoke("rm", run, 3)
     assert steps_in(run) == [3]

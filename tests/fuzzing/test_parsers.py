@@ -37,14 +37,15 @@ from memckpt.replication.transport import links, wire
 from memckpt.state import codec
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.state.spec import read_spec
+from memckpt.storage.catalog import PINNED, read_keys
 from memckpt.storage.dcp import encode_metadata, read_metadata
-from memckpt.storage.format import FORMAT_VERSION, Part, decode_commit, decode_node_state, encode_commit
+from memckpt.storage.format import Part, decode_commit, decode_node_state, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import Claim, Kept, original_of, read_claim, read_kept
-from memckpt.storage.retention import read_pins
 from memckpt.storage.store import StoredFile
 from tests.support.cluster.peers_records import layout_spec
 from tests.support.faults.changed_bytes import FUZZ, NASTY, changed
+from tests.support.storage.stored_parts import part_of
 
 #: What parsing may take beside a multiple of the bytes themselves.
 MEMORY_BYTES = 4 << 20
@@ -52,7 +53,7 @@ MEMORY_BYTES = 4 << 20
 
 def part(path: str) -> Part:
     timeline = Timeline(1, "abc")
-    return Part(FORMAT_VERSION, timeline, 3, 3, 1, (0,), "n", True, time.time(), (StoredFile(path, 1, "x"),))
+    return part_of(3, timeline=timeline, node="n", created=time.time(), files=(StoredFile(path, 1, "x"),))
 
 
 def _file(read: Callable[[LocalStore], Any], name: str) -> Callable[[bytes, Path], Any]:
@@ -120,7 +121,7 @@ PARSERS = {
     ),
     "run": Parser(_kept, msgspec.json.encode(Kept("run", directory="/x"))),
     "owner": Parser(_file(read_claim, "owner.json"), msgspec.json.encode(Claim("run"))),
-    "pins": Parser(_file(read_pins, "pinned.json"), b'[[1,"abc",3]]'),
+    "pins": Parser(_file(lambda store: read_keys(store, PINNED), "pinned.json"), b'[[1,"abc",3]]'),
     "message between nodes": Parser(lambda data, _: wire.decode(data), b"\x92\x01\x02", (ValueError,)),
     "envelope": Parser(
         lambda data, _: links.decode(data), links.encode(links.Data("a", "b", "c", 1, 2)), (ValueError,)

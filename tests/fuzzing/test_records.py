@@ -23,13 +23,13 @@ from memckpt.replication.coding.blob import Blob, BlobReader, Extent, RecordTail
 from memckpt.replication.coding.code import Candidate, Code, decode_stripe, seal_stripe
 from memckpt.state import encodings
 from memckpt.state.layout import Layout
-from memckpt.state.records import RecordMeta, SubStep, Timeline
+from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.spec import GradientEncoding, encoded_bytes, is_possible
 from memckpt.storage.batch import RecordReader, gradient_name
-from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.peers_records import Records, layout_spec
 from tests.support.faults.changed_bytes import FUZZ, NASTY, changed
+from tests.support.storage.stored_parts import batch_of
 
 # Slots
 
@@ -161,7 +161,7 @@ def test_parts_of_a_compressed_gradient(encoding: GradientEncoding, numel: int, 
 
 # Batches in storage
 
-BATCH = Batch(1, Timeline(1, "a"), 5, 5, (5,), None, 1, (0,), "n", True, time.time(), "c")
+BATCH = batch_of(5, 5, follows=None, created=time.time(), content="c")
 META = RecordMeta(5, 4, False, (SubStep(0, 0, b""),))
 NAMES = ["quantized8", "quantized0", "sparse", "half", "factors2x3", "factors0x0", "factors9999x1"]
 

@@ -28,7 +28,7 @@ from memckpt.recovery.plan import (
 )
 from memckpt.state.records import Branch, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.format import FORMAT_VERSION, Part
+from tests.support.storage.stored_parts import part_of
 
 RANKS = 4
 FIRST = (Branch(Timeline(1, "a"), None),)
@@ -236,7 +236,8 @@ def test_other_shards_are_resumed_from_storage_after_the_newest_record_of_all_ra
 
 def stored(number: int, record: int, *, nonce: str = "a", world_size: int = RANKS) -> Checkpoint:
     timeline = Timeline(number, nonce)
-    part = Part(FORMAT_VERSION, timeline, record, 10 * record, world_size, tuple(range(world_size)), "n", True, 0.0)
+    ranks = tuple(range(world_size))
+    part = part_of(record, timeline=timeline, step=10 * record, world_size=world_size, ranks=ranks, node="n")
     return Checkpoint(timeline, record, {"n": part})
 
 

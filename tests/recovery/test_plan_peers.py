@@ -15,7 +15,7 @@ from memckpt.recovery.plan import NewAttempt, RestoreRecord, RestoreStored, Star
 from memckpt.recovery.sources import BadSource, Fetch, newest_history, serves
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.format import FORMAT_VERSION, Part
+from tests.support.storage.stored_parts import part_of
 
 Unit = tuple[int, ...]
 Chain = tuple[str, ...]
@@ -136,7 +136,7 @@ def test_what_is_missing_is_said(kept: list[HeldFragments], why: str) -> None:
 
 def checkpoint(record: int, number: int = 1) -> Any:
     timeline = Timeline(number, "a")
-    part = Part(FORMAT_VERSION, timeline, record, 10 * record, WORLD, tuple(range(WORLD)), "n", True, 0.0)
+    part = part_of(record, timeline=timeline, step=10 * record, world_size=WORLD, ranks=tuple(range(WORLD)), node="n")
     return Checkpoint(timeline, record, {"n": part})
 
 

@@ -19,10 +19,11 @@ from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
-from memckpt.storage.format import FORMAT_VERSION, Part, encode_commit
+from memckpt.storage.format import encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.store import Store
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
+from tests.support.storage.stored_parts import part_of
 
 T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
 TIMEOUT_SECONDS = 1800.0
@@ -77,9 +78,7 @@ class Node:
         self.work()
 
     def checkpoint(self, record: int) -> None:
-        part = Part(
-            FORMAT_VERSION, self.timeline, record, record, 1, (0,), "n", True, 0.0, (), self.filled.held.spec.content()
-        )
+        part = part_of(record, timeline=self.timeline, node="n", content=self.filled.held.spec.content())
         self.store.write(part.commit_path, encode_commit(part))
         self.log.checkpoint_saved(record)
 

@@ -27,11 +27,12 @@ from memckpt.state.records import Branch, Timeline, decode_meta, timeline_of
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name, rank_state_name
 from memckpt.storage.catalog import read_catalog, remove, remove_batch
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
-from memckpt.storage.format import FORMAT_VERSION, Part, encode_commit
+from memckpt.storage.format import encode_commit
 from memckpt.storage.retention import superseded
 from memckpt.storage.store import Store
 from memckpt.storage.urls import open_store
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess, spec_of
+from tests.support.storage.stored_parts import part_of
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -136,7 +137,7 @@ class LogMachine(RuleBasedStateMachine):
         if self.down or record < self.began_at:
             return
         store, spec = open_store(self.url), self.filled.held.spec
-        part = Part(FORMAT_VERSION, self.timeline, record, record, 1, (0,), "n", True, 0.0, (), spec.content())
+        part = part_of(record, timeline=self.timeline, node="n", content=spec.content())
         store.write(part.commit_path, encode_commit(part))
         catalog = read_catalog(store)
         for one in superseded(catalog.checkpoints, 2, None):

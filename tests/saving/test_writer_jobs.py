@@ -14,18 +14,14 @@ from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.storing import Save, Saved, SaveFailed
 from memckpt.state.records import Timeline
-from memckpt.storage.format import Part
 from tests.support.cluster.storage_node import Process, spec_of
+from tests.support.storage.stored_parts import part_of
 
 T1 = Timeline(1, "a")
 
 
-def part_of(record: int) -> Part:
-    return Part(2, T1, record, record, 1, (0,), "n", True, 0.0)
-
-
 def save_of(record: int, url: str) -> Save:
-    return Save(url, part_of(record), spec_of(), "ring", 1, {}, 2, None)
+    return Save(url, part_of(record, timeline=T1, node="n"), spec_of(), "ring", 1, {}, 2, None)
 
 
 @pytest.fixture
@@ -79,7 +75,9 @@ def test_what_has_memory_of_its_own_is_written_all_the_same(jobs: WriterJobs, pr
     jobs.give_up_held()
     assert (held, copied) == ([None], [])
     assert [message.part.record for message in processes[-1].sent] == [2]
-    assert processes[-1].sent[0].abandoned == (part_of(1),), "what was half written is deleted first"
+    assert processes[-1].sent[0].abandoned == (part_of(1, timeline=T1, node="n"),), (
+        "what was half written is deleted first"
+    )
     jobs.finished(Saved(2, 2, 1, 1.0, 1.0))
     assert [type(outcome) for outcome in copied] == [Saved]
     assert region.fd < 0

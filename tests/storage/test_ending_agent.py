@@ -20,7 +20,7 @@ from memckpt.session.link import AgentLink
 from memckpt.state.spec import StateSpec
 from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.cluster.waiting import LIMIT_SECONDS, until
-from tests.support.storage.stored_runs import newest, stored
+from tests.support.storage.stored_runs import goes_on, newest, stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
@@ -109,9 +109,7 @@ def test_a_stopped_agent_that_is_told_to_end_saves_what_it_had_not_read_yet(lab:
     assert serving is not None
     for number in (signal.SIGTERM, signal.SIGCONT):
         os.kill(serving.pid, number)
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 8)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -213,6 +211,4 @@ def test_an_agent_that_cannot_save_tries_again_until_its_grace_period_ends(lab: 
         kill_self(control)
 
     died = lab.train(PLAIN, settings, actions={("backward", 9): preempt})
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 8)

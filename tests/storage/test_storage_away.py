@@ -133,7 +133,7 @@ def save(place: Path, record: int, url: str | None = None, witness: str = CLAIM)
     region = Region.create("test", Layout(SPEC).snapshot_bytes)
     try:
         part = part_of(record, content=SPEC.content(), run=kept_run(place.parents[1] / "A"))
-        job = Save(url or str(place), part, SPEC, "snapshot", 1, {0: b""}, 2, None, witness=witness)
+        job = Save(url or str(place), part, SPEC, "copy", 1, {0: b""}, 2, None, witness=witness)
         return writer.try_to_save(job, [region, region])
     finally:
         region.close()

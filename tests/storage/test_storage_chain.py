@@ -16,9 +16,10 @@ from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, T
 from memckpt.storage.batch import FileTensor, RecordReader, write_batch
 from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points, unneeded_batches
-from memckpt.storage.format import FORMAT_VERSION, Batch, Part, decode_commit, encode_commit, place_of
+from memckpt.storage.format import Batch, decode_commit, encode_commit, place_of
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers, superseded
+from tests.support.storage.stored_parts import batch_of, part_of
 
 T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
 
@@ -27,10 +28,8 @@ def checkpoint(timeline: Timeline, record: int, content: str = "same", **nodes: 
     """One whose parts are of these nodes, with these ranks; of one node with one rank if none are given."""
     nodes = nodes or {"n": (0,)}
     size = sum(len(ranks) for ranks in nodes.values())
-    parts = {
-        node: Part(FORMAT_VERSION, timeline, record, record * 10, size, ranks, node, 0 in ranks, 0.0, (), content)
-        for node, ranks in nodes.items()
-    }
+    rest = {"step": record * 10, "world_size": size, "content": content, "timeline": timeline}
+    parts = {node: part_of(record, node=node, ranks=ranks, **rest) for node, ranks in nodes.items()}
     return Checkpoint(timeline, record, parts)
 
 
@@ -45,20 +44,8 @@ def batch(
     world_size: int = 1,
 ) -> Batch:
     steps = tuple(record * 10 for record in range(first, last + 1))
-    return Batch(
-        FORMAT_VERSION,
-        timeline,
-        first,
-        last,
-        steps,
-        follows or timeline,
-        world_size,
-        ranks,
-        node,
-        0 in ranks,
-        0.0,
-        content,
-    )
+    rest = {"steps": steps, "node": node, "ranks": ranks, "world_size": world_size, "content": content}
+    return batch_of(first, last, timeline=timeline, follows=follows or timeline, **rest)
 
 
 def catalog(*found: Checkpoint | Batch) -> Catalog:

@@ -14,21 +14,16 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.errors import StorageError
-from memckpt.memory.region import Region
-from memckpt.protocol.storing import (
-    Save,
-)
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM
-from memckpt.storage.verification import verify_files
+from memckpt.storage.store import verify_files
 from tests.conftest import Bucket
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import LIMIT_SECONDS, until
-from tests.support.storage.stored_parts import part_of, some_state, write
-from tests.support.storage.stored_runs import catalog_of, stored, until_not_stored, until_ordered, until_stored
+from tests.support.storage.stored_parts import part_of, save_part, write
+from tests.support.storage.stored_runs import catalog_of, goes_on, stored, until_not_stored, until_ordered, until_stored
 from tests.support.trainings.cli_harness import invoke
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, kill_agent, kill_both
@@ -113,19 +108,15 @@ def test_a_full_disk_raises_an_alarm_and_is_used_again_once_there_is_room(small_
     assert after["text"] == ""
     assert "alarm" not in after["shown"]
     assert died.of("left")[0]["files"] == []  # what had been written gave its room back
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 10
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 10)
 
 
 def test_what_a_failed_checkpoint_had_written_gives_its_room_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full when only the commit file is missing."""
-    store, state, part = LocalStore(tmp_path), some_state(), part_of(2, full=False)
+    store, part = LocalStore(tmp_path), part_of(2, full=False)
     before = write(store, part_of(1))
-    region = Region.create("test", 4096)
-    job = Save(str(tmp_path), part, state.spec, "snapshot", 1, {0: b""}, keep_last=2, keep_every_steps=None)
     full = True
     replacing = LocalStore._replacing
 
@@ -135,16 +126,13 @@ def test_what_a_failed_checkpoint_had_written_gives_its_room_back(
         return replacing(self, path)
 
     monkeypatch.setattr(LocalStore, "_replacing", refuse)
-    try:
-        with pytest.raises(StorageError, match="No space left"):
-            save(job, [region, region])
-        assert [one.record for one in read_catalog(store).complete] == [1]
-        assert set(store.find("", unfinished=True)) == {before.commit_path, *(file.path for file in before.files)}
-        full = False
-        save(job, [region, region])
-        assert part.commit_path in store.find("")
-    finally:
-        region.close()
+    with pytest.raises(StorageError, match="No space left"):
+        save_part(tmp_path, part, keep_last=2)
+    assert [one.record for one in read_catalog(store).complete] == [1]
+    assert set(store.find("", unfinished=True)) == {before.commit_path, *(file.path for file in before.files)}
+    full = False
+    save_part(tmp_path, part, keep_last=2)
+    assert part.commit_path in store.find("")
 
 
 def test_a_directory_that_cannot_be_written_any_more_raises_an_alarm(tmp_path: Path, lab: Lab) -> None:
@@ -183,9 +171,7 @@ def check_unwritable(lab: Lab, place: Path, close: Action, reopen: Action) -> No
     (alarm,) = died.of("alarm")
     assert "could not write" in alarm["text"]
     assert "alarm" in alarm["shown"]
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 10
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 10)
 
 
 # The server
@@ -212,9 +198,7 @@ def test_a_server_that_never_answers_is_given_up_and_used_again_when_it_does(buc
     during, after = died.of("alarm")
     assert during["text"] == "the storage took too long"
     assert after["text"] == ""
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 15
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 15)
 
 
 # The writer
@@ -299,9 +283,7 @@ def check_only_the_later_one_stands(lab: Lab, died: Ended, step: int) -> dict[st
     assert any(".partial-" in path for path in killed["files"])
     assert later["steps"] == [step]
     assert not set(killed["files"]) & set(later["files"])
-    final = lab.train(PLAIN, stored("lazy"), seed=2)
-    assert final.restored_step == step
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, stored("lazy"), died, step)
     return later
 
 

@@ -8,18 +8,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from memckpt.agent.saving.writer import checkpoint_writer as writer
 from memckpt.errors import ForeignStateError
-from memckpt.memory.region import Region
-from memckpt.protocol.storing import Save
 from memckpt.storage import local_store
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import claim
-from tests.support.storage.stored_parts import part_of, some_state, write
+from tests.support.storage.stored_parts import part_of, save_part, write
 
 
 @pytest.mark.promise("files are read back from the medium after writing, and no early error of the medium is lost")
@@ -97,49 +94,36 @@ def test_commit_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_of_several_nodes_the_last_one_tidies_up_and_the_others_read_no_more_than_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, spec = LocalStore(tmp_path), some_state().spec
+    store = LocalStore(tmp_path)
     claim(store, "run")
-    writer._known.clear()
-    region = Region.create("test", 4096)
     read: list[str] = []
     opened = LocalStore._open
     monkeypatch.setattr(LocalStore, "_open", lambda self, path: read.append(path) or opened(self, path))  # type: ignore[func-returns-value]
 
     def save(record: int, rank: int) -> list[str]:
-        part = part_of(record, node=f"n{rank}", ranks=(rank,), world_size=3, run="run", full=False, serves=(rank,))
-        part = msgspec.structs.replace(part, full=True)
+        rest = {"ranks": (rank,), "world_size": 3, "run": "run", "full": True, "serves": (rank,)}
+        writer._known.clear()  # each node has a writer of its own
         read.clear()
-        job = Save(store.url, part, spec, "snapshot", 1, {rank: b""}, 1, None, witness="owner.json")
-        writer.save(job, [region, region])
+        save_part(store.url, part_of(record, node=f"n{rank}", **rest), rank_states={rank: b""}, witness="owner.json")
         return [path for path in read if path.startswith("commit/")]
 
-    try:
-        for record in range(1, 5):
-            for rank in range(3):
-                writer._known.clear()  # each node has a writer of its own
-                found = save(record, rank)
-                if rank == 1:
-                    assert len(found) == 1, "the other part of this checkpoint, and no other checkpoint's"
-            assert [one.record for one in read_catalog(store).complete] == [record]
-    finally:
-        region.close()
+    for record in range(1, 5):
+        found = [save(record, rank) for rank in range(3)]
+        assert len(found[1]) == 1, "the other part of this checkpoint, and no other checkpoint's"
+        assert [one.record for one in read_catalog(store).complete] == [record]
 
 
 def test_a_part_of_other_ranks_is_not_replaced(tmp_path: Path) -> None:
-    store, spec = LocalStore(tmp_path), some_state().spec
-    region = Region.create("test", 4096)
+    store = LocalStore(tmp_path)
 
     def save(rank: int, state: bytes) -> None:
         part = part_of(1, node="n", ranks=(rank,), world_size=2, full=True, serves=(rank,))
-        writer.save(Save(store.url, part, spec, "snapshot", 1, {rank: state}, 1, None), [region, region])
+        save_part(store.url, part, rank_states={rank: state})
 
-    try:
-        save(1, b"first")
-        before = {path: store.read(path) for path in store.find("")}
-        with pytest.raises(ForeignStateError, match=r"part of ranks \[0\], found that of ranks \[1\], which is kept"):
-            save(0, b"other")
-        assert {path: store.read(path) for path in store.find("")} == before
-        save(1, b"again")
-        assert len(store.find("")) == len(before)
-    finally:
-        region.close()
+    save(1, b"first")
+    before = {path: store.read(path) for path in store.find("")}
+    with pytest.raises(ForeignStateError, match=r"part of ranks \[0\], found that of ranks \[1\], which is kept"):
+        save(0, b"other")
+    assert {path: store.read(path) for path in store.find("")} == before
+    save(1, b"again")
+    assert len(store.find("")) == len(before)

@@ -6,16 +6,12 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import ConfigurationError, DamagedStateError, ForeignStateError, UsageError
-from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.storing import Save
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
@@ -24,8 +20,8 @@ from memckpt.storage.owner import CLAIM, claim, keep_run, kept_run, new_run, rea
 from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.store import Store
 from tests.support.cluster.thread_ranks import on_ranks
-from tests.support.storage.stored_parts import part_of, some_state, write
-from tests.support.storage.stored_runs import stored, until_ordered, until_stored
+from tests.support.storage.stored_parts import part_of, save_part, write
+from tests.support.storage.stored_runs import goes_on, stored, until_ordered, until_stored
 from tests.support.storage.tiers import start
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 from tests.support.trainings.engine_cases import PLAIN
@@ -196,36 +192,23 @@ def test_the_files_of_others_count_for_nothing(store: Store) -> None:
 # The writer
 
 
-def job(place: Path, part: Any, keep_last: int = 1) -> Save:
-    return Save(str(place), part, some_state().spec, "snapshot", 1, {0: b""}, keep_last, None)
-
-
-@pytest.fixture
-def regions() -> Any:
-    region = Region.create("test", 4096)
-    yield [region, region]
-    region.close()
-
-
 @pytest.mark.parametrize("run", ["B", ""])
-def test_nothing_is_written_to_the_store_of_another_run(
-    owned: tuple[Path, str], regions: list[Region], run: str
-) -> None:
+def test_nothing_is_written_to_the_store_of_another_run(owned: tuple[Path, str], run: str) -> None:
     """Wherever it is that somebody wants a live snapshot, and if a store was given away while training ran."""
     place, _ = owned
     before = LocalStore(place).find("", unfinished=True)
     with pytest.raises(ForeignStateError):
-        save(job(place, part_of(2, timeline=T2, run=run)), regions)
+        save_part(place, part_of(2, timeline=T2, run=run))
     assert LocalStore(place).find("", unfinished=True) == before
 
 
-def test_retention_never_deletes_what_it_was_called_for(owned: tuple[Path, str], regions: list[Region]) -> None:
+def test_retention_never_deletes_what_it_was_called_for(owned: tuple[Path, str]) -> None:
     """Though a later attempt has been there: the job has moved back to what an earlier one left."""
     place, run = owned
     for record in (2, 3):
         write(LocalStore(place), part_of(record, timeline=T2, run=run))
     late = part_of(4, timeline=T1, run=run)
-    save(job(place, late), regions)
+    save_part(place, late)
     assert [(one.timeline, one.record) for one in read_catalog(LocalStore(place)).complete] == [(T2, 3), (T1, 4)]
 
 
@@ -327,9 +310,7 @@ def test_a_copy_of_a_run_trains_for_itself(lab: Lab) -> None:
     assert other.restored_step is None
     assert f"{copy} is a copy of {lab.run_dir}" in other.log
     lab.stop(copy)
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 8)
 
 
 @pytest.mark.promise("a run directory that was moved, with `storage` in it")

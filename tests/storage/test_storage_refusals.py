@@ -14,33 +14,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.errors import StorageError
-from memckpt.memory.region import Region
-from memckpt.protocol.storing import Save, Saved
 from memckpt.storage import local_store
 from memckpt.storage.catalog import read_catalog
-from memckpt.storage.format import Part
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.urls import open_store
-from tests.support.storage.stored_parts import part_of, some_state, write
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    with_state = Region.create("test", 4096)
-    try:
-        yield with_state
-    finally:
-        with_state.close()
-
-
-def saved(place: Path, part: Part, region: Region, keep_last: int = 1, **rest: Any) -> Saved:
-    """A checkpoint of no tensors, written as the writer process does."""
-    spec = some_state().spec
-    job = Save(str(place), part, spec, "snapshot", 1, {0: b""}, keep_last=keep_last, keep_every_steps=None, **rest)
-    return save(job, [region, region])
-
+from tests.support.storage.stored_parts import part_of, save_part, write
 
 # Deleting
 
@@ -61,14 +40,12 @@ def refuse_to_delete(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     "a refused delete fails no checkpoint, and a listing that fails is an error on every file system, never an "
     "empty store"
 )
-def test_a_refused_delete_is_no_failed_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
-) -> None:
+def test_a_refused_delete_is_no_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported beside the checkpoint, which is there; what else may go, goes."""
     store = LocalStore(tmp_path)
     kept, gone = write(store, part_of(1)), write(store, part_of(2))
     refuse_to_delete(monkeypatch, kept.commit_path)
-    message = saved(tmp_path, part_of(3), region)
+    message = save_part(tmp_path, part_of(3))
     assert message.step == 3
     assert f"could not delete {kept.commit_path}" in message.untidy
     assert [one.record for one in read_catalog(store).complete] == [3, 1]
@@ -77,22 +54,22 @@ def test_a_refused_delete_is_no_failed_checkpoint(
 
 
 def test_leftovers_that_cannot_be_deleted_do_not_stop_the_next_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, dead = LocalStore(tmp_path), part_of(2)
     store.write(dead.state_path, b"half")
     store.write(f"{dead.base_directory}/__0_0.distcp", b"half")
     refuse_to_delete(monkeypatch, dead.state_path)
-    message = saved(tmp_path, part_of(3), region, abandoned=(dead,))
+    message = save_part(tmp_path, part_of(3), abandoned=(dead,))
     assert f"could not delete {dead.state_path}" in message.untidy
     assert store.find(dead.base_directory) == []
     monkeypatch.undo()
-    assert saved(tmp_path, part_of(4), region).untidy == ""
+    assert save_part(tmp_path, part_of(4)).untidy == ""
     assert dead.state_path not in store.find("")
 
 
 def test_a_listing_that_fails_behind_the_commit_is_no_failed_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, part = LocalStore(tmp_path), part_of(3)
     find = LocalStore._find
@@ -103,7 +80,7 @@ def test_a_listing_that_fails_behind_the_commit_is_no_failed_checkpoint(
         return find(self, *where)
 
     monkeypatch.setattr(LocalStore, "_find", fail)
-    assert "Connection timed out" in saved(tmp_path, part, region).untidy
+    assert "Connection timed out" in save_part(tmp_path, part).untidy
     monkeypatch.undo()
     assert [one.record for one in read_catalog(store).complete] == [3]
 

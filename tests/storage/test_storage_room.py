@@ -19,14 +19,14 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from memckpt.storage.batch import FileTensor, write_batch
-from memckpt.storage.catalog import note_passed, read_catalog
+from memckpt.storage.catalog import PINNED, note_passed, read_catalog, write_keys
 from memckpt.storage.chain import stored_points
-from memckpt.storage.format import FORMAT_VERSION, Batch, Part
+from memckpt.storage.format import Batch
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.retention import PINNED, write_pins
-from memckpt.storage.verification import verify_files
+from memckpt.storage.store import verify_files
 from tests.support.cluster.storage_node import spec_of
 from tests.support.faults.full_disk import LimitedDisk
+from tests.support.storage.stored_parts import batch_of, part_of
 
 TINY = spec_of()
 #: One of 20 kB.
@@ -34,10 +34,6 @@ SPEC = msgspec.structs.replace(
     TINY, params=(ParamSpec(TensorSpec("w", (5000,), "float32"), TINY.params[0].owners, False, 0),)
 )
 T1, T2 = Timeline(1, "a"), Timeline(2, "b")
-
-
-def part_of(record: int, timeline: Timeline = T1, spec: StateSpec = SPEC) -> Part:
-    return Part(FORMAT_VERSION, timeline, record, record, 1, (0,), "n", True, 0.0, (), spec.content())
 
 
 def save(
@@ -51,8 +47,8 @@ def save(
     region = Region.create("test", Layout(spec).snapshot_bytes)
     region.map[:16] = torch.full((4,), float(record)).numpy().tobytes()
     try:
-        part = part_of(record, timeline, spec)
-        job = Save(store.url, part, spec, "snapshot", 1, {0: b"state"}, 2, keep_every_steps)
+        part = part_of(record, timeline=timeline, content=spec.content(), node="n")
+        job = Save(store.url, part, spec, "copy", 1, {0: b"state"}, 2, keep_every_steps)
         return writer.save(job, [region, region])
     finally:
         region.close()
@@ -61,10 +57,7 @@ def save(
 def log(
     store: LocalStore, first: int, last: int, timeline: Timeline = T1, follows: Timeline = T1, nbytes: int = 10_000
 ) -> Batch:
-    steps = tuple(range(first, last + 1))
-    batch = Batch(
-        FORMAT_VERSION, timeline, first, last, steps, follows, 1, (0,), "n", True, 0.0, SPEC.content()
-    )  # fmt: skip
+    batch = batch_of(first, last, timeline=timeline, follows=follows, content=SPEC.content())
     return write_batch(store, batch, [FileTensor("x", "uint8", (nbytes,), memoryview(bytes(nbytes)))])
 
 
@@ -125,7 +118,7 @@ def test_a_writer_s_traceback_is_told_once(
     writer._complaints.reset()
 
     def attempt(record: int) -> Saved | SaveFailed:
-        job = Save(store.url, part_of(record), SPEC, "snapshot", 1, {0: b""}, 2, None)
+        job = Save(store.url, part_of(record, content=SPEC.content(), node="n"), SPEC, "copy", 1, {0: b""}, 2, None)
         with caplog.at_level(logging.ERROR):
             return writer.try_to_save(job, [region, region])
 
@@ -203,7 +196,7 @@ def test_what_a_resume_could_not_read_stays(disk: LimitedDisk, store: LocalStore
 def test_what_is_pinned_stays(disk: LimitedDisk, store: LocalStore, damaged: bool) -> None:
     save(store, 1)
     save(store, 2)
-    write_pins(store, [one.key for one in read_catalog(store).complete if one.step == 1])
+    write_keys(store, PINNED, [one.key for one in read_catalog(store).complete if one.step == 1])
     if damaged:
         store.write(PINNED, b"{")
     disk.room = disk.used() + 1000

@@ -19,8 +19,8 @@ from memckpt.processes.address import AgentAddress
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import verify_files
 from memckpt.storage.urls import open_store
-from memckpt.storage.verification import verify_files
 from tests.conftest import Bucket
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
@@ -29,6 +29,7 @@ from tests.support.storage.stored_runs import (
     BEFORE_5,
     BEFORE_10,
     catalog_of,
+    goes_on,
     newest,
     stored,
     until_not_stored,
@@ -273,9 +274,7 @@ def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training
     died = lab.train(PLAIN, settings, prepare=prepare, actions=actions)
     kept = newest(lab)
     assert kept in range(7, 13)
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == kept
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, kept)
 
 
 @pytest.mark.slow
@@ -290,9 +289,7 @@ def test_sigterm_that_ends_the_trainer_leaves_its_last_step_in_storage(lab: Lab)
     assert ended.code == -signal.SIGTERM
     until(lambda: newest(lab) == 8)
     lab.stop()
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 8
-    lab.check_same(PLAIN, ended, final)
+    goes_on(lab, settings, ended, 8)
 
 
 @pytest.mark.promise("failing storage never stops training")
@@ -316,9 +313,7 @@ def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_w
     }
     died = lab.train(PLAIN, settings, actions=actions)
     assert "step 5 did not get to storage" in died.log
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 10
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 10)
 
 
 @pytest.mark.slow
@@ -331,9 +326,7 @@ def test_an_agent_that_dies_alone_is_followed_by_one_that_saves(lab: Lab) -> Non
         ("backward", 14): kill_both,
     }
     died = lab.train(PLAIN, settings, actions=actions)
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 10
-    lab.check_same(PLAIN, died, final)
+    goes_on(lab, settings, died, 10)
 
 
 @pytest.mark.slow

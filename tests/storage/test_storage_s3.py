@@ -13,8 +13,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from memckpt.errors import StorageError
 from memckpt.storage.catalog import read_catalog
+from memckpt.storage.store import matches, verify_files
 from memckpt.storage.urls import open_store
-from memckpt.storage.verification import matches, verify_files
 from tests.conftest import Bucket
 from tests.support.storage.stored_parts import part_of, write
 

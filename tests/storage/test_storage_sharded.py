@@ -30,8 +30,7 @@ from memckpt.storage.dcp import merged, write_merged
 from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers
-from memckpt.storage.store import Store
-from memckpt.storage.verification import matches, verify_files
+from memckpt.storage.store import Store, matches, verify_files
 from tests.support.cluster.mesh import all_empty, mesh_of
 from tests.support.cluster.sharded_job import (
     TIMELINE,

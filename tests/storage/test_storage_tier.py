@@ -12,8 +12,7 @@ from memckpt.errors import DamagedStateError
 from memckpt.session.resume import storage_tier
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.storage.local_store import LocalStore
-from memckpt.storage.store import Store, StoredFile
-from memckpt.storage.verification import matches
+from memckpt.storage.store import Store, StoredFile, matches
 from tests.support.cluster.sharded_job import Live, check, plain, rows, train
 from tests.support.cluster.thread_ranks import on_ranks
 

@@ -6,19 +6,15 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
 
-from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, StorageError
-from memckpt.memory.region import Region
-from memckpt.protocol.storing import Save
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.resume import storage_tier
 from memckpt.session.resume.storage_tier import StorageTier, plan_patiently
@@ -26,11 +22,10 @@ from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, read_catalog
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers, superseded
-from memckpt.storage.store import Store
-from memckpt.storage.verification import matches, verify_files
+from memckpt.storage.store import Store, matches, verify_files
 from tests.support.cluster.sharded_job import plain, rows, train
 from tests.support.cluster.thread_ranks import on_ranks
-from tests.support.storage.stored_parts import part_of, some_state, write
+from tests.support.storage.stored_parts import part_of, save_part, write
 from tests.support.trainings.cli_harness import exit_status, invoke_json
 
 
@@ -264,15 +259,6 @@ def test_training_starts_over_only_when_all_could_be_read(resume: Any) -> None:
 # Retention
 
 
-@contextmanager
-def regions() -> Iterator[list[Region]]:
-    region = Region.create("test", 4096)
-    try:
-        yield [region, region]
-    finally:
-        region.close()
-
-
 def test_retention_keeps_what_was_passed_over_until_it_is_proved_bad(
     trained: Path, hiccup: Hiccup, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,9 +272,7 @@ def test_retention_keeps_what_was_passed_over_until_it_is_proved_bad(
 
     def train_on(*records: int) -> list[int]:
         for record in records:
-            part = part_of(record, timeline=Timeline(7, "z"), run=run)
-            with regions() as held:
-                save(Save(str(trained), part, some_state().spec, "snapshot", 1, {0: b""}, 1, None), held)
+            save_part(trained, part_of(record, timeline=Timeline(7, "z"), run=run))
         return [one.record for one in read_catalog(store).complete]
 
     assert train_on(3, 4, 5) == [5, 3], "what was passed over, and the newest"

@@ -1,4 +1,4 @@
-"""Jobs for the writer process: a snapshot, or a state that stands still in memory."""
+"""Jobs for the writer process: a copy of the state, or a state that stands still in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memckpt.memory.region import Region
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.storing import Announce, LookForAnnounced, LookForRoom, Save, Saved, SaveFailed
 from memckpt.protocol.trainer import Configure
-from memckpt.storage.format import FORMAT_VERSION, Part
+from memckpt.storage.format import Part
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -68,7 +68,7 @@ class JobMaker:
         missing, plain = replica.describe_state()
         assert generation.regions.replica is not None
         base = generation.layout.by_value_base(record)
-        save = self._describe(generation, record, "snapshot", url)
+        save = self._describe(generation, record, "copy", url)
         save = msgspec.structs.replace(save, by_value_base=base, missing=missing, plain=plain)
         return Job(save, _with_static(generation, [generation.regions.replica, generation.regions.slots]))
 
@@ -86,14 +86,13 @@ class JobMaker:
         job = self.of_snapshot(Snapshot(generation, record, region, missing, plain), url)
         return replace(job, save=msgspec.structs.replace(job.save, urgent=True))
 
-    def _describe(self, generation: Generation, record: int, source: Literal["snapshot", "ring"], url: str) -> Save:
+    def _describe(self, generation: Generation, record: int, source: Literal["copy", "ring"], url: str) -> Save:
         settings, spec = self.settings, generation.spec
         config = settings.storage or StorageConfig()
         assert settings.timeline is not None
         step = generation.ledger.steps.get(record)
         redone = source == "ring" or generation.replica is not None  # else trainers have copied their own state
         part = Part(
-            format=FORMAT_VERSION,
             timeline=settings.timeline,
             record=record,
             step=step if step is not None else record,

@@ -36,9 +36,8 @@ from memckpt.storage import owner
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import directory_key, place_of
-from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.store import Store, StoredFile, matches
 from memckpt.storage.urls import open_store
-from memckpt.storage.verification import matches
 
 _log = logging.getLogger("memckpt")
 #: Name of the store of a run without storage: the survivors' checkpoint, from which other ranks take their shards.

@@ -38,7 +38,7 @@ from memckpt.storage.base import StoredNames, by_value_tensors, state_tensors
 from memckpt.storage.batch import FileTensor, by_value_name, gradient_name, meta_name, rank_state_name, write_batch
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import StoredPoint, stored_points
-from memckpt.storage.format import FORMAT_VERSION, Batch, Part
+from memckpt.storage.format import Batch, Part
 from memckpt.storage.store import Store
 
 TIMELINE = Timeline(1, "a")
@@ -227,7 +227,7 @@ def train(
         unit = job.units[rank % units]
         spec = _spec(job, unit, rank)
         batch = Batch(
-            format=FORMAT_VERSION, timeline=timeline, first=base_at + 1, last=last,
+            timeline=timeline, first=base_at + 1, last=last,
             steps=tuple(range(base_at + 1, last + 1)), follows=timeline, world_size=job.world_size, ranks=(rank,),
             node=f"n{rank}", full=spec.full, created=0.0, content=spec.content(), serves=spec.serves,
         )  # fmt: skip
@@ -255,7 +255,7 @@ def write_part(job: Stored, unit: Unit, rank: int, record: int, timeline: Timeli
     state = Region.create("test-state", layout.snapshot_bytes)
     static = Region.create("test-static", layout.static_bytes)
     part = Part(
-        format=FORMAT_VERSION, timeline=timeline, record=record, step=record, world_size=job.world_size, ranks=(rank,),
+        timeline=timeline, record=record, step=record, world_size=job.world_size, ranks=(rank,),
         node=f"n{rank}", full=spec.full, created=0.0, content=spec.content(), serves=spec.serves,
     )  # fmt: skip
     try:
@@ -267,7 +267,7 @@ def write_part(job: Stored, unit: Unit, rank: int, record: int, timeline: Timeli
             for name, view in views.items():
                 view.copy_(tensors[name])
         described = Save(
-            url=job.store.url, part=part, spec=spec, source="snapshot", generation=1,
+            url=job.store.url, part=part, spec=spec, source="copy", generation=1,
             rank_states={rank: rank_state(unit, rank, record)}, keep_last=keep_last, keep_every_steps=None,
             by_value_base=layout.state_bytes,
         )  # fmt: skip

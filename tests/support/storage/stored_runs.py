@@ -13,8 +13,9 @@ from memckpt.processes.control import ask_status, stop_agent
 from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.waiting import LIMIT_SECONDS
+from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Actions, Control, config
-from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_harness import Ended, Lab
 
 
 def stored(redo: str, every_steps: int | None = 5, **settings: Any) -> Any:
@@ -76,6 +77,13 @@ def until_not_stored(control: Control) -> None:
     while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
         assert select.select([session._link.connection.channel], [], [], LIMIT_SECONDS)[0]
         session._protection.listen()
+
+
+def goes_on(lab: Lab, settings: Any, died: Ended, step: int) -> None:
+    """Another attempt of PLAIN resumes behind `step`, and both are the training without interruption."""
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == step
+    lab.check_same(PLAIN, died, final)
 
 
 def catalog_of(lab: Lab) -> Catalog:

@@ -40,15 +40,14 @@ from memckpt.recovery.target import HostState
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
-from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, read_catalog, remove, remove_batch
+from memckpt.storage.catalog import PASSED, PINNED, Catalog, Checkpoint, read_catalog, read_keys, remove, remove_batch
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.dcp import write_merged
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
-from memckpt.storage.retention import delete_blindly, keep_room, leftovers, make_room, no_room, read_pins, superseded
-from memckpt.storage.store import Store, is_missing, store_is_away
+from memckpt.storage.retention import delete_blindly, keep_room, leftovers, make_room, no_room, superseded
+from memckpt.storage.store import Store, is_missing, read_back, store_is_away
 from memckpt.storage.urls import open_store
-from memckpt.storage.verification import read_back
 
 _log = logging.getLogger("memckpt.writer")
 #: The file that names the record after which the first rank's node will take a checkpoint.
@@ -342,7 +341,7 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
         return  # other parts are on their way
     if PASSED in catalog.unreadable or PASSED in catalog.damaged:
         raise StorageError(f"nothing is let go of: {catalog.unreadable.get(PASSED) or catalog.damaged[PASSED]}")
-    kept = catalog.unsure | read_pins(store)
+    kept = catalog.unsure | read_keys(store, PINNED)
     gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part, kept)
     for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
         if one.merged_path not in catalog.files and one not in gone:

@@ -22,7 +22,7 @@ from memckpt.protocol.storing import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import FileTensor, RecordCopy, write_batch
-from memckpt.storage.format import FORMAT_VERSION, Batch
+from memckpt.storage.format import Batch
 from memckpt.storage.retention import no_room
 from memckpt.storage.urls import open_store
 
@@ -204,7 +204,6 @@ class RecordWriter:
         opened, taken, started = self._opened, self._taken, time.monotonic()
         last = taken[-1].record
         batch = Batch(
-            format=FORMAT_VERSION,
             timeline=opened.timeline,
             first=taken[0].record.record,
             last=last.record,
