@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Iterable
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,6 +98,14 @@ def time_text(created: float) -> str:
 
 def count(number: int, noun: str, nouns: str = "") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``ranks 0-3, 8``."""
+    numbers = sorted(set(ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    spans = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank {spans}" if len(numbers) == 1 else f"ranks {spans}"
 
 
 def plain_table(*columns: str, title: str | None = None) -> Table:

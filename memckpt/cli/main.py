@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
-from importlib.metadata import entry_points
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points, version
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.events import events
 from memckpt.cli.export import export
 from memckpt.cli.ls import ls
-from memckpt.cli.number_options import NumbersCommand
 from memckpt.cli.status import status, stop
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.cli.verify import verify
@@ -49,8 +50,6 @@ _LINGER_SECONDS = AgentConfig().linger_seconds
 
 def _show_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
-
         typer.echo(f"memckpt {version('lightning-memckpt')}")
         raise typer.Exit
 
@@ -79,7 +78,6 @@ def agent(
     finished, no trainer has come back, or it was told to leave; 7 if this node has another agent of the run.
     """
     from memckpt.agent.server import serve
-    from memckpt.cli.main import READY, STOPPING, ServiceManager
     from memckpt.processes.launch import make_run_dir
     from memckpt.processes.log import logging_to_stderr
     from memckpt.protocol.status import MetricsSettings
@@ -96,12 +94,44 @@ def agent(
             linger_seconds,
             ready=lambda: manager.notify(READY),
             by_operator=True,
-            stopping=lambda: manager.notify(STOPPING),
+            stopping=lambda: manager.notify(_STOPPING),
             metrics=metrics if metrics.on else None,
         )
 
 
-#: Subcommands as the help lists them. One by its name is another package's (entry points ``memckpt.commands``).
+_VARIABLE = "NOTIFY_SOCKET"
+READY, _STOPPING = "READY=1", "STOPPING=1"
+
+
+class ServiceManager:
+    """The service manager whose socket NOTIFY_SOCKET names; without one, nothing is sent.
+
+    The variable is removed from the environment: processes that the agent starts are not the service.
+    """
+
+    def __init__(self) -> None:
+        self._path = os.environ.pop(_VARIABLE, "")
+
+    def notify(self, state: str) -> None:
+        """Send one datagram. A failure is only logged: the agent can serve without it."""
+        if not self._path:
+            return
+        # A leading @ stands for the abstract namespace, whose names begin with a zero byte.
+        address = "\0" + self._path[1:] if self._path[0] == "@" else self._path
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.connect(address)
+                sock.sendall(state.encode())
+        except OSError as error:
+            logging.getLogger("memckpt.agent").warning(
+                f"{state} cannot be sent to {_VARIABLE}={self._path}: {error}; expected the socket of a service "
+                "manager, which will assume that this agent failed to start"
+            )
+
+
+# The subcommands
+
+#: As the help lists them. One by its name is another package's (entry points ``memckpt.commands``).
 _PANELS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     "A run": ("run", "worker", status, events, "report", stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
@@ -109,6 +139,35 @@ _PANELS: dict[str, tuple[Callable[..., None] | str, ...]] = {
 }
 #: Those that are given a training's command, whose options are its own.
 _WITH_COMMAND = ("run", "worker")
+#: Words of typer's messages, which differ with its version, and what is expected.
+_KINDS = {"valid int": "a whole number", "valid number": "a number", "valid float": "a number"}
+
+
+class _Command(TyperCommand):
+    """A command. ``--mtbf-hours 24h`` is answered with the value, and with the help text, which has the unit."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            option: Any = error.param
+            kind = next((kind for words, kind in _KINDS.items() if words in error.message), None)
+            value = None if option is None else _value_of(option.opts, given)
+            if kind is None or value is None:
+                raise
+            message = f"expected {kind}, found {value!r}: {getattr(option, 'help', '') or ''}"
+            raise typer.BadParameter(message, ctx=error.ctx, param=option) from error
+
+
+def _value_of(names: Sequence[str], args: Sequence[str]) -> str | None:
+    """The last value that is given to an option."""
+    found = None
+    for arg, following in itertools.zip_longest(args, args[1:]):
+        name, equals, value = arg.partition("=")
+        if name in names:
+            found = value if equals else following
+    return found
 
 
 def _add_command(panel: str, command: Callable[..., None], name: str) -> None:
@@ -119,7 +178,7 @@ def _add_command(panel: str, command: Callable[..., None], name: str) -> None:
         help="\n\n".join(" ".join(each.split()) for each in paragraphs),
         rich_help_panel=panel,
         context_settings={"allow_interspersed_args": False} if name in _WITH_COMMAND else {},
-        cls=NumbersCommand,
+        cls=_Command,
     )(command)
 
 
@@ -147,43 +206,3 @@ def main() -> None:
             print_json({"error": type(error).__name__, "message": str(error), "exit_status": error.exit_code})
         err.print(f"memckpt: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()
-
-
-VARIABLE = "NOTIFY_SOCKET"
-READY = "READY=1"
-STOPPING = "STOPPING=1"
-_log = logging.getLogger("memckpt.agent")
-
-
-class ServiceManager:
-    """The service manager whose socket NOTIFY_SOCKET names; without one, nothing is sent.
-
-    The variable is removed from the environment: processes that the agent starts are not the service.
-    """
-
-    def __init__(self) -> None:
-        self._path = os.environ.pop(VARIABLE, "")
-
-    def notify(self, state: str) -> None:
-        """Send one datagram. A failure is only logged: the agent can serve without it."""
-        if not self._path:
-            return
-        # A leading @ stands for the abstract namespace, whose names begin with a zero byte.
-        address = "\0" + self._path[1:] if self._path[0] == "@" else self._path
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.connect(address)
-                sock.sendall(state.encode())
-        except OSError as error:
-            _log.warning(
-                "%s cannot be sent to %s=%s: %s; expected the socket of a service manager, which will assume that this "
-                "agent failed to start",
-                state,
-                VARIABLE,
-                self._path,
-                error,
-            )

@@ -1,12 +1,13 @@
-"""What can be seen of a run: the status of its agent, and findings in its storage."""
+"""What can be seen of a run: the status of its agent, findings in its storage, and the problems that follow."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memckpt.cli.common import place_of
+from memckpt.cli.common import count, place_of, seconds_text
 from memckpt.errors import AgentGoneError, MemckptError, StorageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
@@ -27,14 +28,10 @@ class Stored:
     """Findings in storage.
 
     Attributes:
-        url: location.
-        checkpoints: number of complete checkpoints.
-        batches: number of batches of records.
+        checkpoints: number of complete ones, without those whose data are missing.
         step, created: step and time of the newest state that can be produced.
         nbytes: bytes of the newest checkpoint.
-        damaged: number of unusable commit files.
-        unreadable: number of commit files that could not be read.
-        missing: number of commit files whose data are missing; the other counts ignore them.
+        damaged, unreadable, missing: numbers of commit files: unusable, not readable, and with missing data.
         problem: why storage could not be read; empty if it could.
     """
 
@@ -52,10 +49,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class View:
-    """A snapshot of a run's status.
+    """A run's status at one moment.
 
     Attributes:
-        address: address of the agent.
         agent: status of the agent; None: no agent answered.
         agent_problem: why the agent could not be asked; empty if it could, or if there is none.
         stored: findings in storage; None: storage was not read.
@@ -109,14 +105,14 @@ class Looker:
         address: address of the agent.
         url: URL of the store; None: the agent's, or the run directory's.
         memory_only: whether storage is not read.
+
+    Attributes:
+        storage_error: error of the last read of storage; None: it succeeded.
     """
 
     def __init__(self, address: AgentAddress, url: str | None, memory_only: bool = False) -> None:
-        self.address = address
-        self._url = url
-        self._memory_only = memory_only
+        self.address, self._url, self._memory_only = address, url, memory_only
         self._seen: tuple[object, Stored] | None = None
-        #: Error of the last read of storage; None: it succeeded.
         self.storage_error: MemckptError | None = None
 
     def view_run(self) -> View:
@@ -146,15 +142,8 @@ class Looker:
             return Stored(url, problem=str(error))
         catalog = without(catalog, missing)
         whole, newest = catalog.complete, next(iter(stored_points(catalog)), None)
-        damaged, unreadable = len(catalog.damaged), len(catalog.unreadable)
-        stored = Stored(
-            url,
-            len(whole),
-            damaged=damaged,
-            batches=len(catalog.batches),
-            unreadable=unreadable,
-            missing=len(missing),
-        )
+        stored = Stored(url, len(whole), batches=len(catalog.batches), missing=len(missing))
+        stored = replace(stored, damaged=len(catalog.damaged), unreadable=len(catalog.unreadable))
         if newest is not None:
             created = max([newest.checkpoint.created, *(batch.created for batch in newest.batches)])
             stored = replace(stored, step=newest.step, created=created, nbytes=whole[0].nbytes)
@@ -187,3 +176,62 @@ def read_within(store: Store, seconds: float) -> tuple[Catalog, dict[str, str]]:
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
+
+
+def alarms_of(agent: Status) -> Iterator[str]:
+    """Problems that a live agent reports itself, one sentence each."""
+    if agent.unprotected:
+        yield f"training goes on without protection in memory: {agent.unprotected}"
+    if agent.storage is not None and agent.storage.alarm:
+        yield f"the last checkpoint could not be written: {agent.storage.alarm}"
+    if agent.storage is not None and agent.storage.untidy:
+        yield f"old files in storage could not be deleted: {agent.storage.untidy}"
+    if agent.peers is not None and not agent.peers.protected:
+        yield f"other nodes do not protect this run{f': {agent.peers.problem}' if agent.peers.problem else ''}"
+    elif agent.peers is not None and agent.peers.problem:
+        yield agent.peers.problem
+    if "DIFFERENT" in agent.check:
+        yield f"the last resume was not exact: {agent.check}"
+
+
+def problems_of(
+    agent: Status, stored: Stored | None, max_behind: int | None, max_age: float | None = None
+) -> Iterator[str]:
+    """Problems of a run that should be training and protected, one sentence each.
+
+    Args:
+        agent: status of its agent.
+        stored: findings in storage; None: storage was not read.
+        max_behind: steps that storage, and records that other nodes, may be behind memory; None: any number.
+        max_age: seconds that the last commit may be ago; None: any number.
+    """
+    if not agent.trainers:
+        yield "no trainer is connected"
+    if agent.step is None:
+        yield "nothing is held yet"
+    # A state restored from peers or storage is held before this agent gets its first commit.
+    age = agent.uptime_seconds if agent.seconds_since_commit is None else agent.seconds_since_commit
+    if max_age is not None and age > max_age:
+        yield f"nothing has been committed for {seconds_text(age)}: more than {max_age:g} s"
+    yield from alarms_of(agent)
+    if max_behind is not None and agent.peers is not None and agent.committed:
+        newest, known = max(record for _, record in agent.committed), agent.peers.watermark or 0
+        if newest - known > max_behind:
+            where = f"have record {known}" if known else "have nothing"
+            late = f"{count(newest - known, 'record')} behind record {newest} in memory"
+            yield f"other nodes {where}, {late}: more than {max_behind}"
+    if stored is None:
+        return
+    if stored.problem:
+        yield f"storage cannot be read: {stored.problem}"
+        return
+    for number, what in ((stored.damaged, "damaged"), (stored.unreadable, "not readable")):
+        if number:
+            yield f"{count(number, 'file')} in storage {'is' if number == 1 else 'are'} {what}; see memckpt verify"
+    if stored.missing:
+        yield f"the data of {count(stored.missing, 'commit file')} in storage are missing; see memckpt verify"
+    if max_behind is not None and agent.step is not None:
+        behind = agent.step - (stored.step if stored.step is not None else 0)
+        if behind > max_behind:
+            where = "has nothing" if stored.step is None else f"has step {stored.step}"
+            yield f"storage {where}, {count(behind, 'step')} behind step {agent.step} in memory: more than {max_behind}"

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import select
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Annotated
 
 import typer
+from rich.console import Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from memckpt.cli.alarms import problems_of
-from memckpt.cli.common import AsJson, Node, Run, Url, count, no_agent, out, print_json, seconds_text
-from memckpt.cli.run_view import Looker, View
-from memckpt.cli.status_table import render
+from memckpt.cli.common import (
+    AsJson,
+    Node,
+    Run,
+    Url,
+    count,
+    no_agent,
+    out,
+    plain_table,
+    print_json,
+    ranks_text,
+    seconds_text,
+    time_text,
+)
+from memckpt.cli.run_view import Looker, Stored, View, problems_of
 from memckpt.cli.watch_page import page
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.journal.events import Entry
 from memckpt.journal.reading import Follower
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
+from memckpt.protocol.status import AuditStatus, PeerLinkStatus, PeersStatus, Status, StorageStatus
+from memckpt.state.records import RankGroup
+from memckpt.user_messages import nbytes_text
 
 #: Entries of the journal that a watch remembers; most of them are samples, which it does not show.
 _ENTRIES = 1_000
+#: Seconds of a node's silence from which they are shown.
+_SILENT_SECONDS = 5.0
+#: Most healthy nodes with a row each; more share one row.
+_ROWS = 8
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show a page, and refresh it until Ctrl-C.")]
 MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent only, and do not read storage: for probes.")]
@@ -156,3 +178,201 @@ def stop(run: Run, node: Node = None, as_json: AsJson = False) -> None:
     if held.trainers:
         pids = ", ".join(str(trainer) for _, trainer in held.trainers)
         typer.echo(f"training goes on (pid {pids}) and starts an agent again at its next commit")
+
+
+def render(view: View) -> Group:
+    """A view as a table."""
+    table, agent = plain_table(), view.agent
+    if agent is None:
+        _add(table, "memory", view.agent_problem or no_agent(view.address), "yellow")
+    else:
+        _show_memory(table, agent, view.lag_records)
+        if agent.peers is not None:
+            table.add_section()
+            _show_peers(table, agent.peers)
+    if view.stored is not None:
+        table.add_section()
+        _show_storage(table, view.stored, view)
+    return Group(Text(f"{view.address.run_dir} on {view.address.node}", style="bold"), table)
+
+
+def _add(table: Table, label: str, text: str, style: str = "") -> None:
+    """Add a row, unless its text is empty."""
+    if text:
+        table.add_row(label, Text(text, style=style))
+
+
+def _show_memory(table: Table, agent: Status, lag: int | None) -> None:
+    if agent.step is None:
+        _add(table, "memory", "nothing is held yet", "yellow")
+    else:
+        since = agent.seconds_since_commit
+        _add(table, "memory", f"step {agent.step}" + ("" if since is None else f", {seconds_text(since)} ago"), "bold")
+        held = f"{count(agent.records_held, 'record')}, {nbytes_text(agent.held_bytes)}"
+        _add(table, "held", f"{held}, generation {agent.generation}")
+        _add(table, "redo", _redo_text(agent, lag))
+    _add(table, "unprotected", agent.unprotected, "red")
+    _add(table, "check", agent.check)
+    if (audit := agent.audit) is not None:
+        _add(table, "audit", _audit_text(audit), "red" if audit.findings else "yellow" if audit.problem else "")
+    committed = dict(agent.committed)
+    for rank, pid in agent.trainers:
+        record = f", committed record {committed[rank]}" if rank in committed else ""
+        _add(table, f"rank {rank}", f"pid {pid}{record}")
+    _add(table, "trainers", "" if agent.trainers else "none")
+    _add(table, "advice", agent.advice and f"{agent.advice} would pay: {agent.advice_reason}")
+    _add(table, "journal", agent.journal and f"events are lost: {agent.journal}", "yellow")
+    _add(table, "metrics", agent.metrics)
+    _add(table, "agent", f"pid {agent.pid}, up {seconds_text(agent.uptime_seconds)}")
+
+
+def _audit_text(audit: AuditStatus) -> str:
+    last = "" if audit.record is None else f", the last one up to record {audit.record}"
+    found = count(audit.findings, "finding") if audit.findings else "no finding"
+    said = f"{count(audit.pieces, 'piece')} redone{last}, {found}, {audit.cpu_seconds:.1f} CPU s"
+    return said + (f"; not all: {audit.problem}" if audit.problem else "")
+
+
+def _redo_text(agent: Status, lag: int | None) -> str:
+    mode = agent.mode if agent.every == 1 else f"{agent.mode} of every {agent.every}th step"
+    parts = [f"{mode} ({agent.mode_reason})" if agent.mode_reason else mode]
+    if agent.redo_seconds_per_record is not None:
+        parts.append(f"{agent.redo_seconds_per_record * 1e3:.1f} ms a record")
+    if agent.stall_ms is not None:
+        parts.append(f"{agent.stall_ms:.1f} ms stall a step")
+    if lag is not None:
+        parts += [f"{count(lag, 'record')} behind", f"drift {agent.max_drift_ulp:g} ulp"]
+    return ", ".join(parts)
+
+
+# Storage
+
+
+def _show_storage(table: Table, stored: Stored, view: View) -> None:
+    tier = view.agent.storage if view.agent is not None else None
+    if stored.problem:
+        _add(table, "storage", stored.problem, "red")
+    elif stored.step is None or stored.created is None:
+        _add(table, "storage", "no checkpoint yet" if tier is not None else "no checkpoints")
+    else:
+        behind = view.steps_behind
+        behind_memory = "" if behind is None else f", {count(behind, 'step')} behind memory"
+        _add(table, "storage", f"step {stored.step}{behind_memory}", "bold")
+        _add(table, "written", time_text(stored.created))
+        logged = f", {count(stored.batches, 'batch', 'batches')} of records" if stored.batches else ""
+        newest = f"{count(stored.checkpoints, 'checkpoint')}, the newest {nbytes_text(stored.nbytes)}"
+        _add(table, "held", newest + logged)
+    for label, number, what, style in (
+        ("damaged", stored.damaged, "", "red"),
+        ("missing", stored.missing, "data of ", "red"),
+        ("unreadable", stored.unreadable, "", "yellow"),
+    ):
+        _add(table, label, f"{what}{count(number, 'commit file')}; see memckpt verify" if number else "", style)
+    if tier is not None:
+        _add(table, "mode", tier.reason and f"{tier.mode}: records are not logged: {tier.reason}")
+        _add(table, "interval", _interval_text(tier))
+        if tier.loses_at_most is not None:
+            peers = view.agent.peers if view.agent is not None else None
+            _add(table, "at risk", _risk_text(tier, tier.loses_at_most, peers is not None and peers.protected))
+        if tier.bytes_per_second is not None:
+            _add(table, "rate", f"{nbytes_text(tier.bytes_per_second)}/s")
+        _add(table, "alarm", tier.alarm and f"the last one failed: {tier.alarm}", "red")
+        _add(table, "untidy", tier.untidy, "yellow")
+    elif view.agent is not None:
+        _add(table, "interval", "this run writes no checkpoints to storage")
+    _add(table, "place", stored.url)
+
+
+def _interval_text(tier: StorageStatus) -> str:
+    if tier.every_steps is not None:
+        every = f"every {count(tier.every_steps, 'step')}"
+    else:
+        every = f"every {seconds_text(tier.interval_seconds or 0.0)} or more"
+    if tier.mode == "log" and tier.batch_steps is not None:
+        every = f"every step in batches of {tier.batch_steps}, a checkpoint {every}"
+    return f"{every}; one is being written now" if tier.saving else every
+
+
+def _risk_text(tier: StorageStatus, steps: int, protected: bool) -> str:
+    """How many steps storage may be behind memory until the next write is done, what loses them, and the remedy."""
+    when = "all nodes are lost at once" if protected else "this machine is lost"
+    fewer = (
+        "a smaller storage.batch_steps" if tier.mode == "log" else "a smaller storage.every_steps or storage.mode=log"
+    )
+    return f"at most {count(steps, 'step')} that are in memory only are lost if {when}; fewer with a smaller {fewer}"
+
+
+# Other nodes' memory
+
+
+def _show_peers(table: Table, peers: PeersStatus) -> None:
+    """Add the rows of the peers tier, protection first."""
+    newest = "nothing is acknowledged yet" if peers.watermark is None else f"record {peers.watermark} on every node"
+    if peers.protected:
+        said = f"protected, {newest}" + (f"; {peers.problem}" if peers.problem else "")
+        _add(table, "peers", said, "yellow" if peers.problem else "bold")
+    else:
+        _add(table, "peers", f"not protected{f': {peers.problem}' if peers.problem else ''}; {newest}", "red")
+    _add(table, "recovering", peers.recovering, "yellow")
+    curve = peers.security == "curve"
+    secure = "encrypted and authenticated" if curve else "neither encrypted nor authenticated"
+    _add(table, "scheme", f"{peers.scheme}; {secure} ({peers.security}); ack {peers.ack}")
+    if peers.every > 1 or peers.needed > 1:
+        what = f"the whole state every {peers.every} steps" if peers.every > 1 else "every record"
+        slow = peers.needed > peers.every
+        remedy = f"; the links do not carry that: peers.every_steps={peers.needed} would do" if slow else ""
+        _add(table, "sends", what + remedy, "yellow" if slow else "")
+    _add(table, "acknowledged", _acknowledged_text(peers.acknowledged))
+    if peers.gap is not None:
+        first, last = peers.gap
+        records = f"record {first} was" if first == last else f"records {first} to {last} were"
+        _add(table, "gap", f"{records} in no peer's memory", "yellow")
+    kept = [f"{node} {ranks_text(ranks)} to record {record}" for node, ranks, record in peers.kept]
+    _add(table, "kept here", "; ".join([f"{nbytes_text(peers.held_bytes)} of other nodes", *kept]))
+    _show_links(table, peers.links)
+    _add(table, "traffic", _traffic_text(peers))
+    if peers.refused:
+        refused = f"{count(peers.refused, 'message')} of strangers or former processes, or damaged"
+        _add(table, "refused", refused, "yellow")
+
+
+def _acknowledged_text(acknowledged: Iterable[tuple[RankGroup, int]]) -> str:
+    """Ranks grouped by their newest acknowledged record: a thousand nodes at the same record share one entry."""
+    records: dict[int, list[int]] = {}
+    for ranks, record in acknowledged:
+        records.setdefault(record, []).extend(ranks)
+    return "; ".join(f"record {record} of {ranks_text(records[record])}" for record in sorted(records, reverse=True))
+
+
+def _show_links(table: Table, links: Sequence[PeerLinkStatus]) -> None:
+    """Add a row for each node; many healthy ones share one row."""
+    well = [link for link in links if link.connected and not link.problem]
+    folded = well if len(well) > _ROWS else []
+    for link in links:
+        if link not in folded:
+            _add(table, f"peer {link.node}", _link_text(link), "" if link in well else "red")
+    if folded:
+        behind = max(link.behind_bytes for link in well)
+        most = f", at most {nbytes_text(behind)} behind" if behind else ""
+        _add(table, "all others" if len(well) < len(links) else "all peers", f"{len(well)} connected{most}")
+
+
+def _link_text(link: PeerLinkStatus) -> str:
+    silent, well = link.seconds_silent, link.connected and not link.problem
+    parts = ["connected" if link.connected else "not connected"]
+    if not well:
+        parts.append("never heard" if silent is None else f"silent for {seconds_text(silent)}")
+    if link.behind_bytes:
+        parts.append(f"{nbytes_text(link.behind_bytes)} behind")
+    if well and silent is not None and silent >= _SILENT_SECONDS:
+        parts.append(f"silent for {seconds_text(silent)}")
+    return ", ".join(parts) + (f": {link.problem}" if link.problem else "")
+
+
+def _traffic_text(peers: PeersStatus) -> str:
+    parts = [f"{nbytes_text(peers.bytes_sent)} sent"]
+    if peers.bytes_per_record is not None:
+        parts.append(f"{nbytes_text(peers.bytes_per_record)} a record")
+    if peers.rate_limit_bytes_per_second is not None:
+        parts.append(f"at most {nbytes_text(peers.rate_limit_bytes_per_second)}/s")
+    return ", ".join([*parts, *filter(None, [peers.pace])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -13,11 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from memckpt.cli.alarms import alarms_of
 from memckpt.cli.common import count, no_agent, seconds_text
-from memckpt.cli.events_text import style_of, words_of
-from memckpt.cli.losses import losses_of
-from memckpt.cli.run_view import Stored, View
+from memckpt.cli.events import style_of, words_of
+from memckpt.cli.run_view import Stored, View, alarms_of
 from memckpt.journal.events import Entry, Sample
 from memckpt.protocol.status import PeersStatus, Status
 from memckpt.user_messages import nbytes_text
@@ -30,13 +29,7 @@ _EVENTS_AT_LEAST, _EVENTS = 3, 10
 
 
 def page(view: View, entries: Sequence[Entry], console: Console) -> Group:
-    """Everything about a run on one page that fits the console, if that is high enough for it.
-
-    Args:
-        view: its status.
-        entries: its journal, oldest first.
-        console: where it is shown.
-    """
+    """All of a run, with its journal (oldest first), on a page that fits the console if that is high enough."""
     parts: list[RenderableType] = [_headline(view), *_problems(view), Text(), _tiers(view), Text()]
     if view.agent is not None and view.agent.recent_stalls:
         parts += [_stalls(view.agent.recent_stalls, console.width), Text()]
@@ -180,9 +173,9 @@ def _losses(view: View) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, pad_edge=False, header_style="bold")
     table.add_column("if it died now", no_wrap=True)
     table.add_column("this would be lost", ratio=1, overflow="fold")
-    for loss in losses_of(view):
+    for what, loss in losses_of(view).items():
         style = "green" if loss.steps == 0 else ("red" if loss.steps is None else "yellow")
-        table.add_row(loss.what, Text(loss.words, style=style))
+        table.add_row(what, Text(loss.words, style=style))
     return table
 
 
@@ -197,3 +190,70 @@ def _events(entries: Sequence[Entry], number: int) -> Panel:
     if not shown:
         lines.append("no journal in the run directory", style="dim")
     return Panel(lines, title="last events", title_align="left", box=box.SIMPLE, padding=0)
+
+
+# What would be lost
+
+
+class Loss(NamedTuple):
+    """What would be lost if something died now.
+
+    Attributes:
+        steps: steps that would be lost, at most; None: all of them, or not known.
+        words: the same, and what it depends on.
+    """
+
+    steps: int | None
+    words: str
+
+
+def losses_of(view: View) -> dict[str, Loss]:
+    """The loss with the trainer, the agent, the node (this one, with both), and the cluster (all nodes)."""
+    agent = view.agent
+    all_nodes = _without_memory(view)
+    node = all_nodes if agent is None else _without_node(agent, all_nodes)
+    trainer, own = node, node
+    if agent is not None and agent.step is not None:
+        trainer = _without_trainer(agent)
+        if agent.trainers:
+            own = Loss(0, "0 steps: training goes on, and gives its state to a new agent")
+    return {"trainer": trainer, "agent": own, "node": node, "cluster": all_nodes}
+
+
+def _without_trainer(agent: Status) -> Loss:
+    if agent.unprotected:
+        return Loss(None, f"all steps since step {agent.step}: training is not protected now")
+    if agent.every > 1:
+        return Loss(agent.every - 1, f"at most {count(agent.every - 1, 'step')}: each {agent.every}th is held")
+    return Loss(0, "0 steps: only the one that is being taken")
+
+
+def _without_node(agent: Status, all_nodes: Loss) -> Loss:
+    """What is lost with this node if the others live on."""
+    peers = agent.peers
+    if peers is None:
+        return all_nodes
+    newest = max((record for _, record in agent.committed), default=None)
+    if not peers.protected or peers.watermark is None or newest is None or agent.unprotected:
+        return Loss(all_nodes.steps, f"{all_nodes.words}; other nodes do not protect this one now")
+    if peers.every > 1:
+        most = 2 * peers.every
+        return Loss(most, f"about {count(most, 'step')} at most: other nodes get each {peers.every}th state")
+    behind = max(0, newest - peers.watermark)
+    return Loss(behind, f"{count(behind, 'step')}: other nodes have record {peers.watermark}")
+
+
+def _without_memory(view: View) -> Loss:
+    """What is lost if only storage is left."""
+    agent, stored = view.agent, view.stored
+    tier = agent.storage if agent is not None else None
+    held = agent.step if agent is not None else None
+    if stored is not None and stored.problem:
+        return Loss(None, "not known: storage cannot be read")
+    step = stored.step if stored is not None else (tier.step if tier is not None else None)
+    if step is None:
+        return Loss(None, "everything: there is no checkpoint in storage")
+    if held is None or (agent is not None and agent.unprotected):
+        return Loss(None, f"all steps since step {step}, which is in storage")
+    behind = max(0, held - step)
+    return Loss(behind, f"{count(behind, 'step')}: step {step} is in storage")

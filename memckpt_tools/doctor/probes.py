@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from memckpt.cli.alarms import alarms_of
 from memckpt.cli.common import place_of
-from memckpt.cli.run_view import read_within
+from memckpt.cli.run_view import alarms_of, read_within
 from memckpt.config import ErasureConfig
 from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError

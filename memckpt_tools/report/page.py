@@ -9,9 +9,8 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from memckpt.cli.common import count
-from memckpt.cli.events_text import style_of, words_of
-from memckpt.cli.peers import ranks_text
+from memckpt.cli.common import count, ranks_text
+from memckpt.cli.events import style_of, words_of
 from memckpt.errors import ConfigurationError
 from memckpt.journal import events as journal
 from memckpt.user_messages import nbytes_text, seconds_text

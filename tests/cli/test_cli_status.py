@@ -14,10 +14,9 @@ from rich.console import Console
 
 from memckpt.cli import run_view
 from memckpt.cli import status as status_module
-from memckpt.cli.alarms import problems_of
-from memckpt.cli.peers import ranks_text
-from memckpt.cli.run_view import Looker, Stored, View
-from memckpt.cli.status_table import render
+from memckpt.cli.common import ranks_text
+from memckpt.cli.run_view import Looker, Stored, View, problems_of
+from memckpt.cli.status import render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.processes.address import AgentAddress
@@ -105,12 +104,12 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_states_that_are_sent_in_place_of_records() -> None:
     text = text_of(a_view(an_agent(peers=some_peers(every=12))))
-    assert re.search(r"cadence +│ the whole state every 12 steps", text)
+    assert re.search(r"sends +│ the whole state every 12 steps", text)
     assert "do not carry" not in text
     for every, what in ((1, "every record"), (2, "the whole state every 2 steps")):
         text = text_of(a_view(an_agent(peers=some_peers(every=every, needed=30))))
         assert f"{what}; the links do not carry that: peers.every_steps=30 would do" in text
-    assert "cadence" not in text_of(a_view(an_agent(peers=some_peers())))
+    assert "sends" not in text_of(a_view(an_agent(peers=some_peers())))
 
 
 def test_peers_that_protect() -> None:

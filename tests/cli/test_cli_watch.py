@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memckpt.cli.losses import losses_of
 from memckpt.cli.run_view import Stored, View
-from memckpt.cli.watch_page import page, sparkline
+from memckpt.cli.watch_page import losses_of, page, sparkline
 from memckpt.journal.events import Degraded, Entry, Envelope, Recovered, Sample, TrainerDied
 from memckpt.protocol.status import Status
 from tests.support.monitoring.statuses import a_view, an_agent, an_alarm, some_peers
@@ -36,7 +35,7 @@ def stored(step: int | None, age: float = 30.0, **fields: Any) -> Stored:
 
 
 def loss(view: View) -> dict[str, int | None]:
-    return {one.what: one.steps for one in losses_of(view)}
+    return {what: one.steps for what, one in losses_of(view).items()}
 
 
 def test_a_run_at_a_glance() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.cli.events_text import line_of, style_of, words_of
+from memckpt.cli.events import line_of, style_of, words_of
 from memckpt.errors import DamagedStateError
 from memckpt.journal import journal as journal_module
 from memckpt.journal.events import (

@@ -42,7 +42,7 @@ class JobMaker:
     def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
         """A whole snapshot, whose region the job owns."""
         generation, region = snapshot.generation, snapshot.region
-        save = self._describe(generation, snapshot.record, "snapshot", url)
+        save = self._describe(generation, snapshot.record, "copy", url)
         base = generation.layout.state_bytes
         save = msgspec.structs.replace(save, by_value_base=base, missing=snapshot.missing, plain=snapshot.plain)
         return Job(save, _with_static(generation, [region, region]), region)
