@@ -42,7 +42,8 @@ class Group:
         #: What the present attempt has gone on from; None: it has not, or not yet.
         self._resumed: ResumedState | None = None
         self._wanted = SlotsWanted()
-        self._history: tuple[Branch, ...] = ()
+        #: Timelines, oldest first; the last one is that of the newest record.
+        self.history: tuple[Branch, ...] = ()
         self.saver = Saver(name, ranks, host, siblings)
         self.generations = HeldGenerations(ranks, self.saver.drop_generation)
 
@@ -51,11 +52,6 @@ class Group:
 
     def _beside(self) -> int:
         return self._siblings.bytes_beside(self.ranks)
-
-    @property
-    def history(self) -> tuple[Branch, ...]:
-        """Timelines, oldest first; the last one is that of the newest record."""
-        return self._history
 
     @property
     def held(self) -> Generation | None:
@@ -89,7 +85,7 @@ class Group:
         if held is None or difference is not None:
             return HeldRecords(node=self._node, ranks=self.ranks, problem=difference or "")
         steps = {record: one.ledger.steps.get(record, 0) for record, one in self.generations.standing_still().items()}
-        return describe(held.spec, self._node, self.ranks, self._history, steps, held.common)
+        return describe(held.spec, self._node, self.ranks, self.history, steps, held.common)
 
     # What trainers say
 
@@ -100,8 +96,8 @@ class Group:
             self._bring_together(message.record, differing)
         generation, fresh = self._pending.allocate(rank, message, self.generations.nbytes, self._beside())
         generation.reason = message.reason
-        if fresh and (not self._history or self._history[-1].timeline != message.timeline):
-            self._history = (Branch(message.timeline, None),) if self.held is None else self._history
+        if fresh and (not self.history or self.history[-1].timeline != message.timeline):
+            self.history = (Branch(message.timeline, None),) if self.held is None else self.history
         return generation
 
     def _bring_together(self, record: int, differing: Difference) -> None:
@@ -124,21 +120,21 @@ class Group:
     def discard(self) -> None:
         """Drop what is held."""
         self.generations.drop_all()
-        self._resumed, self._history = None, ()
+        self._resumed, self.history = None, ()
         self.saver.log.begin_anew()
 
     def resume(self, message: said.Resume) -> tuple[Generation, said.Prepared]:
         """Go back to a record, once for all ranks that share it; later to an earlier one, which all of them choose."""
         record = message.record
         if self._resumed is None or record < self._resumed.record:
-            if self._history and self._history[-1].timeline == message.timeline:
-                self._history = self._history[:-1]
+            if self.history and self.history[-1].timeline == message.timeline:
+                self.history = self.history[:-1]
             self._resumed = ResumedState(self.generations.able_to_produce(record), record, message.repeat)
             self.generations.stand_at(record, self._resumed.behind)
-            follows = timeline_of(self._history, record)
+            follows = timeline_of(self.history, record)
             if follows is not None:
                 self.saver.log.branch(record, follows)
-            self._history = branch_off(self._history, record, message.timeline)
+            self.history = branch_off(self.history, record, message.timeline)
             _log.info("ranks %s resume at record %d", list(self.ranks), record)
         if self._resumed.record != record or self.held is None:
             raise AgentError(f"ranks of one node resume at different records: {self._resumed.record} and {record}")
@@ -168,7 +164,7 @@ class Group:
     def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
         """Hold what was fetched in the place of what was held."""
         self.generations.take_over(generation)
-        self._history = history
+        self.history = history
 
     # A generation that has begun
 
@@ -178,9 +174,7 @@ class Group:
         if generation is None:
             return
         generation.redo_limit = self.generations.redo_limit
-        if not generation.start(rank, message):
-            return
-        if generation is self._pending.generation:
+        if generation.start(rank, message) and generation is self._pending.generation:
             self._take_built(generation, message.record)
 
     def _take_built(self, generation: Generation, record: int) -> None:
@@ -220,13 +214,13 @@ class Group:
                     return
                 if known:
                     self.generations.drop_older()
+        problem = ""
         try:
             self._make_whole(generation, or_gap=known is False and attempt.all_connected)
         except MemckptError as error:
-            _log.error("generation %d has room for its start and for no record: %s", generation.number, error)
-            self._answer_slots(said.SlotsMade(generation.number, problem=str(error)))
-        else:
-            self._answer_slots(said.SlotsMade(generation.number))
+            problem = str(error)
+            _log.error("generation %d has room for its start and for no record: %s", number, problem)
+        self._answer_slots(said.SlotsMade(number, problem=problem))
 
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
         """With `or_gap` the old one goes where both do not fit. Not so while ranks die: it may be what counts."""
@@ -308,13 +302,11 @@ class ResumedState:
         self.record = record
         #: Rank states of the records after a captured one, by record and rank.
         self._following = generation.following(record)
-        reason = generation.why_not_repeated(record) if repeat else ""
-        #: Why its step is not repeated, in words; empty if it is.
-        self._not_repeated = reason if repeat else ""
-        self._before = _before(generation, record) if repeat and not reason else None
+        #: Why its step is not repeated though that is wanted, in words.
+        self._not_repeated = generation.why_not_repeated(record) if repeat else ""
+        self._before = _before(generation, record) if repeat and not self._not_repeated else None
         self._earlier = tuple(_earlier(generation, record)) if generation.replica is None else ()
         self._generation = generation
-
         #: By how many records the replica stays behind.
         self.behind = int(self._before is not None)
 

@@ -148,7 +148,7 @@ class Agent:
             self._tell_trainers(said.HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
 
     def _stop_answering(self) -> None:
-        """From here on a trainer that looks for an agent starts another one."""
+        """Answer no more: from here on a trainer that looks for an agent starts another one."""
         stopping, self._stopping = self._stopping, None
         if stopping is not None:
             stopping()
@@ -185,7 +185,7 @@ class Agent:
                 self._lifetime.trainers_left()
 
     def _tell_replicator(self) -> None:
-        """What memory is held; and where a trainer goes on without us, others do not wait for this node's records."""
+        """Tell what memory is held; if a trainer goes on without us, others need not wait for this node."""
         self._peers.tell_own(sum(one.nbytes for one in self._groups))
         if self._attempt is None or self._gate.shut:
             return
@@ -205,7 +205,6 @@ class Agent:
             self._connections.read(connection)
 
     def _tell_trainers(self, message: AgentToTrainer) -> None:
-        """To all trainers of the attempt."""
         for connection in self._trainers:
             self._connections.answer(connection, message)
 
@@ -302,19 +301,13 @@ class Agent:
             self._new_attempt(hello)
         assert self._attempt is not None
         connection.nonce = hello.nonce
-        connection.trainer = TrainerHandle(
-            hello.rank,
-            hello.unit,
-            connection.process,
-            connection.channel,
-            hello.launcher,
-            hello.next_record,
-            hello.accelerated,
+        rank, unit, launcher = hello.rank, hello.unit, hello.launcher
+        connection.trainer = self._attempt.trainers[rank] = TrainerHandle(
+            rank, unit, connection.process, connection.channel, launcher, hello.next_record, hello.accelerated
         )
-        self._attempt.trainers[hello.rank] = connection.trainer
         self._lifetime.trainer_came()
         self._groups.introduce(hello)
-        self._peers.introduce(hello.rank, hello.fingerprint)
+        self._peers.introduce(rank, hello.fingerprint)
         held = () if hello.rejoining else self._groups.inventory(hello)  # one that is back asks for nothing
         self._liveness_seconds = hello.liveness_seconds
         self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
@@ -412,7 +405,7 @@ class Agent:
                 self._order_generation(group, message, connection)
             case said.Preempted():
                 stored = self._groups.preempt()
-                what = "what is held goes to storage now" if stored else "without storage, it stays in memory only"
+                what = "what is held goes to storage now" if stored else "without storage, what is held stays in memory"
                 _log.warning("rank %d got SIGTERM: %s", trainer.rank, what)
             case said.Goodbye():
                 trainer.finished = message.finished

@@ -13,26 +13,16 @@ from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import ReplicatorProcess
+from memckpt.protocol import replication
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peer_job import Listen, Listening
-from memckpt.protocol.replication import (
-    Drain,
-    Drained,
-    Fragments,
-    Halt,
-    Halted,
-    Holds,
-    KeepRoom,
-    LetGoOfRoom,
-    ListFragments,
-)
 from memckpt.state.records import HeldFragments, RankGroup
 
 _Key = tuple[RankGroup, str, int]
 
 
 class _Kept(NamedTuple):
-    message: KeepRoom
+    message: replication.KeepRoom
     fd: int
     nbytes: int
 
@@ -48,7 +38,7 @@ class FragmentRooms:
         """Shared memory of all rooms, in bytes."""
         return sum(one.nbytes for one in self._rooms.values())
 
-    def keep(self, message: KeepRoom, fds: Sequence[int]) -> None:
+    def keep(self, message: replication.KeepRoom, fds: Sequence[int]) -> None:
         """Take over the descriptor of memory that the replicator has reserved. AgentError: it is not one descriptor."""
         if len(fds) != 1:
             for fd in fds:
@@ -57,13 +47,13 @@ class FragmentRooms:
         self.drop_room(message)
         self._rooms[_key(message)] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
 
-    def drop_room(self, message: KeepRoom | LetGoOfRoom) -> None:
+    def drop_room(self, message: replication.KeepRoom | replication.LetGoOfRoom) -> None:
         """Close a room that the replicator does not need any more."""
         kept = self._rooms.pop(_key(message), None)
         if kept is not None:
             os.close(kept.fd)
 
-    def handover(self) -> Iterator[tuple[KeepRoom, int]]:
+    def handover(self) -> Iterator[tuple[replication.KeepRoom, int]]:
         """What another replicator is to be told, each with a descriptor that stays ours."""
         for kept in self._rooms.values():
             yield kept.message, kept.fd
@@ -74,7 +64,7 @@ class FragmentRooms:
             self.drop_room(kept.message)
 
 
-def _key(message: KeepRoom | LetGoOfRoom) -> _Key:
+def _key(message: replication.KeepRoom | replication.LetGoOfRoom) -> _Key:
     return message.owner, message.generation, message.slot
 
 
@@ -157,7 +147,7 @@ class OwnReplicator:
         """Tell it what memory the node holds beside that of fragments."""
         if self.process is not None and nbytes != self._told_own:
             self._told_own = nbytes
-            self.send(Holds(nbytes))
+            self.send(replication.Holds(nbytes))
 
     def has_taken_all(self) -> bool:
         """Whether the process is alive, and has taken all that was sent to it until now."""
@@ -175,28 +165,30 @@ class OwnReplicator:
         if self.process is None:
             return
         try:
-            self.process.ask(Drain(), Drained, _ANSWER_SECONDS)
+            self.process.ask(replication.Drain(), replication.Drained, _ANSWER_SECONDS)
         except AgentGoneError as error:
             _log.warning("could not confirm that peers received the final records: %s", error)
 
     def _received(self, message: ReplicatorToAgent) -> None:
         match message:
-            case KeepRoom() | LetGoOfRoom():
+            case replication.KeepRoom() | replication.LetGoOfRoom():
                 self._note_room(message, self.process.take_descriptors() if self.process is not None else [])
-            case Listening() | Fragments() | Halted():
+            case Listening() | replication.Fragments() | replication.Halted():
                 pass  # an answer that is not waited for any more
             case _:
                 self._owner.replicator_said(message)
 
-    def _note_room(self, message: KeepRoom | LetGoOfRoom, fds: list[int]) -> None:
-        if isinstance(message, KeepRoom):
+    def _note_room(self, message: replication.KeepRoom | replication.LetGoOfRoom, fds: list[int]) -> None:
+        if isinstance(message, replication.KeepRoom):
             self._rooms.keep(message, fds)
         else:
             self._rooms.drop_room(message)
 
     def _fragments(self) -> tuple[HeldFragments, ...]:
         assert self.process is not None
-        return self.process.ask(ListFragments(self.fingerprints), Fragments, _ANSWER_SECONDS).fragments
+        return self.process.ask(
+            replication.ListFragments(self.fingerprints), replication.Fragments, _ANSWER_SECONDS
+        ).fragments
 
     # Attempts
 
@@ -204,7 +196,7 @@ class OwnReplicator:
         """Have it write down all that it has received, and nothing more: what was acknowledged has to be found here."""
         if self.process is not None:
             try:
-                self.process.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
+                self.process.ask(replication.Halt(), replication.Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
                 _log.error("the replicator is gone: %s", error)
                 self._kill_process()  # or its successor, which is not needed either
@@ -288,7 +280,7 @@ class OwnReplicator:
         process, self.process = self.process, None
 
         def note_room(message: ReplicatorToAgent) -> None:
-            if isinstance(message, KeepRoom | LetGoOfRoom):
+            if isinstance(message, replication.KeepRoom | replication.LetGoOfRoom):
                 assert process is not None
                 self._note_room(message, process.take_descriptors())
 

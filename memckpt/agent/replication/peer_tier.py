@@ -18,6 +18,7 @@ from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.memory.phases import PhasesPage
 from memckpt.processes.event_loop import EventLoop
+from memckpt.protocol import replication
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PhasesAre
 from memckpt.protocol.recovery import (
@@ -30,15 +31,6 @@ from memckpt.protocol.recovery import (
     Recovered,
     RecoveryProgress,
     WantedState,
-)
-from memckpt.protocol.replication import (
-    CopyState,
-    Deserted,
-    GivenUp,
-    GiveUp,
-    ReplicatorLost,
-    StateNotCopied,
-    WatermarkAdvanced,
 )
 from memckpt.protocol.status import PeersReport, PeersStatus
 from memckpt.state.records import RankGroup
@@ -56,7 +48,10 @@ class Peers:
     """
 
     def __init__(
-        self, loop: EventLoop, groups: Groups, tell: Callable[[WatermarkAdvanced | ReplicatorLost], None]
+        self,
+        loop: EventLoop,
+        groups: Groups,
+        tell: Callable[[replication.WatermarkAdvanced | replication.ReplicatorLost], None],
     ) -> None:
         self._clock = loop.clock
         self._groups = groups
@@ -72,7 +67,7 @@ class Peers:
         #: When the replicator last reported in this attempt.
         self._reported: float | None = None
         self._phases: PhasesPage | None = None
-        self._newest = WatermarkAdvanced(0, False)
+        self._newest = replication.WatermarkAdvanced(0, False)
         #: The newest record that is acknowledged for every node of the job; None: no peers take part.
         self.watermark: int | None = None
 
@@ -120,7 +115,7 @@ class Peers:
     def tell_deserted(self) -> None:
         """Have no node wait for records of this one: a trainer goes on without its agent."""
         if self._job is not None:
-            self._replicator.send(Deserted())
+            self._replicator.send(replication.Deserted())
 
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """Note a rank of the attempt, and what its model consists of."""
@@ -133,7 +128,7 @@ class Peers:
         self._reported = self._job = self.watermark = None
         self._records.clear()
         self._given_up.clear()
-        self._newest = WatermarkAdvanced(0, False)
+        self._newest = replication.WatermarkAdvanced(0, False)
         self._close_phases()
 
     # Start of an attempt
@@ -197,11 +192,11 @@ class Peers:
             if group is not None and held is not None and held.complete and held.spec.mode != "snapshot":
                 group.saver.copy_for_peers(held, record, partial(self._state_copied, group, record))
             else:
-                self._replicator.send(StateNotCopied(record))
+                self._replicator.send(replication.StateNotCopied(record))
 
     def _state_copied(self, group: Group, record: int, snapshot: Snapshot | None) -> None:
         if snapshot is None:
-            self._replicator.send(StateNotCopied(record))
+            self._replicator.send(replication.StateNotCopied(record))
             return
         try:
             if self._job is not None:
@@ -224,7 +219,7 @@ class Peers:
         needed = held.newest - (held.spec.slots - 2 - held.spec.trails)
         name = self._records.sent_name(group.ranks)
         if self.watermark < held.base < needed and name and name not in self._given_up:
-            self._replicator.send(GiveUp(group.ranks, name))
+            self._replicator.send(replication.GiveUp(group.ranks, name))
             if self._replicator.process is not None:  # else none is there to answer, or to read the replica
                 return self.watermark
         return max(self.watermark, needed)
@@ -273,14 +268,14 @@ class Peers:
     def replicator_said(self, message: ReplicatorToAgent) -> None:
         """Handle a message of the replicator."""
         match message:
-            case WatermarkAdvanced():
+            case replication.WatermarkAdvanced():
                 self.watermark, self._newest = message.record, message
                 self._tell(message)
-            case CopyState():
+            case replication.CopyState():
                 self._copy_state(message.record)
             case PeersReport():
                 self._report, self._reported = message.status, self._clock()
-            case GivenUp():
+            case replication.GivenUp():
                 self._given_up.add(message.generation)
                 self._tell(self._newest)
             case Described() | Filled() | RecoveryProgress():
@@ -296,12 +291,12 @@ class Peers:
         self._records.clear()
         if self._job is not None and self._job.wait and self.watermark is not None:
             # Its successor begins with nothing, so that all others are told the same.
-            self._newest = WatermarkAdvanced(self.watermark, False, waits_suspended=True)
+            self._newest = replication.WatermarkAdvanced(self.watermark, False, waits_suspended=True)
             self._tell(self._newest)
 
     def replicator_lost(self, reason: str) -> None:
         """Tell trainers that there is no replicator for a while."""
-        self._tell(ReplicatorLost(reason))
+        self._tell(replication.ReplicatorLost(reason))
 
     def replicator_replaced(self) -> None:
         """Give another replicator its plan and all records anew: owners send once more what was on its way."""

@@ -23,17 +23,7 @@ from memckpt.agent.saving.snapshots import Export, Peers, Run, Snapshot, Snapsho
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
-from memckpt.protocol.storing import (
-    Announce,
-    Announced,
-    LookForAnnounced,
-    LookForRoom,
-    Room,
-    Save,
-    Saved,
-    SaveFailed,
-    WriterToAgent,
-)
+from memckpt.protocol import storing
 from memckpt.protocol.trainer import Configure
 from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup, Timeline
@@ -65,7 +55,7 @@ class Checkpoints:
         #: The timeline that the attempt trains on.
         self.timeline: Timeline | None = None
         #: The newest checkpoint; why the last one could not be written, or empty.
-        self.last: Saved | None = None
+        self.last: storing.Saved | None = None
         self.alarm = ""
         self._saved_record: tuple[Timeline, int] | None = None
         #: Bytes that have to be free before the next checkpoint is tried; None: as far as is known there are.
@@ -119,7 +109,7 @@ class Checkpoints:
                 if isinstance(asker, Run):
                     self.schedule.copied(snapshot.seconds)
                 await self._write(asker, self.maker.of_snapshot(snapshot, asker.url))
-            case SaveFailed() as failed:
+            case storing.SaveFailed() as failed:
                 self._report_outcome(asker, failed)
             case None if isinstance(asker, Run):
                 self.schedule.again()
@@ -134,44 +124,44 @@ class Checkpoints:
             taken(None)
             return
         snapshot = await self._take_snapshot(Peers(), generation, record)
-        if isinstance(snapshot, SaveFailed):
+        if isinstance(snapshot, storing.SaveFailed):
             _log.warning("no state is copied for peers: %s", snapshot.reason)
         taken(snapshot if isinstance(snapshot, Snapshot) else None)
 
     async def _take_snapshot(
         self, asker: Run | Export | Peers, generation: Generation, record: int
-    ) -> Snapshot | SaveFailed | None:
+    ) -> Snapshot | storing.SaveFailed | None:
         try:
             return await self.snapshots.take_snapshot(asker, generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
-            return SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
+            return storing.SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
 
     def _announce(self, record: int, elsewhere: bool) -> None:
         assert self.timeline is not None
         self._siblings.announce(self._ranks, record)
         if elsewhere:
-            self.jobs.announce(Announce(self.url, self.timeline, record, self.witness))
+            self.jobs.announce(storing.Announce(self.url, self.timeline, record, self.witness))
 
     def _look_for_announced(self) -> None:
         assert self.timeline is not None
-        self.jobs.look_into_store(LookForAnnounced(self.url, self.timeline))
+        self.jobs.look_into_store(storing.LookForAnnounced(self.url, self.timeline))
 
     def look_for_room(self) -> None:
         """Look if a full storage has room again, if it is time. That costs nothing, and a snapshot does."""
         now = time.monotonic()
         if self._missing is not None and now >= self._looked_for_room + _ROOM_SECONDS:
             self._looked_for_room = now
-            self.jobs.look_into_store(LookForRoom(self.url, self.witness))
+            self.jobs.look_into_store(storing.LookForRoom(self.url, self.witness))
 
-    def _writer_said(self, message: WriterToAgent) -> None:
+    def _writer_said(self, message: storing.WriterToAgent) -> None:
         match message:
-            case Saved() | SaveFailed():
+            case storing.Saved() | storing.SaveFailed():
                 self.jobs.finished(message)
-            case Announced():
+            case storing.Announced():
                 self.jobs.looked()
                 if message.timeline == self.timeline:
                     self.schedule.announced(message.record)
-            case Room():
+            case storing.Room():
                 self.jobs.looked()
                 found = message.free if message.url == self.url else None
                 if self._missing is not None and found is not None and found >= self._missing:
@@ -187,7 +177,7 @@ class Checkpoints:
         try:
             job = self.maker.of_held(generation, record, asker.url, last=last)
         except MemckptError as error:
-            self._report_outcome(asker, SaveFailed(generation.newest_step or 0, str(error)))
+            self._report_outcome(asker, storing.SaveFailed(generation.newest_step or 0, str(error)))
         else:
             await self._write(asker, job)
 
@@ -211,9 +201,9 @@ class Checkpoints:
         if outcome is not None:
             self._report_outcome(asker, outcome)
         elif isinstance(asker, Export):  # a checkpoint of the run itself was not waited for: memory has its state
-            asker.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
+            asker.done(storing.SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
 
-    def _add_terms(self, job: Job) -> Save:
+    def _add_terms(self, job: Job) -> storing.Save:
         """Add a job's urgency, and this store's room for the log and witness."""
         save, ours = job.save, job.save.url == self.url
         steps = self.config.batch_steps if self.config is not None else None
@@ -224,18 +214,18 @@ class Checkpoints:
             witness=self.witness if ours else "",
         )
 
-    def _report_outcome(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:
+    def _report_outcome(self, asker: Run | Export, outcome: storing.Saved | storing.SaveFailed) -> None:
         match asker, outcome:
             case Export(), _:
                 asker.done(outcome)
-            case Run(), Saved():
+            case Run(), storing.Saved():
                 self._saved(outcome)
-            case Run(), SaveFailed():
+            case Run(), storing.SaveFailed():
                 self._not_saved(outcome)
                 if self.newest_held is None:  # else what is held is still to come
                     self._host.checkpoint_failed()
 
-    def _saved(self, message: Saved) -> None:
+    def _saved(self, message: storing.Saved) -> None:
         """Note a checkpoint that is there, and tell trainers."""
         if message.untidy and (self.last is None or not self.last.untidy):
             _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
@@ -247,7 +237,7 @@ class Checkpoints:
         _log.info("step %d is in storage: %.3g MiB, %.2f s", message.step, message.nbytes / 2**20, message.seconds)
         self._host.tell_ranks(self._ranks, message)
 
-    def _not_saved(self, message: SaveFailed) -> None:
+    def _not_saved(self, message: storing.SaveFailed) -> None:
         """Note a checkpoint that could not be written, and tell trainers if that is news."""
         _log.error("step %d is not in storage: %s", message.step, message.reason)
         # Trainers are told once: of a full disk the message says each time how full.
