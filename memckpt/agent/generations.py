@@ -14,6 +14,8 @@ from memckpt.protocol.trainer import Drift
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
+#: Generations before the newest one that are held at most, for as long as peers stand still.
+_MOST_BEFORE = 5
 
 
 class HeldGenerations:
@@ -94,6 +96,17 @@ class HeldGenerations:
             self._forget(old)
             self.before.append(old)
             self.drop_passed(record)
+        if len(self.before) > _MOST_BEFORE:
+            # The oldest has what peers have got to, and the last what a rank goes back to that dies in the newest.
+            given_up = self.before.pop(1)
+            _log.warning(
+                "peers have not got past record %d, and %d generations begun since are held: that after record %d is "
+                "given up here, and peers alone keep its records",
+                self.redo_limit or 0,
+                len(self.before) + 1,
+                given_up.base or 0,
+            )
+            given_up.close()
 
     def take_over(self, generation: Generation) -> None:
         """Hold a generation in the place of all that is held."""

@@ -88,6 +88,22 @@ def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_
         one.group.close()
 
 
+def test_generations_are_few_while_peers_stand_still(caplog: pytest.LogCaptureFixture) -> None:
+    """What peers have got to stays, and what a rank may go back to that dies in the newest; then peers go on."""
+    one = Unit((0,), 2)
+    held = one.group.generations
+    try:
+        held.raise_redo_limit(1)
+        for record in range(1, 21):
+            one.begins(0, record)
+        assert [each.base for each in held] == [1, 16, 17, 18, 19, 20]
+        assert "peers have not got past record 1" in caplog.text
+        held.raise_redo_limit(18)
+        assert [each.base for each in held] == [16, 17, 18, 19, 20]
+    finally:
+        one.group.close()
+
+
 def test_alone_it_keeps_one_generation() -> None:
     one = Unit((0,), 1)
     try:
