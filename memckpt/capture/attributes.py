@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedStateError
 from memckpt.state import codec, rng
+from memckpt.state.tensors import local, version, why_not_held
 
 _MISSING = object()
 #: Key of the captured form of an object; its value is the kind: "generator" or "state".
@@ -212,9 +213,8 @@ class FoundObjects(Attributes):
     def _find_objects(self) -> None:
         skipped = {id(each) for each in self._elsewhere()}
         roots = self._roots()
-        staged = {
-            tensor.data_ptr() for each in roots.values() if isinstance(each, nn.Module) for tensor in _staged(each)
-        }
+        modules = (each for each in roots.values() if isinstance(each, nn.Module))
+        staged = {_address(one) for each in modules for one in _staged(each)} - {None}
         names = []
         for name, value in _objects_below(roots):
             if id(value) in skipped:
@@ -226,7 +226,7 @@ class FoundObjects(Attributes):
                 if name in self.names:
                     self._inexact(f"{name} is not carried any more: its state_dict() raises {error}")
                 continue
-            if any(tensor.data_ptr() in staged for tensor in _tensors(state)):
+            if any(_address(tensor) in staged for tensor in _tensors(state)):
                 continue  # it wraps the model, and would load it a second time
             if codec.unencodable_paths(state):
                 reason = "its state cannot be stored"
@@ -425,10 +425,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where the values lie; None where they cannot be copied."""
+    return None if why_not_held(tensor) else local(tensor).data_ptr()
+
+
 def _trace(value: Any) -> Any:
     """Something that differs if a state has changed, without reading its tensors."""
     if isinstance(value, torch.Tensor):
-        return value.data_ptr(), value._version
+        return _address(value) or id(value), version(value)
     if isinstance(value, dict):
         return {key: _trace(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -50,7 +50,7 @@ from memckpt.state.spec import (
     TensorSpec,
     is_ours,
 )
-from memckpt.state.tensors import has_usual_strides, is_dtensor, local, shard_of
+from memckpt.state.tensors import has_usual_strides, is_dtensor, local, shard_of, why_not_held
 
 #: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
@@ -84,6 +84,8 @@ class LiveState:
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         self._views: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._shards: dict[str, torch.Tensor] = {}
+        #: Names of tensors that have appeared and cannot be copied.
+        self._unheld: set[str] = set()
         # FSDP1 replaces parameters in the modules temporarily.
         self._flattened: dict[str, torch.Tensor] = {}
         self.put_shards_in_place()
@@ -216,6 +218,10 @@ class LiveState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the training state by name, parameters of the model first. Shared tensors appear once."""
+        return {name: tensor for name, tensor in self._all_tensors().items() if name not in self._unheld}
+
+    def _all_tensors(self) -> dict[str, torch.Tensor]:
+        """Those of :meth:`tensors`, and those that cannot be copied."""
         named = dict(self._parameters())
         named.update((without_wrappers(name), tensor) for name, tensor in self.model.named_buffers())
         known = {id(tensor) for tensor in named.values()}
@@ -311,9 +317,16 @@ class LiveState:
         """Note that other tensors than before may be in the modules."""
         self.changes += 1
         self._forget_names()
+        unheld = {name: why for name, one in self._all_tensors().items() if (why := why_not_held(one))}
+        self._unheld = {*unheld}
+        for name, why in unheld.items():
+            self.not_carried[
+                f"{name} is {why}, which cannot be copied, and is as the new process makes it; register its parts as "
+                "dense buffers, and make it of them in forward()"
+            ] = None
         now = self._kinds()
         for name in [one for one in {**self._born, **now} if self._born.get(one) != now.get(one)]:
-            if is_ours(name) or name in self.growth.late:
+            if is_ours(name) or name in self.growth.late or name in self._unheld:
                 continue
             module, _, key = name.rpartition(".")
             there = self.tree.modules.get(module) if module in self._born_modules else None
@@ -352,7 +365,7 @@ class LiveState:
             return []
         tensors, holders, keys = self.tensors(), self.tree.holders(), self._state_dict_keys(every=True)
         found: list[list[Any]] = []
-        for name in sorted(self.growth.late):
+        for name in sorted(self.growth.late - self._unheld):
             tensor = tensors.get(name)
             if tensor is not None and name in holders:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -531,7 +544,8 @@ class LiveState:
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None and (every or key not in module._non_persistent_buffers_set):
                     full = ".".join(filter(None, (prefix, path, key)))
-                    keys[without_wrappers(full)] = names[id(tensor)]
+                    if id(tensor) in names:
+                        keys[without_wrappers(full)] = names[id(tensor)]
         return keys
 
     def _param_spec(

@@ -16,6 +16,7 @@ from torch import nn
 
 from memckpt.capture.by_value import Holder
 from memckpt.state import codec, rng
+from memckpt.state.tensors import why_not_held
 
 _dtype, _training = attrgetter("dtype"), attrgetter("training")
 #: Modules without numbers that a training changes: looking at theirs would be most of the cost.
@@ -180,7 +181,9 @@ def _is_there(tensor: Any) -> bool:
 def _alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
     if now is before:
         return True
-    return now is not None and before is not None and now.shape == before.shape and now.dtype == before.dtype
+    if now is None or before is None or why_not_held(now) or why_not_held(before):
+        return False
+    return now.shape == before.shape and now.dtype == before.dtype
 
 
 def _numbers_of(module: nn.Module) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from memckpt.state.spec import Shard, TensorSpec
+from memckpt.state.spec import ITEM_BYTES, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,6 +37,28 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. For a sharded DTensor this is collective over its mesh."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def why_not_held(tensor: torch.Tensor) -> str:
+    """What keeps a tensor's values from being copied and put back, in words; empty if nothing does."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a value inside a torch.func transform"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"of layout {tensor.layout}"
+    if str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES:
+        return f"of dtype {tensor.dtype}"
+    if tensor.is_meta:
+        return "on the meta device"
+    here = local(tensor)
+    if type(here) is not torch.Tensor:
+        return f"of class {type(here).__name__}"
+    if here.is_neg() or here._is_zerotensor():
+        return "a result that torch has not computed"
+    last = sum((size - 1) * stride for size, stride in zip(here.shape, here.stride(), strict=True))
+    held = here.untyped_storage().nbytes() // here.element_size() - here.storage_offset()
+    return "without memory" if here.numel() and last >= held else ""
 
 
 def is_like(tensor: torch.Tensor | None, spec: TensorSpec) -> bool:
