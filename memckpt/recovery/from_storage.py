@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -26,7 +26,6 @@ from memckpt.state.redo import (
     GradientSource,
     OptimizerFactory,
     RedoGroup,
-    RedoTarget,
     chunks,
 )
 from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
@@ -70,7 +69,7 @@ class StoredUnit:
         found: dict[str, torch.Tensor] = {}
         plain: dict[int, Any] = codec.decode(self.state.plain) if self.state.plain else {}
         absent = set(self.state.missing)
-        for index, spec, param in self._params(target, wanted):
+        for index, spec, param in target.numbered(wanted):
             found[self.names.tensor(spec.tensor)] = param
             for owner in spec.owners:
                 values = dict(plain.get(index, {}).get(owner.optimizer, {}))
@@ -85,14 +84,7 @@ class StoredUnit:
     def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:
         """Redo the records on the loaded state."""
         layout = self.layout
-        redo_targets = []
-        for index, spec, param in self._params(target, wanted):
-            states = {
-                one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners
-            }
-            held = local(param)
-            parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
-            redo_targets.append(RedoTarget(index, 0, held.numel(), parameter, states))
+        redo_targets = target.redo_targets(wanted)
         groups = [RedoGroup(layout, chunk, build) for chunk in chunks(redo_targets, SMALL_GROUP_ELEMENTS)]
         device = common_device(one.parameter for one in redo_targets)
         records = self._point.gradient_batches(self.part)
@@ -122,18 +114,6 @@ class StoredUnit:
         record, batch = redone[-1]
         meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
         return meta, partial(self._records.gradient, batch, self.layout)
-
-    def _params(
-        self, target: RestoreTarget, wanted: Collection[int] | None
-    ) -> Iterator[tuple[int, ParamSpec, torch.Tensor]]:
-        for index, (spec, param) in enumerate(zip(self.layout.spec.params, target.params, strict=True)):
-            if wanted is None or index in wanted:
-                yield index, spec, param
-
-
-def _held(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of one parameter, with this rank's local tensors."""
-    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 class StoredState:

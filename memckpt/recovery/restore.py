@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import GenerationRegions
 from memckpt.memory.slots import SlotRing
-from memckpt.recovery.target import RedoThreads, RestoreTarget, common_device, is_restored, progress
+from memckpt.recovery.target import RedoThreads, RestoreTarget, as_parameter, common_device, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import rebuild_like
@@ -114,15 +114,7 @@ class Restorer:
         self._ring.check(meta.record, self._layout.spec.local_ranks)
         for piece in self._layout.due(meta.record):
             self._target.bring_home(self._anchored(piece, meta))
-        redo_targets = []
-        for index, spec in enumerate(self._layout.spec.params):
-            param = self._params[index]
-            states = {one.optimizer: self._optimizers[one.optimizer].state.get(param, {}) for one in spec.owners}
-            own = {
-                optimizer: {key: local(one) if isinstance(one, torch.Tensor) else one for key, one in state.items()}
-                for optimizer, state in states.items()
-            }
-            redo_targets.append(RedoTarget(index, 0, local(param).numel(), _parameter(local(param)), own))
+        redo_targets = self._target.redo_targets()
         gradients = StagedGradients(self._slots, self._layout, common_device(self._params))
         RedoGroup(self._layout, redo_targets, self._build).apply(meta, gradients)
         for redo_target in redo_targets:
@@ -190,7 +182,7 @@ class Restorer:
             room = self._room_for(piece, owner, state, whole)
             room.copy_(anchor)
             states[owner.optimizer][state.key] = room
-        return RedoTarget(piece.param, piece.start, piece.stop, _parameter(target), states)
+        return RedoTarget(piece.param, piece.start, piece.stop, as_parameter(target), states)
 
     def _room_for(self, piece: Piece, owner: OwnerSpec, state: StateTensorSpec, whole: bool) -> torch.Tensor:
         """The live tensor's memory for element-wise state; else a tensor private to the redo target."""
@@ -240,10 +232,6 @@ class _RedoClock:
                 self.busy += took
 
         return run
-
-
-def _parameter(target: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(target, requires_grad=target.is_floating_point() or target.is_complex())
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:

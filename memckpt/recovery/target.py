@@ -18,7 +18,7 @@ from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of, rebuild_from_spec, without_global_hooks
 from memckpt.state.redo import RedoTarget
-from memckpt.state.spec import StateSpec, StateTensorSpec, TensorSpec, is_ours
+from memckpt.state.spec import ParamSpec, StateSpec, StateTensorSpec, TensorSpec, is_ours
 from memckpt.state.tensors import is_like, local
 from memckpt.storage.base import StoredNames
 from memckpt.storage.format import NodeState
@@ -38,6 +38,11 @@ def common_device(params: Iterable[torch.Tensor]) -> torch.device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
+def as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter in a tensor's memory."""
+    return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+
+
 class RestoreTarget:
     """Live tensors and optimizers, in the layout of the state that is restored into them."""
 
@@ -46,6 +51,24 @@ class RestoreTarget:
         self.tensors = tensors
         self.optimizers = optimizers
         self.params = [tensors[param.tensor.name] for param in layout.spec.params]
+
+    def numbered(self, wanted: Collection[int] | None = None) -> Iterator[tuple[int, ParamSpec, torch.Tensor]]:
+        """Indices, specs and live tensors of these parameters; None: of all."""
+        for index, (spec, param) in enumerate(zip(self.layout.spec.params, self.params, strict=True)):
+            if wanted is None or index in wanted:
+                yield index, spec, param
+
+    def redo_targets(self, wanted: Collection[int] | None = None) -> list[RedoTarget]:
+        """Whole parameters, with their state, to be redone in the live tensors' memory."""
+        found = []
+        for index, spec, param in self.numbered(wanted):
+            states = {one.optimizer: self.optimizers[one.optimizer].state.get(param, {}) for one in spec.owners}
+            own = {
+                optimizer: {key: local(one) if isinstance(one, torch.Tensor) else one for key, one in state.items()}
+                for optimizer, state in states.items()
+            }
+            found.append(RedoTarget(index, 0, local(param).numel(), as_parameter(local(param)), own))
+        return found
 
     def forget_optimizer_state(self) -> None:
         """Drop the optimizers' state for the parameters that are about to be restored."""
