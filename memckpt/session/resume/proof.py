@@ -82,8 +82,104 @@ class ResumeProof:
     @property
     def repeated(self) -> int | None:
         """The step that is repeated, from the state before it; None if no step is."""
-        check = self.check
-        return check.step if check.kind in ("replay", "require") and check.verdict == "pending" else None
+        return self.check.step if self.repeats and self.check.verdict == "pending" else None
+
+    # Whether the step of the chosen state is repeated, and from which state
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the step is repeated where that is possible."""
+        return self.check.kind in ("replay", "require")
+
+    def repeat_nothing(self, reason: str) -> None:
+        """Repeat no step, for this reason; the check says that none is compared."""
+        self.check.step = None
+        if self.check.verdict == "pending":
+            self.check.settle("none", f"no step was compared: {reason}")
+
+    def find_before_in_memory(self, chosen: ChosenInMemory, asked: str) -> ChosenInMemory | None:
+        """The state before a record in memory, whose step is repeated; None if it is not. Collective.
+
+        `asked` is the user's choice of an older record, in words; empty without one.
+        """
+        if self.check.kind == "off":
+            return None
+        message = chosen.generation.message
+        chosen.following = self._find_following(message.following)
+        if not self.repeats:
+            return None
+        rank = self._ranks.rank
+        before = None if message.before is None else chosen.at(message.before, rank)
+        own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
+        if not own and before is not None:
+            own = self._why_not_reduced_alike(chosen.state, before.state)
+        reason = self._ranks.first_reason(own) or self._why_no_room(copied_bytes(chosen.spec), 0)
+        if not reason:
+            self.check.step = chosen.plan.step
+            return before
+        if not chosen.following:
+            self.repeat_nothing(reason)
+        return None
+
+    def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+        """Why a repeated step would add gradients in another order, in words; empty if it would not.
+
+        The second step of a process is reduced in the buckets that DDP lays out after the first one.
+        """
+        if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
+            return "DDP of three or more ranks had not laid out its buckets for good before that step"
+        return ""
+
+    def _find_following(self, states: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
+        """This rank's first state behind a captured record that every rank has."""
+        own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
+        common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
+        return {record: own[record] for record in sorted(common)[:1]}
+
+    def find_before_in_storage(
+        self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str
+    ) -> ChosenInStorage | None:
+        """The state before one in a store, as :meth:`find_before_in_memory` finds it. Collective."""
+        if not self.repeats:
+            self.repeat_nothing(f"what {tier.name} has is one state, without gradients of the step behind it")
+            return None
+        stored = chosen.stored
+        changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
+        own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
+        reason = self._ranks.first_reason(own)
+        point = None
+        if not reason:
+            point, reason = tier.before(stored.point)
+        if point is not None:
+            opened = tier.open(point, spec, self._ranks.rank)
+            before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
+            own = self._why_not_reduced_alike(chosen.state, before.state)
+            reason = self._ranks.first_reason(own)
+            reason = reason or self._why_not_compared(stored, opened, spec)
+            if not reason:
+                self.check.step = stored.point.step
+                return before
+        self.repeat_nothing(reason)
+        return None
+
+    def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
+        """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
+        layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
+        changed = any(held.structure() != former.structure() for held, former in layouts)
+        if any(self._ranks.gather(changed)):
+            return f"the layout of the state has changed with step {stored.point.step}"
+        protection = Layout(spec).total_bytes // len(self._ranks.unit)
+        return self._why_no_room(copied_bytes(stored.state.spec, stored.own.spec), protection)
+
+    def _why_no_room(self, copies: int, protection: int) -> str:
+        """Why a node cannot keep copies of the state to compare, beside its protection; the same on every rank."""
+        known = self._ranks.gather((copies, protection))
+        copies, protection = map(sum, zip(*(known[rank] for rank in self._ranks.local_ranks), strict=True))
+        if any(self._ranks.gather(copies + protection > available_bytes())):
+            return (
+                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
+            )
+        return ""
 
     # The restore
 
@@ -211,109 +307,6 @@ class ResumeProof:
         repetition, self.repetition = self.repetition, None
         if repetition is not None:
             repetition.close()
-
-
-class RepeatChoice:
-    """Decides with all ranks whether the step of the chosen state is repeated, and from which state."""
-
-    def __init__(self, ranks: Ranks, check: ResumeCheck) -> None:
-        self._ranks = ranks
-        self._check = check
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the step is repeated where that is possible."""
-        return self._check.kind in ("replay", "require")
-
-    def do_without(self, reason: str) -> None:
-        """Settle the check: nothing is compared, for this reason."""
-        self._check.step = None
-        if self._check.verdict == "pending":
-            self._check.settle("none", f"no step was compared: {reason}")
-
-    def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> ChosenInMemory | None:
-        """The state before a record in memory, whose step is repeated; None if it is not. Collective.
-
-        `asked` is the user's choice of an older record, in words; empty without one.
-        """
-        if self._check.kind == "off":
-            return None
-        message = chosen.generation.message
-        chosen.following = self._following(message.following)
-        if not self.wanted:
-            return None
-        rank = self._ranks.rank
-        before = None if message.before is None else chosen.at(message.before, rank)
-        own = asked or message.not_repeated or chosen.state.get("unrepeatable", "")
-        if not own and before is not None:
-            own = self._why_not_reduced_alike(chosen.state, before.state)
-        reason = self._ranks.first_reason(own) or self._why_no_room(copied_bytes(chosen.spec), 0)
-        if not reason:
-            self._check.step = chosen.plan.step
-            return before
-        if not chosen.following:
-            self.do_without(reason)
-        return None
-
-    def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-        """Why a repeated step would add gradients in another order, in words; empty if it would not.
-
-        The second step of a process is reduced in the buckets that DDP lays out after the first one.
-        """
-        if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
-            return "DDP of three or more ranks had not laid out its buckets for good before that step"
-        return ""
-
-    def _following(self, states: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
-        """This rank's first state behind a captured record that every rank has."""
-        own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
-        common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
-        return {record: own[record] for record in sorted(common)[:1]}
-
-    def decide_in_storage(
-        self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str
-    ) -> ChosenInStorage | None:
-        """The state before one in a store, if the store has it; otherwise as :meth:`decide_in_memory`. Collective."""
-        if not self.wanted:
-            self.do_without(f"what {tier.name} has is one state, without gradients of the step behind it")
-            return None
-        stored = chosen.stored
-        changed = f"the ranks, or their shards, are not those of the run that is in {tier.name}"
-        own = asked or ("" if stored.exact else changed) or chosen.state.get("unrepeatable", "")
-        reason = self._ranks.first_reason(own)
-        point = None
-        if not reason:
-            point, reason = tier.before(stored.point)
-        if point is not None:
-            opened = tier.open(point, spec, self._ranks.rank)
-            before = ChosenInStorage.of(opened, tier.name, chosen.newest_known)
-            own = self._why_not_reduced_alike(chosen.state, before.state)
-            reason = self._ranks.first_reason(own)
-            reason = reason or self._why_not_compared(stored, opened, spec)
-            if not reason:
-                self._check.step = stored.point.step
-                return before
-        self.do_without(reason)
-        return None
-
-    def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
-        """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
-        layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
-        changed = any(held.structure() != former.structure() for held, former in layouts)
-        if any(self._ranks.gather(changed)):
-            return f"the layout of the state has changed with step {stored.point.step}"
-        protection = Layout(spec).total_bytes // len(self._ranks.unit)
-        return self._why_no_room(copied_bytes(stored.state.spec, stored.own.spec), protection)
-
-    def _why_no_room(self, copies: int, protection: int) -> str:
-        """Why a node cannot keep copies of the state to compare, beside its protection; the same on every rank."""
-        known = self._ranks.gather((copies, protection))
-        copies, protection = map(sum, zip(*(known[rank] for rank in self._ranks.local_ranks), strict=True))
-        if any(self._ranks.gather(copies + protection > available_bytes())):
-            return (
-                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
-            )
-        return ""
 
 
 class ProvenEnvironments:

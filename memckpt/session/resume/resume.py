@@ -43,7 +43,7 @@ from memckpt.session.peers import Peers
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorage, HeldGeneration, Restoration
 from memckpt.session.resume.first_steps import Repetition
-from memckpt.session.resume.proof import RepeatChoice, ResumeProof
+from memckpt.session.resume.proof import ResumeProof
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport
 from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_patiently
 from memckpt.session.staging import RestorePoint, Staging
@@ -125,7 +125,6 @@ class Resumption:
         self._run_dir = run_dir
         self._proof = proof
         self._resharding = Resharding(training, link, peers, run_dir)
-        self._repeat = RepeatChoice(training.ranks, proof.check)
         self._reason = ""
         self._found: Found | None = None
         #: Why not the newest state of memory is resumed, in words; empty if it is. And whether a held state is dropped.
@@ -233,7 +232,7 @@ class Resumption:
     @property
     def _repeats(self) -> bool:
         """Whether the last step is to be repeated, as a proof, where that is possible."""
-        return self._repeat.wanted and not isinstance(self._resume, int)
+        return self._proof.repeats and not isinstance(self._resume, int)
 
     # 3. Open
 
@@ -244,14 +243,14 @@ class Resumption:
             case RestoreRecord():
                 ranks.together(lambda: self._open_held(plan, found.own))
                 assert isinstance(self.chosen, ChosenInMemory)
-                self._repeat_from(self._repeat.decide_in_memory(self.chosen, asked))
+                self._repeat_from(self._proof.find_before_in_memory(self.chosen, asked))
                 return Start(plan.record + 1, anew=False)
             case RestoreStored():
                 self._start_reason = plan.reason
                 stored = found.tier.open_newest(plan.candidates, self._spec, by_hand=bool(asked))
                 self.chosen = self._open_stored(stored, plan)
                 self._live.growth.take_over(stored.own.spec)
-                self._repeat_from(self._repeat.decide_in_storage(self.chosen, found.tier, self._spec, asked))
+                self._repeat_from(self._proof.find_before_in_storage(self.chosen, found.tier, self._spec, asked))
                 record = stored.point.record
                 ranks.together(lambda: self._prepare(record + 1, discard=True))
                 return Start(record + 1, anew=True)
@@ -261,7 +260,7 @@ class Resumption:
                 ranks.together(lambda: self._prepare(1, discard=plan.discard))
                 if ranks.rank == 0:
                     self._link.tell_journal(StartedOver(plan.reason))
-                self._repeat.do_without("nothing was resumed")
+                self._proof.repeat_nothing("nothing was resumed")
                 return Start(1, anew=True)
 
     def _repeat_from(self, before: Chosen | None) -> None:
@@ -397,7 +396,7 @@ class Resumption:
     def _forgo_repetition(self, newest: Chosen, reason: str) -> Chosen:
         """Choose the state after the step that was to be repeated, for this reason."""
         self.chosen, self.repeated = newest, None
-        self._repeat.do_without(reason)
+        self._proof.repeat_nothing(reason)
         return newest
 
     def _others(self) -> Iterator[Chosen]:
@@ -436,7 +435,7 @@ class Resumption:
         assert former is not None
         if former.generation is not None:
             former.generation.close()
-        self._repeat.do_without("newer states were not what their records say")
+        self._proof.repeat_nothing("newer states were not what their records say")
         self._live.growth.take_over(chosen.stored.own.spec)
         record = chosen.stored.point.record
         self._staging.close()  # what was prepared for another record
