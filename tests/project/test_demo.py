@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from examples.demo.__main__ import main
-from examples.demo.show import Canvas
-from examples.demo.supervise import draw_instants
 from examples.demo.verdict import compare_losses, compare_states, same_bits
 
 TINY = ["--size", "tiny", "--seed", "3"]
@@ -73,14 +71,3 @@ def test_bits_are_compared_and_not_values() -> None:
 
 def test_losses_of_all_steps_count() -> None:
     assert compare_losses({1: "0x1p0", 2: "0x1p1"}, {1: "0x1p0"}).differing == ("step 2",)
-
-
-def test_instants_depend_on_the_seed_alone() -> None:
-    assert draw_instants(5, 4, 100) == draw_instants(5, 4, 100) != draw_instants(6, 4, 100)
-    assert all(2 <= instant < 100 for instant in draw_instants(5, 50, 100))
-
-
-def test_a_line_on_the_canvas_has_no_gap() -> None:
-    canvas = Canvas(columns=4, rows=2)
-    canvas.polyline([(0, 0), (7, 7)])
-    assert canvas.lines() == ["⠑⢄⠀⠀", "⠀⠀⠑⢄"]
