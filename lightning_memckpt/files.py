@@ -101,7 +101,7 @@ class Tables:
         }
 
     def unfollow_files(self, *, finished: bool) -> None:
-        """Stop following the files; `finished`: nobody will need their rows again."""
+        """Stop following the files; `finished`: their rows are not needed again."""
         self._shadows.remove_all()
         for path in self._saved if finished else ():
             if os.path.lexists(_kept(path)):
@@ -122,7 +122,7 @@ def _kept(path: str) -> str:
 class OverwriteOrphans:
     """Lets ModelCheckpoint overwrite, once each, the files written after the restored state was captured.
 
-    Only local directories are checked. A file that the restored state knows is no orphan, whatever its age.
+    Only local directories are checked. A file that the restored state knows is no orphan.
     """
 
     def __init__(self, trainer: pl.Trainer, captured_at: float) -> None:

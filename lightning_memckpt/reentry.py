@@ -180,6 +180,6 @@ class Reentry:
         self.abandon()
 
     def abandon(self) -> None:
-        """Remove everything of ours from the loops, whatever has happened."""
+        """Remove everything of ours from the loops."""
         self._put_back()
         self._shadows.remove_all()

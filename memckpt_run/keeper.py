@@ -58,7 +58,7 @@ class Worker:
         self.attempt: ProcessHandle | None = None
 
     def signal_attempt(self, number: int) -> None:
-        """Send a signal to the attempt and what it has started. It is not reaped: nobody else has its id."""
+        """Send a signal to the attempt and what it has started. It is not reaped: no other process has its id."""
         if self.attempt is None:
             return
         try:

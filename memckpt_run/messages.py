@@ -146,7 +146,7 @@ receive_reply: _Receiver[FromKeeper] = _Receiver(FromKeeper)
 
 
 def packed(environment: Mapping[str, str]) -> bytes:
-    """Variables as bytes, whatever they hold."""
+    """Variables as bytes."""
     return b"\0".join(os.fsencode(f"{name}={value}") for name, value in environment.items())
 
 

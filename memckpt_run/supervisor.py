@@ -19,7 +19,7 @@ from memckpt_run.attempts import ENDING, Attempt, Given, Inbox, Starter, has_it_
 from memckpt_run.notes import Notes
 
 #: Ends in a row at the same step, by a signal from outside, after which the cause is taken to stay. An attempt that has
-#: lived longer may have got further, and its agent have died with it, so that nobody knows.
+#: lived longer may have got further, and its agent have died with it.
 _MOST_ALIKE = 20
 #: Seconds after which a restart that could not be made is tried again for the first time.
 _LEAST_PAUSE = 1.0
@@ -149,7 +149,7 @@ class Supervisor:
         self._policy = Policy(restarts)
         self._notes = notes
         self._inbox = Inbox()
-        #: Whether somebody has asked for the end.
+        #: Whether a signal has asked for the end.
         self._stopped = False
 
     def run(self) -> int:
@@ -201,7 +201,7 @@ class Supervisor:
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._stopped = self._stopped or received.si_signo in ENDING
                 if not has_it_already(received):
-                    os.kill(attempt.pid, received.si_signo)  # it is not reaped: nobody else has its id
+                    os.kill(attempt.pid, received.si_signo)  # it is not reaped: no other process has its id
         return code
 
     def _pause(self, seconds: float) -> bool:

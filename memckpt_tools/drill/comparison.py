@@ -381,11 +381,9 @@ def _parameters(point: Point[Taken]) -> bytes:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Durations of steps with protection and without.
+    """Median seconds of a step with protection, in each undisturbed run, and without (0: not known).
 
     Attributes:
-        protected: median seconds of a step, of each undisturbed run.
-        unprotected: the same without protection; 0 if it is not known.
         changed: first result that is another one without protection, where the training repeats itself; else None.
         problem: why it was not measured; empty if it was.
     """

@@ -184,7 +184,7 @@ def _free_port() -> int:
 
 
 def pause() -> None:
-    """Let a moment pass: lines and ends are looked at, as nobody tells when they come."""
+    """Let a moment pass: lines and ends are looked at, as nothing tells when they come."""
     select.select([], [], [], _POLL_SECONDS)
 
 

@@ -489,7 +489,7 @@ def drill(
     """Train twice undisturbed and once with kills, and once without protection if that is asked for, and compare.
 
     Args:
-        directory: existing directory, in which each run gets one of its own.
+        directory: existing directory, in which each run gets its own.
         on_progress: called with a run's name, its newest record, and its kills.
         on_undisturbed: called with what the two undisturbed runs say alone.
 

@@ -15,17 +15,15 @@ class Attempt:
     """One attempt at the training, over all its nodes. Times are in seconds since 1970.
 
     Attributes:
-        number: its number.
         began: when its first trainers came.
         ranks: number of ranks by node.
-        world_size: number of ranks of the job.
         first_step, first_step_at: its first commit; None if it had none.
         recovered: the state that it went on from; None if it started over.
         started_over: why it did; empty if it did not.
         verdict, check: of the resume check; empty before it has one.
         deaths: trainers that died, with node and time.
         ended_at: when it ended; None: it goes on.
-        end: ``"died"``, ``"left"``, ``"finished"``, ``"lost"`` (nobody has seen its end), or empty: it goes on.
+        end: ``"died"``, ``"left"``, ``"finished"``, ``"lost"`` (its end was not seen), or empty: it goes on.
         last_step: newest step that is known of it.
         seen: when it was last heard of.
     """
@@ -50,7 +48,7 @@ class Attempt:
 
     @property
     def seen_ending(self) -> bool:
-        """Whether somebody was left who knows how far it came."""
+        """Whether an agent was left that knows how far it came."""
         return self.end != "lost"
 
     def _goes_on(self, node: str) -> None:
@@ -85,11 +83,9 @@ class AgentLoss:
 
 @dataclass
 class Story:
-    """What the journals of a run tell.
+    """What the journals of a run tell, oldest first.
 
     Attributes:
-        entries: all of them, oldest first.
-        attempts: attempts, in order.
         degraded: tiers that did not do what they were configured for.
         agents: agents that were killed.
         samples: figures of the leading node (that of rank 0), by time, with the position of their attempt.
@@ -204,7 +200,7 @@ def _note(attempt: Attempt, at: float, node: str, event: object) -> None:
 
 
 def _close(story: Story) -> None:
-    """An attempt that another one followed has ended, also where nobody saw it: its nodes were lost, with agents."""
+    """An attempt that another one followed has ended, also where no agent saw it: its nodes were lost."""
     for attempt, following in itertools.pairwise(story.attempts):
         if not attempt.end:
             attempt.end, attempt.ended_at = "lost", min(attempt.seen, following.began)

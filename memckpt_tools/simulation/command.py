@@ -104,7 +104,7 @@ def simulate(
     from memckpt_tools.simulation.failures import Cluster, read_trace
     from memckpt_tools.simulation.replay import Repair, Training
     from memckpt_tools.simulation.run import Setup
-    from memckpt_tools.simulation.run import simulate as run
+    from memckpt_tools.simulation.run import simulate as run_schemes
 
     if plot is not None:
         check_plot(plot)
@@ -114,7 +114,9 @@ def simulate(
             "enough spare nodes, and no repair is waited for"
         )
     protection = _schemes_of(schemes, tier, overhead, name)
-    how: dict[str, Any] = {"repetitions": repetitions, "seed": seed, "workers": workers, "confidence": confidence}
+    run = partial(
+        run_schemes, schemes=protection, repetitions=repetitions, seed=seed, workers=workers, confidence=confidence
+    )
     with _fields_as_options():
         cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
         failures: FailureModel | Failures
@@ -144,12 +146,12 @@ def simulate(
                 start_seconds=start_seconds,
             ),
         )
-        summaries = run(setup, protection, **how)
+        summaries = run(setup)
     swept = None
     if plot is not None:
         from memckpt_tools.simulation.run import sweep
 
-        swept = sweep(setup, protection, **how)
+        swept = sweep(setup, protection, run)
         draw(swept, plot, f"{nodes:,} nodes, {days:g} days: a quarter to four times the failures, and the nodes")
     if as_json:
         print_json(_as_json(setup, summaries, seed, swept))

@@ -176,10 +176,10 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """Distributions of failures; all units fail independently of each other.
+    """Distributions of failures; all units fail independently of each other. None: there are none of the kind.
 
     Attributes:
-        nodes: time between failures of a node with its memory (hardware); None: there are none.
+        nodes: time between failures of a node with its memory (hardware).
         processes: time between failures of a node's processes, whose memory stays (software).
         racks, zones: time between failures of a rack or zone, with the memory of all its nodes.
         cluster: time between failures of all nodes at once.
@@ -201,9 +201,8 @@ class FailureModel:
         """Failures of nodes by hardware and software.
 
         Args:
-            mean_seconds: mean time between failures of one node, whatever they are.
-            software_share: share of software among them, from 0 to 1: of 1 to 3 it is 0.25. Times between failures of
-                software are exponential.
+            mean_seconds: mean time between failures of one node, of both kinds.
+            software_share: share of software among them. Its times between failures are exponential.
             shape: shape of the Weibull distribution of times between failures of hardware; 1: they are exponential.
             new: whether nodes are new when training starts.
         """
@@ -243,7 +242,7 @@ class FailureModel:
     def draw(self, cluster: Cluster, duration_seconds: float, seed: np.random.SeedSequence) -> Failures:
         """Failures of a cluster from the start to `duration_seconds`.
 
-        Each kind has a stream of its own, so that more of one kind do not change the others.
+        Each kind has its stream, so that more of one kind do not change the others.
         """
         self.check(cluster, duration_seconds)
         seconds, kinds, units = [], [], []

@@ -1,7 +1,7 @@
 """One training under one scheme of protection, through one sequence of failures.
 
 Time passes from failure to failure: between them training makes progress at the rate of its steps, and nothing has to
-be looked at. So a run costs what its failures cost, whatever its length and the number of nodes.
+be looked at. So a run costs what its failures cost.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,9 +85,6 @@ def _t_within(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total)
 
 
-DEFAULT_CONFIDENCE = 0.95
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What is simulated, apart from protection; `failures`: distributions to draw from, or the failures themselves."""
@@ -165,7 +162,7 @@ def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
 
 def _refuse_twins(where: str, names: Sequence[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
-    require(twice is None, where, "a name of its own for each, once", twice)
+    require(twice is None, where, "different names, each of them once", twice)
 
 
 def simulate(
@@ -175,7 +172,7 @@ def simulate(
     repetitions: int = 20,
     seed: int = 0,
     workers: int = 1,
-    confidence: float = DEFAULT_CONFIDENCE,
+    confidence: float = 0.95,
 ) -> list[Summary]:
     """Simulate trainings under each scheme.
 
@@ -241,43 +238,26 @@ class Sweep:
     by_nodes: tuple[tuple[int, tuple[Summary, ...]], ...]
 
 
-def sweep(
-    setup: Setup,
-    schemes: Sequence[Scheme],
-    *,
-    factors: Sequence[float] = FACTORS,
-    repetitions: int = 20,
-    seed: int = 0,
-    workers: int = 1,
-    confidence: float = DEFAULT_CONFIDENCE,
-) -> Sweep:
+def sweep(setup: Setup, schemes: Sequence[Scheme], run: Callable[[Setup], Iterable[Summary]]) -> Sweep:
     """Simulate with times between failures, and with numbers of nodes, times each factor.
 
-    Clusters that are smaller than the largest group of a scheme are left out. For the other arguments see
-    :func:`simulate`.
-
-    Raises:
-        ConfigurationError: failures are a trace, which belongs to one cluster; or a value is out of range.
+    Clusters that are smaller than the largest group of a scheme are left out. Failures are no trace, which belongs to
+    one cluster. `run` simulates the schemes in a setup.
     """
     model = setup.failures
-    if not isinstance(model, FailureModel):
-        raise ConfigurationError("failures: expected distributions, which can be scaled, found a trace")
-
-    def run(changed: Setup) -> tuple[Summary, ...]:
-        return tuple(
-            simulate(changed, schemes, repetitions=repetitions, seed=seed, workers=workers, confidence=confidence)
-        )
-
+    assert isinstance(model, FailureModel), "distributions can be scaled"
     least = max((tier.group_nodes for scheme in schemes for tier in scheme.tiers), default=1)
-    by_mtbf = [(factor, replace(setup, failures=with_mean_scaled(model, factor))) for factor in factors]
-    sizes = sorted({round(setup.cluster.nodes * factor) for factor in factors})
-    by_nodes = [
-        (nodes, replace(setup, cluster=with_nodes(setup.cluster, nodes))) for nodes in sizes if nodes >= max(1, least)
-    ]
+    sizes = sorted({round(setup.cluster.nodes * factor) for factor in FACTORS})
     mtbf = model.mean_seconds(setup.cluster)
     return Sweep(
-        by_mtbf=tuple((mtbf * factor, run(changed)) for factor, changed in by_mtbf),
-        by_nodes=tuple((nodes, run(changed)) for nodes, changed in by_nodes),
+        by_mtbf=tuple(
+            (mtbf * factor, tuple(run(replace(setup, failures=with_mean_scaled(model, factor))))) for factor in FACTORS
+        ),
+        by_nodes=tuple(
+            (nodes, tuple(run(replace(setup, cluster=with_nodes(setup.cluster, nodes)))))
+            for nodes in sizes
+            if nodes >= max(1, least)
+        ),
     )
 
 

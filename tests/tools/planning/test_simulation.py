@@ -259,7 +259,7 @@ def test_bad_values_are_named() -> None:
             "duration_seconds: expected a number, more than 0, .* found 0",
         ),
         (lambda: simulate(small(), []), "schemes: expected one or more, found none"),
-        (lambda: simulate(small(), TWO_SCHEMES[:1] * 2), "schemes: expected a name of its own .* found 'disk'"),
+        (lambda: simulate(small(), TWO_SCHEMES[:1] * 2), "schemes: expected different names, .* found 'disk'"),
         (lambda: simulate(small(), [Scheme(name="s", overhead=0, tiers=(disk(1, 1),) * 2)]), "tiers: .* found 'disk'"),
         (lambda: simulate(small(), TWO_SCHEMES, repetitions=0), "repetitions: .* found 0"),
         (lambda: simulate(small(), TWO_SCHEMES, seed=-1), "seed: .* found -1"),
