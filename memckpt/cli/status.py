@@ -296,10 +296,10 @@ def _interval_text(tier: StorageStatus) -> str:
 def _risk_text(tier: StorageStatus, steps: int, protected: bool) -> str:
     """How many steps storage may be behind memory until the next write is done, what loses them, and the remedy."""
     when = "all nodes are lost at once" if protected else "this machine is lost"
-    fewer = (
-        "a smaller storage.batch_steps" if tier.mode == "log" else "a smaller storage.every_steps or storage.mode=log"
-    )
-    return f"at most {count(steps, 'step')} that are in memory only are lost if {when}; fewer with a smaller {fewer}"
+    fewer = "a shorter interval (storage.every_steps), or storage.mode='log'"
+    if tier.mode == "log":
+        fewer = "smaller batches (storage.batch_steps)"
+    return f"at most {count(steps, 'step')} that are in memory only are lost if {when}; fewer with {fewer}"
 
 
 # Other nodes' memory

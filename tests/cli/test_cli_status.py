@@ -112,6 +112,21 @@ def test_states_that_are_sent_in_place_of_records() -> None:
     assert "sends" not in text_of(a_view(an_agent(peers=some_peers())))
 
 
+@pytest.mark.parametrize(
+    ("mode", "protected", "said"),
+    [
+        ("replica", None, "this machine is lost; fewer with a shorter interval (storage.every_steps), or storage.mode"),
+        ("replica", False, "this machine is lost"),
+        ("log", True, "all nodes are lost at once; fewer with smaller batches (storage.batch_steps)"),
+    ],
+)
+def test_what_is_at_risk_is_said_with_its_remedy(mode: str, protected: bool | None, said: str) -> None:
+    peers = None if protected is None else some_peers(protected=protected)
+    tier = StorageStatus("/s", 8, 60.0, None, None, False, "", mode=mode, loses_at_most=268)
+    text = " ".join(text_of(a_view(an_agent(storage=tier, peers=peers), Stored("/s"))).replace("│", " ").split())
+    assert f"at most 268 steps that are in memory only are lost if {said}" in text
+
+
 def test_peers_that_protect() -> None:
     text = text_of(a_view(an_agent(peers=some_peers())))
     for expected in (

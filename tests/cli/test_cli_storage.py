@@ -115,16 +115,6 @@ def test_verify_finds_damage_and_repairs(run: Path) -> None:
     assert steps_in(run) == [1]
 
 
-def test_a_damaged_commit_file_is_found_and_removed(run: Path) -> None:
-    (run / "storage" / part_of(2).commit_path).write_bytes(b"cut short")
-    assert invoke("verify", run)[0] == DamagedStateError.exit_code
-    assert invoke("verify", run, "--repair")[0] == 0
-    assert invoke_json("verify", run)[1]["damaged"] == {}
-    part = part_of(2)
-    left = {path for directory in ("base", "state", "commit") for path in LocalStore(run / "storage").find(directory)}
-    assert not [path for path in left if part.place in path]
-
-
 def test_what_other_nodes_may_still_be_writing_is_not_damage(run: Path) -> None:
     """Repairing it would take a checkpoint from under a running training."""
     write(LocalStore(run / "storage"), part_of(3, node="first", world_size=2))
