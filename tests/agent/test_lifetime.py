@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -44,12 +44,15 @@ class Held:
         self.saving = True
 
 
+def made(linger_seconds: float, grace_ends: float = 0.0) -> tuple[MadeUp, Any, Lifetime]:
+    clock = MadeUp()
+    held, host = Held(clock, grace_ends), SimpleNamespace(bytes_for_peers=lambda: 0)
+    return clock, held, Lifetime(cast(Any, held), cast(Any, host), linger_seconds, False, clock)
+
+
 @pytest.mark.promise("no trainer comes back within `linger_seconds` (default 30 minutes)")
 def test_what_trainers_leave_is_saved_and_lingering_ends_when_it_is_saved_without_a_turn_in_between() -> None:
-    clock = MadeUp()
-    held: Any = Held(clock)
-    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
-    lifetime = Lifetime(held, host, 10.0, False, clock)
+    clock, held, lifetime = made(10.0)
     with closing(EventLoop(clock=clock, poller=clock)) as loop:
         loop.each_turn(lifetime.look_at_clock, lifetime.deadline)
         lifetime.trainer_came()
@@ -71,10 +74,7 @@ def test_what_trainers_leave_is_saved_and_lingering_ends_when_it_is_saved_withou
 @pytest.mark.parametrize("trainer", ["gone", "here", "finishes"])
 def test_what_cannot_be_saved_is_tried_again_until_the_grace_period_ends(trainer: str) -> None:
     """Also where a trainer is still connected, in a long step, and where training finishes meanwhile."""
-    clock = MadeUp()
-    held: Any = Held(clock, grace_ends=110.0)
-    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
-    lifetime = Lifetime(held, host, 1000.0, False, clock)
+    clock, held, lifetime = made(1000.0, grace_ends=110.0)
     with closing(EventLoop(clock=clock, poller=clock)) as loop:
         loop.each_turn(lifetime.look_at_clock, lifetime.deadline)
         lifetime.trainer_came()
@@ -100,10 +100,7 @@ def test_what_cannot_be_saved_is_tried_again_until_the_grace_period_ends(trainer
 
 
 def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> None:
-    clock = MadeUp()
-    held: Any = Held(clock, grace_ends=110.0)
-    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
-    lifetime = Lifetime(held, host, 1000.0, False, clock)
+    _, held, lifetime = made(1000.0, grace_ends=110.0)
     lifetime.end_when_saved("signal SIGTERM", ordered=True)
     lifetime.look_at_clock()
     assert lifetime.over is None
@@ -116,10 +113,7 @@ def test_who_has_saved_all_does_not_wait_for_the_end_of_the_grace_period() -> No
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_new_attempt_takes_back_only_an_end_that_nobody_has_ordered(ordered: bool) -> None:
-    clock = MadeUp()
-    held: Any = Held(clock, grace_ends=110.0)
-    host: Any = SimpleNamespace(bytes_for_peers=lambda: 0)
-    lifetime = Lifetime(held, host, 1000.0, False, clock)
+    clock, held, lifetime = made(1000.0, grace_ends=110.0)
     lifetime.trainer_came()
     lifetime.end_when_saved("an end", finishing=not ordered, ordered=ordered)
     lifetime.begin_attempt(first=False)
