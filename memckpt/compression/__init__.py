@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from memckpt.compression.hook import hook, reducer_for, state
 from memckpt.compression.reduction import Reducer
-from memckpt.config.schema import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
+from memckpt.config import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 
 __all__ = [
     "CompressionConfig",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from memckpt.compression.reduction import Bucket, Encoded, Reducer, behind, drop_unless_finite, pack, spread, unpack
-from memckpt.config.schema import HalfPrecision, Quantized8, RandomK, TopK
+from memckpt.config import HalfPrecision, Quantized8, RandomK, TopK
 from memckpt.state.encodings import decode, quantized_parts, sparse_parts
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.spec import GradientEncoding, encoded_bytes

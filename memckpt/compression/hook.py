@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from memckpt.compression.elements import HalfReducer, QuantizedReducer, RandomKReducer, TopKReducer
 from memckpt.compression.power_sgd import PowerSgdReducer
 from memckpt.compression.reduction import Bucket, Encoded, Reducer
-from memckpt.config.schema import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
+from memckpt.config import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
 
 _REDUCERS: dict[type, type[Reducer]] = {

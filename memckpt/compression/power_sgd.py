@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from memckpt.compression.reduction import Bucket, Encoded, Reducer, drop_unless_finite, spread
-from memckpt.config.schema import PowerSGD
+from memckpt.config import PowerSGD
 from memckpt.state.encodings import product
 from memckpt.state.spec import GradientEncoding
 

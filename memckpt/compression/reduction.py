@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from memckpt.config.schema import CompressionConfig, LossyConfig
+from memckpt.config import CompressionConfig, LossyConfig
 from memckpt.state.spec import GradientEncoding
 
 _Result = TypeVar("_Result")

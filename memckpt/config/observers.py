@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from memckpt.config.schema import MemckptConfig
+from memckpt.config import MemckptConfig
 from memckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:

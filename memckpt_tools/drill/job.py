@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from memckpt.config import ErasureConfig, MemckptConfig
 from memckpt.config.observers import with_observer
-from memckpt.config.schema import ErasureConfig, MemckptConfig
 from memckpt.errors import DrillError
 from memckpt.processes.address import NODE_VARIABLE
 from memckpt.processes.handles import ProcessHandle, children_of, parent_of, start_ticks

@@ -15,8 +15,7 @@ import memckpt.agent.saving
 import memckpt.recovery
 import memckpt.session
 import memckpt.storage
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, StorageConfig
-from memckpt.config.schema import RedoChoice
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, RedoChoice, StorageConfig
 from tests.faults.cluster import Cluster
 from tests.faults.injector import DiskSwitch, Injector
 from tests.faults.kinds import INJECTED, OF_PEERS, Kind
