@@ -60,8 +60,7 @@ def print_json(value: Any) -> None:
 def place_of(run: Path, url: str | None) -> str:
     """Location of a run's checkpoints: the one asked for, the environment's, or the last one that the run used.
 
-    Raises:
-        DamagedStateError, StorageError: the run directory's record of it cannot be read.
+    Raises DamagedStateError or StorageError if the run directory's record of it cannot be read.
     """
     configured = config_from_environment().storage
     asked = url or (configured.url if configured is not None else None)

@@ -47,12 +47,8 @@ def catalog_of(store: Store, run: Path) -> Catalog:
 def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_looks: bool = False) -> None:
     """Check that a store belongs to the run in a directory, if the directory has a run id.
 
-    Args:
-        store, catalog, run: the store, its contents, and the run directory.
-        adopt: whether the directory takes the id of the store's owner.
-        only_looks: print a warning, in place of an error, if the store belongs to another run.
-
-    Raises ForeignStateError if it does, UsageError if there is no owner to adopt.
+    To `adopt` is to take the id of the store's owner. Raises ForeignStateError if the store belongs to another run,
+    which is only a warning with `only_looks`; UsageError if there is no owner to adopt.
     """
     kept = kept_run(run)
     if adopt:

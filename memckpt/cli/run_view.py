@@ -101,10 +101,7 @@ class View:
 class Looker:
     """Reads a run's status, once or repeatedly. An object store is listed again only after the agent has written to it.
 
-    Args:
-        address: address of the agent.
-        url: URL of the store; None: the agent's, or the run directory's.
-        memory_only: whether storage is not read.
+    The store is that of `url`; None: the agent's, or the run directory's. With `memory_only` storage is not read.
 
     Attributes:
         storage_error: error of the last read of storage; None: it succeeded.
@@ -154,10 +151,8 @@ class Looker:
 def read_within(store: Store, seconds: float) -> tuple[Catalog, dict[str, str]]:
     """The catalog, and its commit files whose data are missing, within a time limit.
 
-    A store that does not answer in time keeps its daemon thread until the process ends.
-
-    Raises:
-        StorageError: the store did not answer in time, or cannot be read.
+    A store that does not answer in time keeps its daemon thread until the process ends. Raises StorageError if it does
+    not, or cannot be read.
     """
     found: list[tuple[Catalog, dict[str, str]] | BaseException] = []
 
@@ -199,11 +194,8 @@ def problems_of(
 ) -> Iterator[str]:
     """Problems of a run that should be training and protected, one sentence each.
 
-    Args:
-        agent: status of its agent.
-        stored: findings in storage; None: storage was not read.
-        max_behind: steps that storage, and records that other nodes, may be behind memory; None: any number.
-        max_age: seconds that the last commit may be ago; None: any number.
+    Storage (None: not read) may be `max_behind` steps behind memory, and other nodes as many records. The last commit
+    may be `max_age` seconds ago. None: any number.
     """
     if not agent.trainers:
         yield "no trainer is connected"

@@ -78,8 +78,7 @@ def of_bucket(bucket: GradBucket) -> Bucket:
 def hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in compressed form; for ``DistributedDataParallel.register_comm_hook``.
 
-    Raises:
-        UsageError: `state` was not made by :func:`state`, or not for the parameters of this model.
+    Raises UsageError if `state` was not made by :func:`state`, or not for the parameters of this model.
     """
     if not isinstance(state, Reducer):
         raise UsageError(

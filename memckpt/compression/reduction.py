@@ -37,10 +37,7 @@ class Bucket(NamedTuple):
 class Reducer(ABC):
     """Averages buckets in compressed form; one for each model and process.
 
-    Args:
-        config: settings of the compressor.
-        params: all parameters whose gradients may be averaged, in an order that is the same on all ranks.
-        group: the ranks that average; None: all of the job.
+    Its arguments are those of :func:`memckpt.compression.state`.
 
     Attributes:
         residuals: by parameter's id, what was left out of its last gradient (float32, one-dimensional); empty without

@@ -180,11 +180,9 @@ class Catalog:
 def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> Catalog:
     """List all files and read all commit files. Those of runs other than the store's owner are left out.
 
-    `known` has commit files that were read before, by path, and are not read again; it is updated in place.
-
-    Raises:
-        StorageError: the store cannot be listed. A single checkpoint's directory that cannot is noted in the catalog.
-        UnsupportedError: another version has written to the store.
+    `known` has commit files that were read before, by path, and are not read again; it is updated in place. Raises
+    StorageError if the store cannot be listed, and notes a single checkpoint's directory that cannot. Raises
+    UnsupportedError if another version has written to the store.
     """
     damaged: dict[str, str] = {}
     claim = ""
@@ -267,9 +265,7 @@ def _read_commits(
 def read_keys(store: Store, path: str) -> frozenset[Key]:
     """The keys in the file PINNED or PASSED; none if it is missing.
 
-    Raises:
-        StorageError: the file cannot be read.
-        DamagedStateError: the file has other content.
+    Raises StorageError if it cannot be read, DamagedStateError if it has other content.
     """
     try:
         return frozenset(msgspec.json.decode(store.read(path), type=list[Key]))
@@ -338,8 +334,7 @@ def move_aside(store: Store, catalog: Catalog, places: Collection[Place], to: st
 def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:
     """Commit files whose data are missing or, in directories, have another size; by path, with the problem.
 
-    Raises:
-        StorageError: a directory cannot be listed.
+    Raises StorageError if a directory cannot be listed.
     """
     listed = set(catalog.files)
     found: dict[str, str] = {}

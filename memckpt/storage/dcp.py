@@ -66,8 +66,7 @@ def save(
     """Write host tensors; returns the files of the checkpoint. Raises StorageError.
 
     Args:
-        store, directory: destination.
-        tensors: tensors by name.
+        store, directory, tensors: destination, and tensors by name.
         shards: offsets in larger tensors, by name; tensors not named are whole.
         crc32: write torch's own checksums, which torch never checks and which cost more than the rest of the write.
             A commit file with checksums makes them unnecessary.
@@ -101,15 +100,8 @@ def load_into(
 ) -> None:
     """Read tensors by name, in place, from the stored shards that overlap them.
 
-    Args:
-        store, directory: source.
-        tensors: plain tensors to fill, by name.
-        shards: offsets in larger tensors, by name; tensors not named are whole.
-        below: subdirectories that hold the checkpoint together; None: `directory` itself holds it.
-
-    Raises:
-        DamagedStateError: the files lack tensors or have others.
-        StorageError: the files cannot be read.
+    The subdirectories `below` hold the checkpoint together; None: `directory` itself does. The rest is as for
+    :func:`save`. Raises DamagedStateError if the files lack tensors or have others, StorageError if unreadable.
     """
     metadata = _metadata(store, directory, below)
     by_file: dict[str, list[ReadItem]] = defaultdict(list)
@@ -226,11 +218,7 @@ class _Metadata(pickle._Unpickler):  # in Python: the one in C makes room for wh
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """Decode a ``.metadata`` file.
-
-    Raises:
-        DamagedStateError: it is something else, or names files outside of its directory.
-    """
+    """Decode a ``.metadata`` file. Raises DamagedStateError if it is none, or names files outside of its directory."""
     try:
         metadata = _Metadata(io.BytesIO(data)).load()
         paths = [info.relative_path for info in (getattr(metadata, "storage_data", None) or {}).values()]
@@ -251,11 +239,8 @@ def read_metadata(data: bytes) -> Metadata:
 def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
     """The merged metadata of the directories `below`, as of a checkpoint written at once.
 
-    If several directories have the same shard, the first one's counts.
-
-    Raises:
-        DamagedStateError: the directories do not belong to one checkpoint.
-        StorageError: a file cannot be read.
+    If several directories have the same shard, the first one's counts. Raises DamagedStateError if they do not belong
+    to one checkpoint, StorageError if a file cannot be read.
     """
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}

@@ -155,10 +155,8 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
             ``"lightning"``: for ``Trainer.fit(ckpt_path=...)``, ``"accelerate"``: for ``Accelerator.load_state``, and
             ``"transformers"``: for ``Trainer.train(resume_from_checkpoint=...)``.
 
-    Raises:
-        UsageError: `target` exists.
-        ConfigurationError: the format is unknown, or its library is not installed.
-        UnsupportedError: the model was sharded by FSDP1.
+    Raises UsageError if `target` exists, ConfigurationError for a format that is unknown or whose library is not
+    installed, UnsupportedError if the model was sharded by FSDP1.
     """
     writers = formats()
     if form not in writers:

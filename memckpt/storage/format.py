@@ -232,9 +232,7 @@ def encode_commit(content: Part | Batch) -> bytes:
 def decode_commit(data: bytes, path: str) -> Part | Batch:
     """Read a commit file.
 
-    Raises:
-        DamagedStateError: the file is damaged, or at another path than it names.
-        UnsupportedError: another version has written the file.
+    Raises DamagedStateError if it is damaged or at another path than it names, UnsupportedError for another version's.
     """
     text, _, checksum = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(text).encode() + b"\n" != checksum:

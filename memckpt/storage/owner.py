@@ -70,9 +70,7 @@ def kept_url(run_dir: Path) -> str:
 def read_kept(run_dir: Path) -> Kept:
     """Read `run.json`; an empty `Kept` if there is none.
 
-    Raises:
-        DamagedStateError: the file has other content.
-        StorageError: the file cannot be read.
+    Raises DamagedStateError if it has other content, StorageError if it cannot be read.
     """
     try:
         return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=Kept)
@@ -137,12 +135,7 @@ def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result],
 
 
 def read_claim(store: Store) -> str:
-    """The run that claims a store; empty: unclaimed.
-
-    Raises:
-        DamagedStateError: the claim file has other content.
-        StorageError: the claim file cannot be read.
-    """
+    """The run that claims a store; empty: unclaimed. Raises as :func:`read_kept`, of the claim file."""
     try:
         return msgspec.json.decode(store.read(CLAIM), type=Claim).run
     except StorageError as error:

@@ -128,11 +128,8 @@ class Spare(NamedTuple):
 def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every_steps: int | None) -> None:
     """Make sure that `needed` bytes are free for `what`, deleting what the newest state does not need.
 
-    Nothing is deleted if that would not be enough. Checkpoints at multiples of `keep_every_steps` stay.
-
-    Raises:
-        StorageFullError: there is no room, and none can be made.
-        StorageError: the newest state cannot be read, so nothing else may be deleted.
+    Nothing is deleted if that would not be enough. Checkpoints at multiples of `keep_every_steps` stay. Raises
+    StorageFullError if no room can be made, StorageError if the newest state cannot be read: then nothing else may go.
     """
     free = store.free()
     if free is None or free >= needed:
@@ -237,13 +234,9 @@ def find_garbage(
 ) -> Spare:
     """Find unreferenced files, incomplete checkpoints older than a complete one, and batches of no checkpoint.
 
-    Args:
-        catalog: contents of the store.
-        pins: keys of checkpoints that are never garbage.
-        node: the node whose writer is known not to run; None: every writer may run.
-        is_abandoned: whether no process can be writing an uncommitted file.
-
-    Raises StorageError if part of the catalog could not be read.
+    Pinned checkpoints stay. `node` is the one whose writer is known not to run; None: every writer may run.
+    `is_abandoned` tells whether no process can be writing an uncommitted file. Raises StorageError if part of the
+    catalog could not be read.
     """
     if catalog.unreadable:
         raise StorageError(

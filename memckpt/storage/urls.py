@@ -17,8 +17,7 @@ from memckpt.storage.store import Store, is_of_storage, partial_name
 def open_store(url: str, witness: str = "") -> Store:
     """The store for a directory's path or a URL; `witness` as for a LocalStore, ignored by others.
 
-    Raises:
-        ConfigurationError: no installed package can open it, or the URL is incomplete.
+    Raises ConfigurationError if no installed package can open it, or the URL is incomplete.
     """
     split = urlsplit(url)
     if split.scheme in ("", "file"):
