@@ -382,7 +382,7 @@ class EagerGeneration(Generation):
         why = super().why_not_repeated(record)
         if not why or record == self.base or self.replica.applied < record:
             return why
-        why = "its step was repeated before, or what is held has gone to storage since"
+        why = "an attempt since repeated no step, or what is held has gone to storage"
         if not self.spec.trails:
             why = "the attempt before was not started with resume_check='replay'"
         return f"the replica has gone past record {record - 1}: {why}"

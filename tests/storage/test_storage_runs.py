@@ -189,7 +189,9 @@ def test_without_room_for_a_copy_storage_comes_first(lab: Lab, monkeypatch: pyte
     settings = stored("eager", every_steps=None)
     died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
     until(lambda: newest(lab) == 8)
-    reason = "the replica has gone past record 7: its step was repeated before, or what is held has gone to storage"
+    reason = (
+        "the replica has gone past record 7: an attempt since repeated no step, or what is held has gone to storage"
+    )
     final = lab.train(PLAIN, settings, seed=2, unchecked=[reason])
     assert (final.restored_step, final.verdict[0]) == (8, "equal")
     lab.check_same(PLAIN, died, final)

@@ -73,9 +73,7 @@ class History:
     def __init__(self, journals: Iterable[Events]) -> None:
         #: Records between captures of the state, by the first record of the generation.
         self._begun: dict[int, int] = {}
-        #: The newest record, and whether its step has been repeated already.
         self._newest = 0
-        self._repeated = False
         for journal in journals:
             for event in journal:
                 self._follow(event)
@@ -87,13 +85,11 @@ class History:
             case "restored":
                 self._go_back(event["held"])
             case "commit" if event["done"]:
-                self._repeated = event["record"] == self._newest
                 self._newest = event["record"]
             case "generation":
                 self._begun[event["record"]] = event["every"]
 
     def _go_back(self, record: int) -> None:
-        self._repeated = self._repeated and record == self._newest
         self._newest = record
         self._begun = {one: every for one, every in self._begun.items() if one <= record}
 
@@ -105,9 +101,6 @@ class History:
         every = self._begun.get(max((one for one in self._begun if one <= record), default=0), 1)
         if every > 1 and record == self._newest:
             found.append(f"state is copied every {every} steps")
-        if self._repeated and record == self._newest:
-            # A replica advances by that record; a process that dies before its next commit leaves it there.
-            found.append(f"the replica has gone past record {record - 1}: its step was repeated before")
         return found
 
 
