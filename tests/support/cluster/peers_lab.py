@@ -400,7 +400,7 @@ def fail(lab: Lab, job: PeersJob, *deaths: Death) -> PeersJob:
     attempt = replace(job, deaths=deaths)
     codes = start(lab, attempt)
     assert -signal.SIGKILL in codes, codes
-    assert any(noted(attempt, "killed")), "nothing died where it was to"
+    assert any(noted(attempt, "killed")), f"nothing died where it was to:\n{told(lab)}"
     return attempt
 
 
