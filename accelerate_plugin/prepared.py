@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
 from memckpt.capture.attributes import AttributesOf
-from memckpt.capture.scaler import scaler_state
+from memckpt.capture.param_groups import scaler_state
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)

@@ -20,7 +20,7 @@ from benchmarks.harness.report import Report, millions
 from benchmarks.harness.scratch import scratch_directory
 from benchmarks.workloads.gpt import OPTIMIZERS, Trainee, protected, train
 from memckpt import Session
-from memckpt.capture.digests import Digests
+from memckpt.capture.by_value import Digests
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.replication.coding.code import STRIPE_BYTES, Candidate, Code, decode_stripe, seal_stripe

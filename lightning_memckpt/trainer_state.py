@@ -26,7 +26,7 @@ import memckpt
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
 from memckpt.capture.attributes import with_live_types
-from memckpt.capture.scaler import scaler_state
+from memckpt.capture.param_groups import scaler_state
 
 #: Largest hyperparameter that is stored, in pickled bytes.
 _LARGE_HYPERPARAMETER = 16 << 10

@@ -14,7 +14,7 @@ import memckpt
 from memckpt import ComparedKind
 from memckpt.capture import data as dataloader
 from memckpt.capture.attributes import modules_beside
-from memckpt.capture.scaler import scaler_state
+from memckpt.capture.param_groups import scaler_state
 from memckpt.errors import UnsupportedStateError
 
 # Fields of TrainerState that training changes. The others follow from the arguments.

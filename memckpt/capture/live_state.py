@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memckpt.capture import shards
 from memckpt.capture.by_value import Holder
-from memckpt.capture.modules import ModuleTree, without_wrappers
+from memckpt.capture.modules import ModuleTree, fsdp1_wrappers, put_shards_in_place, without_wrappers
 from memckpt.capture.presence import GRADIENTS, LeftGradients
 from memckpt.capture.spec_request import Growth, SpecRequest
 from memckpt.capture.strangers import Strangers
@@ -89,7 +88,7 @@ class LiveState:
         # FSDP1 replaces parameters in the modules temporarily.
         self._flattened: dict[str, torch.Tensor] = {}
         self.put_shards_in_place()
-        if shards.fsdp1_wrappers(model):
+        if fsdp1_wrappers(model):
             self._flattened = dict(self._parameters())
         self._refuse_shapeless()
         self.tree = ModuleTree({"": model, **self.extra_modules})
@@ -120,7 +119,7 @@ class LiveState:
     def put_shards_in_place(self) -> None:
         """Put shards, not whole parameters, in the modules; to be called on every rank at the same time."""
         for module in (self.model, *self.extra_modules.values()):
-            shards.put_in_place(module)
+            put_shards_in_place(module)
 
     def _in_place_of(self, name: str, tensor: torch.Tensor, stepped: set[int]) -> torch.Tensor:
         """The shard of `name` if a whole parameter replaces it temporarily, else `tensor`."""

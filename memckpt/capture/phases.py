@@ -1,4 +1,4 @@
-"""The trainer's phase marks, by which peers' traffic yields to reductions.
+"""The clock of what protection costs a step, and marks of its phases, by which peers' traffic yields to reductions.
 
 The session marks the end of a step. The taps mark a backward at its first gradient, under DDP before the first
 reduction. Modules get no hooks, which would change what is compiled. Work that the taps do not see counts as part of
@@ -7,11 +7,54 @@ the previous phase: sharded parameters are seen from their first reduced gradien
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from memckpt.memory.phases import Phase, PhaseWriter
+
+
+@dataclass
+class StallClock:
+    """Seconds that the training thread spent in our code, by cause.
+
+    `hooks` covers hooks of autograd, of optimizers, and of torch's functions that change gradients. Each hook measures
+    itself as a whole; functions that it calls do not.
+    """
+
+    hooks: float = 0.0
+    anchors: float = 0.0
+    commit: float = 0.0
+    slot_wait: float = 0.0
+    snapshot: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.hooks + self.anchors + self.commit + self.slot_wait + self.snapshot
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Measure a hook. Hooks that run per parameter skip this: it would cost more than they do."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.hooks += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def in_commit(self) -> Iterator[None]:
+        """Measure a commit, without what it spends on other causes."""
+        started, others = time.perf_counter(), self.total - self.commit
+        try:
+            yield
+        finally:
+            others = self.total - self.commit - others
+            self.commit += time.perf_counter() - started - others
+
 
 _log = logging.getLogger("memckpt")
 

@@ -16,14 +16,12 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
-from memckpt.capture.gradient_staging import GradientStaging
+from memckpt.capture.gradient_staging import GradientStaging, NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.pending import PendingGradients
-from memckpt.capture.phases import PhaseMarks
+from memckpt.capture.phases import PhaseMarks, StallClock
+from memckpt.capture.presence import PendingGradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck, unknown_change
-from memckpt.capture.stall_clock import StallClock
-from memckpt.capture.sub_steps import NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.watch import ParameterWatch
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.state import codec

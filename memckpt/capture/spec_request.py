@@ -11,7 +11,7 @@ from memckpt.state.spec import StateSpec, TensorSpec
 #: By-value tensors above this size are held once for all ranks that share slots, as long as the ranks agree.
 SHARED_ABOVE_BYTES = 64 << 10
 #: Slots with an accelerator if some ranks share tensors while others have slots of their own: the number of records
-#: by which other units may be ahead of the newest record on which all ranks agree (`capture/digests.py`).
+#: by which other units may be ahead of the newest record on which all ranks agree (`capture/by_value.py`).
 _SLOTS_BETWEEN_UNITS = 5
 
 #: Bytes of by-value tensors per record, over all local ranks, up to which they stay as long as the record's gradients:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from memckpt.capture.gradient_staging import NotedOp, NotedSubStep
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.sub_steps import NotedOp, NotedSubStep
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import change_values
 from memckpt.state.spec import ITEM_BYTES

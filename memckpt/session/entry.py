@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.stall_clock import StallClock
+from memckpt.capture.phases import StallClock
 from memckpt.config import AgentConfig, MemckptConfig, RedoMode, ResumeChoice
 from memckpt.config.arguments import DISABLE, disabled_by_environment, with_environment
 from memckpt.config.observers import Committed, Observer, Watched, observers_from_environment

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memckpt.capture import gradient_ops
 from memckpt.capture.copier import Copier, device_of
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.recorder import Recorder
-from memckpt.capture.shards import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.shards import FlatParameterTap, ShardTap
 from memckpt.capture.taps.tap import StepTap, StreamingTap, Tap

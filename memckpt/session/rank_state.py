@@ -12,9 +12,8 @@ import torch
 from memckpt.capture.attributes import AttributesOf, FoundObjects, GeneratorState
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import describe_groups
+from memckpt.capture.param_groups import describe_groups, scaler_state
 from memckpt.capture.presence import UNKNOWN, describe_gradients
-from memckpt.capture.scaler import scaler_state
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import codec, rng

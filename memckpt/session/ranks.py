@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from memckpt import errors
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
-from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.taps.ddp import LOCAL_STEPS, refuse_local_sgd
 from memckpt.capture.taps.shards import check_flattened, is_flattened
 from memckpt.config import MemckptConfig

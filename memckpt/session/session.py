@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
-from memckpt.capture.stall_clock import StallClock
 from memckpt.capture.step_hooks import StepHooks
 from memckpt.capture.taps.shards import FLATTENED_REMEDY, is_flattened
 from memckpt.config import RedoMode, ResumeChoice

@@ -27,8 +27,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from memckpt.capture.by_value import Digests, digest, on_host, sums
 from memckpt.capture.copier import Copier, copier_for, device_of
-from memckpt.capture.digests import Digests, digest, on_host, sums
 from memckpt.capture.live_state import state_of
 from memckpt.config import MemckptConfig
 from memckpt.config.observers import OBSERVERS, Committed, Observer, Watched

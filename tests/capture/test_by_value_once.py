@@ -19,9 +19,9 @@ from torch import nn
 
 from memckpt.agent.group import Group
 from memckpt.agent.saving.snapshots import Run, Snapshot, Snapshots, carry_on
-from memckpt.capture import digests
+from memckpt.capture import by_value
+from memckpt.capture.by_value import Digests
 from memckpt.capture.copier import HostCopier
-from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.errors import DamagedStateError, MemoryBudgetError
@@ -155,7 +155,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, 
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 1023])
 def test_equal_tensors_have_equal_digests_and_others_have_not(dtype: torch.dtype, numel: int) -> None:
     tensor = torch.arange(numel).to(dtype)
-    for of in (digests.digest, lambda one: digests.sums(one).numpy().tobytes()):
+    for of in (by_value.digest, lambda one: by_value.sums(one).numpy().tobytes()):
         assert len(of(tensor)) == DIGEST_BYTES
         assert of(tensor.clone()) == of(tensor)
         nbytes = numel * tensor.element_size()
@@ -165,10 +165,10 @@ def test_equal_tensors_have_equal_digests_and_others_have_not(dtype: torch.dtype
 
 def test_a_sum_sees_what_would_cancel_out_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of two elements, elements that change places, and the same in different pieces of a tensor."""
-    monkeypatch.setattr(digests, "_CHUNK", 16)
-    monkeypatch.setattr(digests, "_keys", {})
+    monkeypatch.setattr(by_value, "_CHUNK", 16)
+    monkeypatch.setattr(by_value, "_keys", {})
     tensor = torch.randn(100)
-    sums = lambda one: tuple(digests.sums(one).tolist())  # noqa: E731
+    sums = lambda one: tuple(by_value.sums(one).tolist())  # noqa: E731
     variants = [tensor] + [changed(tensor, [4 * a + 3, 4 * b + 3], 7) for a, b in itertools.combinations(range(100), 2)]
     for a, b in [(0, 1), (3, 19), (50, 66), (15, 16)]:
         swapped = tensor.clone()
@@ -179,17 +179,17 @@ def test_a_sum_sees_what_would_cancel_out_without_keys(monkeypatch: pytest.Monke
 
 def test_views_are_read_in_row_major_order() -> None:
     tensor = torch.randn(6, 5)
-    assert digests.digest(tensor.t()) == digests.digest(tensor.t().contiguous())
-    assert digests.sums(tensor[1:]).equal(digests.sums(tensor[1:].clone()))
+    assert by_value.digest(tensor.t()) == by_value.digest(tensor.t().contiguous())
+    assert by_value.sums(tensor[1:]).equal(by_value.sums(tensor[1:].clone()))
     halves = torch.arange(9, dtype=torch.int8)[1:]  # begins within a word
-    assert digests.sums(halves).equal(digests.sums(halves.clone()))
+    assert by_value.sums(halves).equal(by_value.sums(halves.clone()))
 
 
 def test_those_of_host_and_device_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((4,), value) for value in (1.0, 2.0, 3.0)]
     away = tensors[1]
-    monkeypatch.setattr(digests, "on_host", lambda tensor: float(tensor[0]) != 2.0)
-    expected = [digests.digest(tensors[0]), digests.sums(away).numpy().tobytes(), digests.digest(tensors[2])]
+    monkeypatch.setattr(by_value, "on_host", lambda tensor: float(tensor[0]) != 2.0)
+    expected = [by_value.digest(tensors[0]), by_value.sums(away).numpy().tobytes(), by_value.digest(tensors[2])]
     assert Digests(tensors, HostCopier()).encode() == b"".join(expected)
 
 
@@ -395,7 +395,7 @@ class Trainer:
             if self.layout.shared_stagers.get(position, self.rank) == self.rank:
                 self.held(self.region, self.layout, tensor.name, record).fill_(self.value(tensor.name, record))
         found = [torch.tensor(self.value(spec.by_value[position].name, record)) for position in self.layout.shared]
-        self.digests = b"".join(digests.digest(one) for one in found)
+        self.digests = b"".join(by_value.digest(one) for one in found)
 
     def seal(self, record: int, first: int) -> None:
         self.ring.note_digests(record, self.rank, self.digests)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.capture import digests, spec_request
+from memckpt.capture import by_value, spec_request
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.faults.deferred_copier import defer
@@ -107,7 +107,7 @@ def test_a_bit_that_flips_on_one_rank_is_that_rank_s_own(lab: Lab, death: Death,
 )
 def test_digests_come_as_late_as_copies(lab: Lab, monkeypatch: pytest.MonkeyPatch, death: Death, resumed: int) -> None:
     defer(monkeypatch)
-    monkeypatch.setattr(digests, "on_host", lambda tensor: False)
+    monkeypatch.setattr(by_value, "on_host", lambda tensor: False)
     # The newest record on which they agree may be the oldest that is held.
     unchecked = ["record 5 is not held any more"]
     last = survives(lab, job_of(lab, flip=(1, 6)), [death], [resumed], unchecked)

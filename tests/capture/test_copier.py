@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memckpt.capture.scaler import scaler_state
+from memckpt.capture.param_groups import scaler_state
 from memckpt.config import MemckptConfig
 from memckpt.state import codec
 from tests.support.cluster.sharded_cases import Setup, job_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memckpt.capture.views import AnchorCopies, Place, Places
+from memckpt.capture.by_value import AnchorCopies, Place, Places
 from memckpt.state.layout import Piece, aligned
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.redo import tensor_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memckpt.capture import digests
+from memckpt.capture import by_value
 from tests.support.trainings.engine_harness import Lab
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
@@ -14,16 +14,16 @@ def compare(device: str) -> None:
     for dtype in DTYPES:
         tensor = torch.randn(1237, 1021).to(dtype)
         away = tensor.to(device)
-        digests.sums(away)  # the keys are made
+        by_value.sums(away)  # the keys are made
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("error")
-        found = [digests.sums(away), digests.sums(away.t())]
+        found = [by_value.sums(away), by_value.sums(away.t())]
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
-        assert found[0].cpu().equal(digests.sums(tensor))
-        assert found[1].cpu().equal(digests.sums(tensor.t().contiguous()))
+        assert found[0].cpu().equal(by_value.sums(tensor))
+        assert found[1].cpu().equal(by_value.sums(tensor.t().contiguous()))
         away[1000, 7] = away[1000, 7] == 0
-        assert not digests.sums(away).equal(found[0])
+        assert not by_value.sums(away).equal(found[0])
 
 
 def test_sums_are_those_of_the_host(lab: Lab, device: str) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from memckpt.capture.copier import Copier, HostCopier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.phases import StallClock
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
-from memckpt.capture.stall_clock import StallClock
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import Landings
 from memckpt.state.layout import Layout

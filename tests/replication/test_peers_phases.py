@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from memckpt.capture.copier import copier_for
-from memckpt.capture.phases import PhaseMarks
-from memckpt.capture.stall_clock import StallClock
+from memckpt.capture.phases import PhaseMarks, StallClock
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import StepTap, StreamingTap
 from memckpt.errors import DamagedStateError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from memckpt.capture.phases import StallClock
 from memckpt.capture.spec_request import Growth
-from memckpt.capture.stall_clock import StallClock
 from memckpt.protocol.trainer import Begin
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.session import Session

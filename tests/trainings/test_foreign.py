@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memckpt.capture.copier import HostCopier
-from memckpt.capture.pending import PendingGradients
+from memckpt.capture.presence import PendingGradients
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck
