@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from memckpt.config import StorageConfig
@@ -16,7 +17,8 @@ from tests.support.storage.stored_runs import until_ordered, until_stored
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
-from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.engine_optimizers import OnParameters
+from tests.support.trainings.engine_training import Case, Training, case_of
 from tests.support.trainings.planted_faults import around
 
 CHANGED = 9
@@ -226,3 +228,44 @@ def test_a_state_that_cannot_be_put_back_is_left_at_the_next_start(lab: Lab) -> 
     assert ended.of("restored")[0]["exact"]
     assert "was repeated" not in ended.log
     lab.check_same(PLAIN, ended)
+
+
+def test_state_outside_of_slots_is_written_twice_and_stays_itself(lab: Lab) -> None:
+    """The state that a repeated step leads to is proven before the step, and put back behind it."""
+    case = case_of("on-parameters", make=OnParameters)
+    settings = config("snapshot", snapshot_every_steps=1, resume_check="replay")
+    lab.train(case, settings, actions={("after commit", 9): kill_self})
+    ended = lab.train(case, settings, seed=4)
+    assert ended.verdict[0] == "equal"
+    lab.check_same(case, ended)
+
+
+class CallsItsBase(torch.optim.RMSprop):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def halving(params: list[nn.Parameter]) -> CallsItsBase:
+    def halve(*_: Any) -> None:
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+    optimizer = CallsItsBase(params, lr=1e-2)
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+def make_the_base(_: Any, step: int) -> None:
+    if step == 3:
+        torch.optim.RMSprop(nn.Linear(2, 2).parameters())
+
+
+def test_hooks_that_are_called_twice_are_called_twice_behind_a_resume(lab: Lab) -> None:
+    """torch has a class call the hooks of its optimizers once one is made of it, which a new process has not done."""
+    case = case_of("base-made-later", make=halving, change=make_the_base)
+    settings = config("lazy", resume_check="off")
+    lab.train(case, settings, actions={("after commit", 6): kill_self})
+    ended = lab.train(case, settings, seed=4, unchecked=None)
+    assert ended.restored_step == 6
+    lab.check_same(case, ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
 
 _log = logging.getLogger("memckpt")
+#: Parts of a rank state that are put back elsewhere.
+_NOT_WRITTEN = ("provided", "evidence", "gradients", "rng")
 #: The live parameters in the order of a layout, that layout, and a record's optimizer steps and gradients.
 RecordedSteps = tuple[list[torch.Tensor], Layout, RecordMeta, GradientSource]
 
@@ -266,7 +269,8 @@ class Restoration:
 
         `comparison` compares with it what the live tensors had before.
         """
-        state = chosen.state
+        # Live objects keep what they are given, and the state may be written once more.
+        state = copy.deepcopy({key: one for key, one in chosen.state.items() if key not in _NOT_WRITTEN})
         restore_groups(self._live, state)
         self._live.growth.written.update(state["written"])
         self._live.part_views(state["views"])
