@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import ForeignStateError
@@ -90,6 +91,12 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     """Make the tensors that a new process lacks; restore flags, and the groups' structure and hyperparameters."""
     live.place_late(described.get("late", ()))
     restore_modes(live, described)
+    for optimizer, names in zip(live.optimizers, described["hooked"], strict=True):
+        for kind in type(optimizer).__mro__:
+            if kind.__qualname__ in names and not _is_hooked(kind):
+                step: Any = Optimizer.profile_hook_step(vars(kind)["step"])
+                step.hooked = True  # as in Optimizer._patch_step_function
+                kind.step = step  # type: ignore[attr-defined]  # a class of optimizers
     live.strangers.keep_described(described.get("strangers", ()))
     tensors = live.tensors()
     for name, flag in described["trainable"].items():
@@ -112,6 +119,18 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
                 )
             group.update({**odd, **values, "params": [tensors[name] for name in saved["params"]]})
         del groups_now[len(groups) :]
+
+
+def describe_hooked(live: LiveState) -> list[list[str]]:
+    """Name the classes of each optimizer whose steps call hooks: torch changes each of which an optimizer is made.
+
+    A step that calls the step of its base calls hooks twice from then on.
+    """
+    return [[kind.__qualname__ for kind in type(one).__mro__ if _is_hooked(kind)] for one in live.optimizers]
+
+
+def _is_hooked(kind: type) -> bool:
+    return getattr(vars(kind).get("step"), "hooked", False)
 
 
 def _is_odd(value: Any) -> bool:

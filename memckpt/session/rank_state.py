@@ -12,7 +12,7 @@ import torch
 from memckpt.capture.attributes import AttributesOf, FoundObjects, GeneratorState
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
-from memckpt.capture.param_groups import describe_groups, scaler_state
+from memckpt.capture.param_groups import describe_groups, describe_hooked, scaler_state
 from memckpt.capture.presence import UNKNOWN, describe_gradients
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
@@ -158,6 +158,7 @@ class RankState:
             "inexact": [*self._inexact, *unknown],
             "views": self._live.views(),
             "written": sorted(self._live.growth.written),
+            "hooked": describe_hooked(self._live),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
 
