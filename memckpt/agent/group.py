@@ -127,7 +127,10 @@ class Group:
         self.saver.log.begin_anew()
 
     def resume(self, message: said.Resume) -> tuple[Generation, said.Prepared]:
-        """Go back to a record, once for all ranks that share it; later to an earlier one, which all of them choose."""
+        """Go back to a record.
+
+        The first rank that asks does it for all; a later call may ask for an older record, and all ranks must.
+        """
         record = message.record
         if self._resumed is None or record < self._resumed.record:
             if self.history and self.history[-1].timeline == message.timeline:

@@ -93,8 +93,8 @@ class Before(msgspec.Struct, frozen=True, array_like=True):
 
     metas: tuple[bytes, ...]  #: the records to redo for it (lazy); empty where the replica stands there (eager)
     meta: bytes  #: the resumed record's own scalars, with which the repeated step is compared
-    rank_states: dict[int, bytes]  #: those of the resumed record, by rank
-    step: int  #: the framework's number of the resumed record
+    rank_states: dict[int, bytes]  #: those of the record before, by rank
+    step: int  #: the framework's number of the record before
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):

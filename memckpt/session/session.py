@@ -383,7 +383,7 @@ class Session:
             self._number = self._next_step() if step is None else step
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
-            # User code runs in the capture of the rank state: an exception leaves everything unchanged.
+            # If user code raises here, the record goes on; the call has been counted.
             self._loop.begin_commit(epoch_over)
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
             point = RestorePoint(self._recorder.record, self._number, rank_state)
@@ -440,7 +440,10 @@ class Session:
             self._link.send(self._staging.take_snapshot(order, point))
 
     def _end_step(self, point: RestorePoint) -> None:
-        """End the step for those that count steps; ranks decide here together what holds from this record on."""
+        """Close this step's counters before the record is delivered.
+
+        Collective: mode and tuning may change from this record on.
+        """
         self._reductions_at_commit = self._tap.reductions
         self._switch.end_self_test(point.record)
         self._tuning.end_record(point.record)

@@ -25,7 +25,7 @@ class Tap(Protocol):
     """Takes gradients from training and passes them to a recorder.
 
     Attributes:
-        reductions: number of gradients seen that took part in a reduction over all ranks.
+        reductions: grows with each reduction seen; only compared, to see whether one came.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The peers of a replicator: where they are, and who of those that announce themselves is taken for one."""
+"""The peers of a replicator: sockets and keys, where peers are, and which of those that announce themselves is one."""
 
 from __future__ import annotations
 

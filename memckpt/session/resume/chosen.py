@@ -82,7 +82,7 @@ class ChosenInMemory:
 
     Attributes:
         state: decoded rank state.
-        metas: encoded records to redo, behind the replica where there is one.
+        metas: encoded records. Lazy: the T records to redo. Eager: those after the record at which the replica stands.
         following: encoded rank states of the records behind it that are still to be compared, by record.
     """
 

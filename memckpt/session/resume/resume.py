@@ -79,7 +79,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Start:
-    """Beginning of an attempt, by its first record. Unless `anew`, the restore decides on its first generation."""
+    """Beginning of an attempt, by its first record.
+
+    `anew`: the first generation begins after `record`. Otherwise none is due until restore() has run.
+    """
 
     record: int
     anew: bool
