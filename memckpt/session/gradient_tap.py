@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture import gradient_ops
-from memckpt.capture.copier import Copier, device_of
+from memckpt.capture.copier import device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.recorder import Recorder
@@ -70,13 +70,8 @@ class GradientTap:
         self._recorder = training.recorder
         self._clock = training.clock
         self.later = ""
-        reducer = compression.reducer
-        self._tap, self.reason = _choose_tap(
-            training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction, reducer
-        )
-        if isinstance(self._tap, BucketTap):
-            self._tap.adopted = compression.adopt_hook
-        self._recorder.use_tap(self._tap.name, not isinstance(self._tap, (StepTap, FlatParameterTap)))
+        self._tap, self.reason = _choose_tap(training, data_parallel, before_reduction, compression)
+        self._recorder.use_tap(self._tap.name, self._tap.streams)
 
     @property
     def current(self) -> Tap:
@@ -89,18 +84,18 @@ class GradientTap:
 
     @property
     def reductions(self) -> int:
-        """Number of reductions over all ranks that have been seen."""
+        """As :attr:`Tap.reductions`."""
         return self._tap.reductions
 
     @property
-    def layout(self) -> list[list[int]] | None:
+    def bucket_layout(self) -> list[list[int]] | None:
         """Bucket layout in which DDP reduces gradients; None without one."""
-        return self._tap.layout if isinstance(self._tap, BucketTap) else None
+        return self._tap.layout
 
     @property
     def holds_reductions_back(self) -> bool:
         """Whether the tap can hold a reduction back until the last commit has been sent."""
-        return not isinstance(self._tap, StepTap)
+        return self._tap.streams
 
     def install(self) -> None:
         """Hook into the training, and note changes of gradients that torch's functions make."""
@@ -114,7 +109,7 @@ class GradientTap:
 
     def reinstall(self) -> None:
         """Move hooks to the parameters that are trained now."""
-        if isinstance(self._tap, (StreamingTap, StepTap)):
+        if not self._tap.in_buckets:
             self._tap.remove()
             self._tap.install()
 
@@ -128,7 +123,7 @@ class GradientTap:
         self._live.growth.uncompressed = True
         self.reason = reason
         _log.warning("memckpt: gradients are now taken at the optimizer's step: %s", reason)
-        if isinstance(self._tap, StreamingTap):
+        if not self._tap.in_buckets:
             self._tap.remove()
             params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
             reductions, self._tap = self._tap.reductions, StepTap(params, self._recorder)
@@ -149,20 +144,18 @@ class GradientTap:
 
 
 def _choose_tap(
-    config: MemckptConfig,
-    live: LiveState,
-    recorder: Recorder,
-    copier: Copier,
+    training: LocalTraining,
     data_parallel: DistributedDataParallel | None,
     before_reduction: Callable[[], None],
-    reducer: Reducer | None,
+    compression: CompressedAverages,
 ) -> tuple[Tap, str]:
     """Choose a streaming tap where that is possible. Returns the tap, and the reason in words."""
+    live, recorder, copier, reducer = training.live, training.recorder, training.copier, compression.reducer
     params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
     if fsdp1_wrappers(live.model):
         reason = "FullyShardedDataParallel reduces gradients of flat parameters, not those that the optimizer steps"
         return FlatParameterTap(live.model, recorder, before_reduction), reason
-    if config.tap == "step":
+    if training.config.tap == "step":
         return StepTap(params, recorder), "as configured"
     if live.sharded:
         reason = "gradients are taken as reduced shards"
@@ -174,7 +167,8 @@ def _choose_tap(
         reason = "gradients are taken from DDP's buckets once they are reduced"
         if reducer is not None:
             reason = "gradients are taken in compressed form, as DDP's buckets are reduced"
-        return BucketTap(data_parallel, recorder, copier, before_reduction, reducer), reason
+        tap = BucketTap(data_parallel, recorder, copier, before_reduction, reducer, compression.adopt_hook)
+        return tap, reason
     reason = "a communication hook was registered before memckpt; attach first, then register it"
     return StepTap(params, recorder), reason
 

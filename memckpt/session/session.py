@@ -385,7 +385,7 @@ class Session:
                 return False  # the record goes on
             # If user code raises here, the record goes on; the call has been counted.
             self._loop.begin_commit(epoch_over)
-            rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
+            rank_state = self._rank_state.capture(self._tap.bucket_layout, self._recorder.pending.capture())
             point = RestorePoint(self._recorder.record, self._number, rank_state)
             self._end_step(point)
             if repeated:

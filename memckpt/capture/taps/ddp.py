@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
-from memckpt.capture.taps.tap import OncePerBackward, survives
+from memckpt.capture.taps.tap import OncePerBackward, Tap, survives
 from memckpt.capture.taps.torch_hooks import PlainBucket, half_type, takes_any_bucket
 from memckpt.compression.hook import hook as compressed_hook
 from memckpt.compression.hook import of_bucket as of_ddp
@@ -54,7 +54,7 @@ class _HeldBucket:
     future: torch.futures.Future[torch.Tensor]
 
 
-class BucketTap:
+class BucketTap(Tap):
     """Stages each bucket's synchronized gradients, which the communication hook's future carries.
 
     DDP takes one communication hook. Ours calls the user's, if it is registered later; without one it averages as DDP
@@ -66,6 +66,7 @@ class BucketTap:
     """
 
     name = "streaming (DDP communication hook)"
+    in_buckets = True
 
     def __init__(
         self,
@@ -74,11 +75,12 @@ class BucketTap:
         copier: Copier,
         before_reduction: Callable[[], None],
         reducer: Reducer | None = None,
+        adopted: Callable[[Any, CommHook], None] = lambda state, hook: None,
     ) -> None:
         self._model = model
         self._half: torch.dtype | None = None
         #: Called with a user's hook that is registered, and its state.
-        self.adopted: Callable[[Any, CommHook], None] | None = None
+        self._adopted = adopted
         self._reducer = reducer
         self._recorder = recorder
         self._copier = copier
@@ -95,9 +97,6 @@ class BucketTap:
         self._resumed_layout: list[list[int]] | None = None
         self._backwards = 0
         self._handles: list[Any] = []
-        self.reductions = 0
-        #: Parameter positions by bucket in which the next backward is reduced; None until known.
-        self.layout: list[list[int]] | None = None
 
     @staticmethod
     def available(model: DistributedDataParallel) -> bool:
@@ -129,8 +128,7 @@ class BucketTap:
             )
         refuse_local_sgd(state, hook)
         self._users, self._half = (state, hook), half_type(hook)
-        if self.adopted is not None:
-            self.adopted(state, hook)
+        self._adopted(state, hook)
 
     def remove(self) -> None:
         """Stop tapping. Torch cannot unregister a communication hook: ours stays, and only averages from now on."""
@@ -140,10 +138,9 @@ class BucketTap:
         self._handles = []
         self._model.__dict__.pop("register_comm_hook", None)
 
-    def resume_layout(self, layout: list[list[int]] | None) -> None:
+    def resume_layout(self, layout: list[list[int]]) -> None:
         """Reduce the next backward in this layout. Call before the first backward of the process."""
-        if layout is not None:
-            self._resumed_layout = self.layout = layout
+        self._resumed_layout = self.layout = layout
 
     def _is_held_back(self) -> bool:
         """Whether this backward is reduced in the layout of the dead attempt, not in DDP's provisional one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -26,16 +26,26 @@ class Tap(Protocol):
 
     Attributes:
         reductions: grows with each reduction seen; only compared, to see whether one came.
+        streams: whether it stages gradients during backward, and holds reductions back until the last commit is sent.
+        in_buckets: whether gradients come in DDP's buckets, through a hook that torch cannot remove.
+        layout: parameter positions by bucket in which the next backward is reduced; None without buckets, or not known.
     """
 
     name: str
-    reductions: int
+    reductions: int = 0
+    streams: bool = True
+    in_buckets: bool = False
+    layout: list[list[int]] | None = None
 
     def install(self) -> None:
         """Start tapping."""
 
     def remove(self) -> None:
         """Remove every trace from the user's objects, as far as torch allows."""
+
+    def resume_layout(self, layout: list[list[int]]) -> None:
+        """Reduce the next backward in this layout, where gradients come in buckets."""
+        return
 
 
 def survives(what: str) -> Callable[[Method], Method]:
@@ -83,7 +93,7 @@ def _at_end(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-class ParameterHooks(ABC):
+class ParameterHooks(Tap):
     """A hook on each parameter, which sees its accumulated gradient as backward produces it.
 
     With fully_shard it fires once the gradient is reduced and sharded, and not at all while reduction is off
@@ -94,7 +104,6 @@ class ParameterHooks(ABC):
         self._params = params
         self._recorder = recorder
         self._handles: list[Any] = []
-        self.reductions = 0
 
     def install(self) -> None:
         self._handles = [
@@ -127,6 +136,7 @@ class StepTap(ParameterHooks):
     """Stages nothing during backward; notes that it has run: a batch inside an accumulation is no restore point."""
 
     name = "step"
+    streams = False
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         self._recorder.gradient_seen(param)

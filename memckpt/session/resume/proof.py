@@ -15,7 +15,6 @@ from typing import Any
 from memckpt.capture import data as dataloader
 from memckpt.capture.evidence import Evidence
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, MemckptError, ResumeMismatchError
@@ -191,12 +190,12 @@ class ResumeProof:
         self._witness = witness = Witness(self._training.copier)
         if writer.snapshots:
             witness.decline("state is copied, gradients are not, and no step behind the captured one is known")
-        elif isinstance(tap, BucketTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
+        elif tap.in_buckets and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
             witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
         elif self._rank_state.never_repeatable:
             witness.decline(self._rank_state.never_repeatable)
         else:
-            self._reduces = isinstance(tap, BucketTap)
+            self._reduces = tap.in_buckets
             witness.set_aside(writer, chosen.plan.record + 1, tap.name)
 
     def begin_comparison(self, chosen: Chosen) -> None:

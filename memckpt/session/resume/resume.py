@@ -20,7 +20,6 @@ from pathlib import Path
 
 from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice
 from memckpt.errors import AgentError, DamagedStateError, ForeignStateError, MemckptError
@@ -455,7 +454,7 @@ class Resumption:
         chosen, check, proof = filled.chosen, self._proof.check, filled.proof
         if proof is not None:
             check.prove(proof)
-        if not chosen.resharded and isinstance(tap, BucketTap):
+        if not chosen.resharded and chosen.state["reduction"] is not None:
             tap.resume_layout(chosen.state["reduction"])
         if self.repeated is not None:
             self._proof.repetition = Repetition(self.repeated, self.restoration.write, self._live, self._ranks)
