@@ -185,19 +185,19 @@ def train_with(size: str, storage: StorageConfig | None, steps: int) -> dict[str
                 train(trainee, session, 1)
             agent = session.agent_pid
             assert agent is not None
-            before, snapshots, written = session.stall.snapshot, 0, written_by(agent)
+            before, copies, written = session.stall.state_copy, 0, written_by(agent)
             began = time.perf_counter()
             for _ in range(steps):
-                at = session.stall.snapshot
+                at = session.stall.state_copy
                 trainee.step()
                 session.commit()
-                snapshots += session.stall.snapshot > at
+                copies += session.stall.state_copy > at
             took = time.perf_counter() - began
-            stall, written = session.stall.snapshot - before, written_by(agent) - written
+            stall, written = session.stall.state_copy - before, written_by(agent) - written
             state = sum(tensor.nbytes for tensor in tensors_of(trainee).values())
     return {
         "step_ms": took / steps * 1e3,
-        "checkpoints": snapshots,
+        "checkpoints": copies,
         "stall_ms": stall * 1e3,
         "written": written / steps,
         "state": state,

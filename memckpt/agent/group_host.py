@@ -49,7 +49,7 @@ class Siblings(Protocol):
         """Tell the other groups that the group of these ranks takes a checkpoint after a record."""
 
     def hurry(self, lead: int) -> None:
-        """Have all give orders `lead` records ahead from now on: one for a snapshot was too late for some ranks."""
+        """Have all give orders `lead` records ahead from now on: one for a copy was too late for some ranks."""
 
     def bytes_beside(self, ranks: RankGroup) -> int:
         """Memory that the node holds beside the group of these ranks, in bytes."""

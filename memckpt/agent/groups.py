@@ -12,7 +12,7 @@ import msgspec
 from memckpt.agent.group import Group
 from memckpt.agent.group_host import Host
 from memckpt.agent.saving.saver import Saver
-from memckpt.agent.saving.snapshots import Done
+from memckpt.agent.saving.state_copies import Done
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
@@ -124,7 +124,7 @@ class Groups:
                 group.saver.schedule.announced(record)
 
     def hurry(self, lead: int) -> None:
-        """Have all give orders `lead` records ahead from now on: one for a snapshot was too late for some ranks."""
+        """Have all give orders `lead` records ahead from now on: one for a copy was too late for some ranks."""
         for group in self:
             group.saver.hurry(lead)
 

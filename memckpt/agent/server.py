@@ -44,7 +44,7 @@ from memckpt.protocol.peer_job import AskPhases, Join, Listen
 from memckpt.protocol.recovery import Recover
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, StopRequest
-from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, SnapshotTaken, WriterToAgent
+from memckpt.protocol.storing import RankPartCopied, RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, WriterToAgent
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
@@ -247,7 +247,7 @@ class Agent:
         if group is None:
             return  # it was dropped meanwhile
         if isinstance(message, ReplicaCopied):
-            group.saver.snapshots.copied(message)
+            group.saver.state_copies.copied(message)
             return
         if isinstance(message, said.Drift):
             _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
@@ -395,8 +395,8 @@ class Agent:
                 self._connections.answer(connection, phases, [fd])
             case Recover():
                 self._peers.recover(message, partial(self._connections.answer, connection))
-            case SnapshotTaken():
-                group.saver.snapshots.taken(trainer.rank, message)
+            case RankPartCopied():
+                group.saver.state_copies.add_part(trainer.rank, message)
             case said.Void():
                 _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
                 trainer.next_record = message.record + 1

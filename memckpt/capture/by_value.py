@@ -325,7 +325,7 @@ class ByValueTensors:
         layout: layout of the generation.
         live: the live tensors, in the layout's order.
         rank: this rank.
-        copier: copies into slots and snapshots.
+        copier: copies into slots, and into copies of the state.
     """
 
     def __init__(self, layout: Layout, live: Sequence[LiveTensor], rank: int, copier: Copier) -> None:

@@ -30,11 +30,11 @@ class StallClock:
     anchors: float = 0.0
     commit: float = 0.0
     slot_wait: float = 0.0
-    snapshot: float = 0.0
+    state_copy: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.hooks + self.anchors + self.commit + self.slot_wait + self.snapshot
+        return self.hooks + self.anchors + self.commit + self.slot_wait + self.state_copy
 
     @contextlib.contextmanager
     def in_hook(self) -> Iterator[None]:

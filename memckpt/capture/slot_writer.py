@@ -473,7 +473,7 @@ class SlotWriter:
         for virtual in range(first, record + 1):
             self.ring.seal(virtual, self.rank, by_value=virtual == record)
 
-    def take_snapshot(self, region: Region) -> tuple[Missing, bytes]:
+    def copy_rank_part(self, region: Region) -> tuple[Missing, bytes]:
         """Copy this rank's part of the current state; returns its missing and its non-tensor state.
 
         Raises:

@@ -21,7 +21,7 @@ class Ledger:
     """Scalars, steps and rank states of the local ranks' records, as far as they may still be needed.
 
     `committed`: the newest record of each rank that has committed one. `pinned`: a record whose rank states are kept,
-    for a snapshot; None: no record.
+    for a copy of the state; None: no record.
     """
 
     def __init__(self, ranks: RankGroup) -> None:

@@ -10,13 +10,13 @@ from memckpt.protocol.trainer import Alarm, Credit, Drift
 
 @dataclass(frozen=True)
 class ReplicaCopied:
-    """The replica after `record` was copied into a snapshot; `problem`: why it was not, in words.
+    """The replica after `record` was copied into `region`; `problem`: why it was not, in words.
 
-    `missing` and `plain` are of the optimizer state, as in a snapshot that a trainer takes.
+    `missing` and `plain` are of the optimizer state, as in a copy that trainers make.
     """
 
     record: int
-    snapshot: Region
+    region: Region
     seconds: float
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""

@@ -175,30 +175,30 @@ class Replica:
         with self._condition:
             self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
 
-    def copy_at(self, record: int, snapshot: Region) -> bool:
-        """Have the thread copy the state after `record` and its by-value tensors into a snapshot; False: too late.
+    def copy_at(self, record: int, region: Region) -> bool:
+        """Have the thread copy the state after `record` and its by-value tensors into a region; False: too late.
 
         It does so before the credit for the record is given, and notifies ReplicaCopied.
         """
         with self._condition:
             if record <= self.applied + self._busy:
                 return False
-            self._copy_at = record, snapshot
+            self._copy_at = record, region
             return True
 
     def forget_copy(self) -> None:
-        """Copy nothing after all; the snapshot is not touched any more when this returns."""
+        """Copy nothing after all; the region is not touched any more when this returns."""
         with self._condition:
             self._condition.wait_for(lambda: not self._busy)
             self._copy_at = None
 
-    def copy_ahead(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
-        """Make the state after `record` in a snapshot; the frozen replica stays behind. As :meth:`advance_to`.
+    def copy_ahead(self, record: int, region: Region) -> tuple[Missing, bytes]:
+        """Make the state after `record` in a region; the frozen replica stays behind. As :meth:`advance_to`.
 
-        Returns :meth:`describe_state` of the snapshot.
+        Returns :meth:`describe_state` of the copy.
         """
-        missing, plain = self._copy(record, snapshot)
-        ahead = Replica(self._layout, self._slots, snapshot, self._ring, torch.get_num_threads(), lambda message: None)
+        missing, plain = self._copy(record, region)
+        ahead = Replica(self._layout, self._slots, region, self._ring, torch.get_num_threads(), lambda message: None)
         try:
             ahead.begin_at(self.applied, missing, plain)
             for number, meta in self._metas.items():
@@ -262,18 +262,18 @@ class Replica:
                 self._notify(copied)
             self._notify(Credit(record) if problem is None else Alarm(problem))
 
-    def _copy_into(self, record: int, snapshot: Region) -> ReplicaCopied:
+    def _copy_into(self, record: int, region: Region) -> ReplicaCopied:
         started = time.perf_counter()
         try:
-            missing, plain = self._copy(record, snapshot)
+            missing, plain = self._copy(record, region)
         except Exception as error:  # a checkpoint less; what is held in memory is as good as before
             problem = f"the replica was not copied: {type(error).__name__}: {error}"
-            return ReplicaCopied(record, snapshot, 0.0, problem=problem)
-        return ReplicaCopied(record, snapshot, time.perf_counter() - started, missing, plain)
+            return ReplicaCopied(record, region, 0.0, problem=problem)
+        return ReplicaCopied(record, region, time.perf_counter() - started, missing, plain)
 
-    def _copy(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
+    def _copy(self, record: int, region: Region) -> tuple[Missing, bytes]:
         layout = self._layout
-        room = torch.frombuffer(snapshot.map, dtype=torch.uint8)
+        room = torch.frombuffer(region.map, dtype=torch.uint8)
         room[: layout.state_bytes].copy_(torch.frombuffer(self._replica_map, dtype=torch.uint8)[: layout.state_bytes])
         nbytes = layout.by_value_bytes
         if nbytes:

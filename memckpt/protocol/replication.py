@@ -59,8 +59,8 @@ class StateNotCopied(msgspec.Struct, frozen=True, tag="state not copied"):
 
 
 class StateCopied(msgspec.Struct, frozen=True, tag="state copied"):
-    """To the replicator: the state after a record; its copy comes along, laid out as a snapshot, then the static region
-    where there is one.
+    """To the replicator: the state after a record; its copy comes along, laid out as one for storage, then the static
+    region where there is one.
 
     `missing`, `plain`: as in RecordMeta, of all optimizer state. `history`: timelines, oldest first.
     """

@@ -11,8 +11,8 @@ from memckpt.state.spec import StateSpec
 from memckpt.storage.format import Part
 
 
-class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
-    """Order to all local ranks: copy the state after `record` into the region whose descriptor comes along (lazy).
+class CopyRankPart(msgspec.Struct, frozen=True, tag="copy rank part"):
+    """Order to all local ranks: copy your part of the state after `record` into the region that comes along (lazy).
 
     `order` is another number in each order of an agent: where the generation changes, two may name the same record.
     """
@@ -21,8 +21,8 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
     order: int
 
 
-class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
-    """A rank's part of a snapshot is copied into the region of this `order`; or `missed`: the record had passed."""
+class RankPartCopied(msgspec.Struct, frozen=True, tag="rank part copied"):
+    """A rank's part of the state is copied into the region of this `order`; or `missed`: the record had passed."""
 
     record: int
     order: int
@@ -52,7 +52,7 @@ class SaveRecord(msgspec.Struct, frozen=True, tag="save record"):
 class RecordSaved(msgspec.Struct, frozen=True, tag="record saved"):
     """All that the node holds of a record is in storage; `problem`: why it is not, empty if it is.
 
-    Not Saved: that is told of any checkpoint, and one that a snapshot of the dead attempt has begun may be of the same
+    Not Saved: that is told of any checkpoint, and one that a copy in the dead attempt has begun may be of the same
     record, and of one unit only.
     """
 
@@ -105,7 +105,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     rank_states: dict[int, bytes]
     keep_last: int
     keep_every_steps: int | None
-    by_value_base: int = 0  #: where the by-value tensors of a snapshot begin
+    by_value_base: int = 0  #: where the by-value tensors of a copy begin
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
     metas: tuple[bytes, ...] = ()
@@ -207,7 +207,7 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     late: bool = False  #: whether that is because its slot had been filled anew
 
 
-TrainerToAgent = SaveRecord | SnapshotTaken | SaveTo
-AgentToTrainer = RecordSaved | TakeSnapshot | Saved | SaveFailed | Logged
+TrainerToAgent = SaveRecord | RankPartCopied | SaveTo
+AgentToTrainer = RecordSaved | CopyRankPart | Saved | SaveFailed | Logged
 AgentToWriter = Save | Announce | LookForAnnounced | LookForRoom | OpenLog | Append
 WriterToAgent = Announced | Room | Appended | Saved | SaveFailed

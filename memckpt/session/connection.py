@@ -30,7 +30,7 @@ from memckpt.protocol.descriptors import readable, writable
 from memckpt.protocol.recovery import Recovered, RecoveryProgress
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import Status, StatusRequest, StopRequest
-from memckpt.protocol.storing import Logged, Saved, SaveFailed, TakeSnapshot
+from memckpt.protocol.storing import CopyRankPart, Logged, Saved, SaveFailed
 from memckpt.state.layout import Layout
 
 Notice = trainer.Begin | trainer.Protected | trainer.Drift | trainer.Gap | trainer.Alarm | Saved | SaveFailed | Logged
@@ -59,7 +59,7 @@ class PreparedRegions(GenerationRegions):
 
 
 @dataclass(frozen=True)
-class SnapshotOrder:
+class CopyOrder:
     """Order of the agent, with a number: copy the state after `record` into `region`, which the receiver closes."""
 
     record: int
@@ -88,7 +88,7 @@ class AgentConnection:
         self.watermark = 0
         self.whole = False
         self.waits_suspended = False
-        self.order: SnapshotOrder | None = None
+        self.order: CopyOrder | None = None
         self.notices: list[Notice] = []
         self.slots_made: dict[int, trainer.SlotsMade] = {}
         self._config = config
@@ -206,9 +206,9 @@ class AgentConnection:
     def keep_news(self, message: AgentToTrainer, fds: Sequence[int] = ()) -> None:
         """Keep what the agent has said without being asked."""
         match message:
-            case TakeSnapshot():
+            case CopyRankPart():
                 self._drop_order()
-                self.order = SnapshotOrder(message.record, message.order, Region.open(fds[0]))
+                self.order = CopyOrder(message.record, message.order, Region.open(fds[0]))
                 # The copy is a few steps away: by then all pages are mapped.
                 self.order.region.populate_in_background()
             case trainer.Credit():

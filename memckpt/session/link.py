@@ -24,7 +24,7 @@ from memckpt.protocol.peer_job import AskPhases, Listen, Listening, PhasesAre
 from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
 from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.storing import RecordSaved, SaveRecord
-from memckpt.session.connection import AgentConnection, Notice, PreparedRegions, Reconnection, SnapshotOrder, refusal
+from memckpt.session.connection import AgentConnection, CopyOrder, Notice, PreparedRegions, Reconnection, refusal
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.records import Timeline
 from memckpt.state.spec import StateSpec
@@ -292,8 +292,8 @@ class AgentLink:
             except AgentGoneError as error:
                 _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
 
-    def take_order(self, record: int) -> SnapshotOrder | None:
-        """The order for a snapshot after `record` or an earlier one; the caller closes it. None if there is none."""
+    def take_order(self, record: int) -> CopyOrder | None:
+        """The order for a copy after `record` or an earlier one; the caller closes it. None if there is none."""
         order = self._connection.order if self._connection is not None else None
         if order is None or order.record > record:
             return None

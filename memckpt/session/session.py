@@ -417,7 +417,7 @@ class Session:
         elif staging.ready and (problem is None or staging.owes(record)):
             # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
             self._send_commit(staging.seal(point))
-            self._obey_snapshot_order(point)
+            self._obey_copy_order(point)
             switch.tell_left_out()
             switch.begin_record(record + 1)
         else:
@@ -432,12 +432,12 @@ class Session:
             # A reduction would imply to other ranks that this rank has committed.
             self._link.finish_sending()
 
-    def _obey_snapshot_order(self, point: RestorePoint) -> None:
+    def _obey_copy_order(self, point: RestorePoint) -> None:
         """Copy the state for a checkpoint, if the agent has ordered one."""
         order = self._link.take_order(point.record)
         if order is not None:
             self._link.finish_sending()
-            self._link.send(self._staging.take_snapshot(order, point))
+            self._link.send(self._staging.copy_rank_part(order, point))
 
     def _end_step(self, point: RestorePoint) -> None:
         """Close this step's counters before the record is delivered.

@@ -17,9 +17,9 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.memory.slots import AGREEMENT_RECORDS
-from memckpt.protocol.storing import SnapshotTaken
+from memckpt.protocol.storing import RankPartCopied
 from memckpt.protocol.trainer import Commit, GenerationCommit
-from memckpt.session.connection import PreparedRegions, SnapshotOrder
+from memckpt.session.connection import CopyOrder, PreparedRegions
 from memckpt.session.ranks import LocalTraining
 from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta
@@ -270,17 +270,17 @@ class Staging:
         commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
-    def take_snapshot(self, order: SnapshotOrder, point: RestorePoint) -> SnapshotTaken:
+    def copy_rank_part(self, order: CopyOrder, point: RestorePoint) -> RankPartCopied:
         """Copy this rank's part of the state for a checkpoint; `missed` in the reply: the record was another one."""
         record = point.record
         started = time.perf_counter()
         writer = self.writer
-        taken = SnapshotTaken(order.record, order.number, 0.0, missed=True)
-        if writer is not None and order.record == record and order.region.nbytes == writer.layout.snapshot_bytes:
+        taken = RankPartCopied(order.record, order.number, 0.0, missed=True)
+        if writer is not None and order.record == record and order.region.nbytes == writer.layout.copy_bytes:
             self._copier.adopt(order.region)
             try:
                 with torch.no_grad():
-                    missing, plain = writer.take_snapshot(order.region)
+                    missing, plain = writer.copy_rank_part(order.region)
                 self._copier.token()()
             except LayoutChangedError:
                 pass  # replied as `missed`: the agent asks again, and the next record shows the change
@@ -288,11 +288,11 @@ class Staging:
                 parts = (missing, plain) if writer.leads else ((), b"")
                 beside = self._completed(point, writer, True).encode() if writer.snapshots else b""
                 seconds = time.perf_counter() - started
-                taken = SnapshotTaken(record, order.number, seconds, False, *parts, rank_state=beside)
+                taken = RankPartCopied(record, order.number, seconds, False, *parts, rank_state=beside)
             finally:
                 self._copier.release(order.region)
         order.region.close()
-        self._clock.snapshot += time.perf_counter() - started
+        self._clock.state_copy += time.perf_counter() - started
         return taken
 
 

@@ -125,14 +125,14 @@ class Tuning:
 
     def _begin_window(self, record: int) -> None:
         clock = self._clock
-        self._window = record, time.perf_counter(), clock.total, clock.slot_wait + clock.snapshot, clock.anchors
+        self._window = record, time.perf_counter(), clock.total, clock.slot_wait + clock.state_copy, clock.anchors
         self._waited_before = self._link.waited_for_redo
 
     def _measure(self, record: int) -> Measured:
         clock = self._clock
         since, began, total, besides, anchors = self._window
         count = record - since
-        waits = clock.slot_wait + clock.snapshot
+        waits = clock.slot_wait + clock.state_copy
         return Measured(
             step_seconds=(time.perf_counter() - began) / count,
             stall_seconds=max(0.0, (clock.total - total - (waits - besides)) / count),

@@ -253,8 +253,8 @@ class Layout:
         #: Bytes of parameters and optimizer state, each once.
         self.state_bytes = aligned(max(offset, 1), PAGE) if self.spec.params else 0
         self.replica_bytes = self.state_bytes if self.spec.mode == "eager" else 0
-        #: Bytes of a snapshot: parameters and optimizer state, then the by-value tensors of all local ranks.
-        self.snapshot_bytes = aligned(self.state_bytes + self.by_value_bytes, PAGE)
+        #: Bytes of a copy of the state: parameters and optimizer state, then the by-value tensors of all local ranks.
+        self.copy_bytes = aligned(self.state_bytes + self.by_value_bytes, PAGE)
 
     @property
     def total_bytes(self) -> int:
@@ -269,7 +269,7 @@ class Layout:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint, about."""
-        return self.snapshot_bytes + self.static_bytes
+        return self.copy_bytes + self.static_bytes
 
     def start_ranges(self, record: int) -> list[tuple[int, int]]:
         """(offset, length) of the ranges of the slots' region that a start after `record` writes: ascending pages.

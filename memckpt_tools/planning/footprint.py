@@ -117,21 +117,21 @@ class NodeMemory:
     Attributes:
         agent: base and log.
         replicator: records of other nodes.
-        snapshot: a copy of the state, while a checkpoint is being written.
+        state_copy: a copy of the state, while a checkpoint is being written.
         trainer: what compression leaves out of gradients, for each rank (host or accelerator).
         starting: more that is held for a moment while a new generation begins.
     """
 
     agent: float
     replicator: float = 0.0
-    snapshot: float = 0.0
+    state_copy: float = 0.0
     trainer: float = 0.0
     starting: float = 0.0
 
     @property
     def total(self) -> float:
         """What is held most of the time, with a checkpoint on its way."""
-        return self.agent + self.replicator + self.snapshot + self.trainer
+        return self.agent + self.replicator + self.state_copy + self.trainer
 
     @property
     def peak(self) -> float:
@@ -165,7 +165,7 @@ def node_memory(
     return NodeMemory(
         agent=agent,
         replicator=kept,
-        snapshot=held.whole_bytes if stores else 0.0,
+        state_copy=held.whole_bytes if stores else 0.0,
         trainer=residual_bytes,
         starting=starting,
     )

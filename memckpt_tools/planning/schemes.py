@@ -81,7 +81,7 @@ def asynchronous(job: Job) -> Planned:
         memory_bytes=node_state_bytes(job),
         disk_bytes=job.state_total_bytes * job.step_seconds / interval,
     )
-    memory = NodeMemory(agent=0.0, snapshot=node_state_bytes(job))
+    memory = NodeMemory(agent=0.0, state_copy=node_state_bytes(job))
     return evaluate(job, scheme, choice=f"every {seconds_text(interval)}", memory=memory, in_memory=False)
 
 
@@ -373,13 +373,13 @@ def _storing(job: Job, held: Held, log: bool) -> _Storing:
     """Checkpoints as often as :class:`StorageConfig` lets them be written, with a log of records or without."""
     settings = StorageConfig()
     persist = job.state_total_bytes / job.disk_bytes_per_second
-    snapshot = held.whole_bytes / job.copy_bytes_per_second
-    interval = max(settings.min_seconds, persist, snapshot / settings.overhead)
+    copy = held.whole_bytes / job.copy_bytes_per_second
+    interval = max(settings.min_seconds, persist, copy / settings.overhead)
     bases = job.state_total_bytes * job.step_seconds / interval
     read = read_seconds(job)
     if not log:
         tier = storage_tier("storage", job, interval, persist, read)
-        return _Storing(tier, snapshot / interval, bases)
+        return _Storing(tier, copy / interval, bases)
     record = job.parameters * (held.gradient_bytes + job.state_bytes / held.period)
     needed, available = record / job.step_seconds, job.disk_bytes_per_second
     if needed < available:  # bases have what records leave
@@ -392,7 +392,7 @@ def _storing(job: Job, held: Held, log: bool) -> _Storing:
     restore += redo_seconds(redone, held.parameters, job.redo_parameters_per_second)
     tier = msgspec.structs.replace(storage_tier("log", job, 0.0, written, restore), every_steps=batch)
     problem = "" if needed < available else f"storage: {needed / 1e9:.3g} GB/s of {available / 1e9:.3g} GB/s"
-    return _Storing(tier, snapshot / interval, record + bases, f"batches of {batch}", problem)
+    return _Storing(tier, copy / interval, record + bases, f"batches of {batch}", problem)
 
 
 def _config(

@@ -171,9 +171,9 @@ def test_what_an_attempt_that_got_nowhere_leaves_is_no_part_of_what_is_held(intr
 
 def test_all_are_told_as_early_as_the_one_that_was_told_too_late(introduced: Callable[..., Groups]) -> None:
     groups = introduced((0,), (1,))
-    leads = {one.ranks: one.saver.snapshots.lead for one in groups}
-    groups[(0,)].saver.snapshots.hurry()
-    assert [one.saver.snapshots.lead for one in groups] == [2 * leads[0,]] * 2
+    leads = {one.ranks: one.saver.state_copies.lead for one in groups}
+    groups[(0,)].saver.state_copies.hurry()
+    assert [one.saver.state_copies.lead for one in groups] == [2 * leads[0,]] * 2
 
 
 def test_a_record_can_be_produced_until_its_slot_is_filled_anew() -> None:

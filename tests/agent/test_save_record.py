@@ -14,7 +14,7 @@ from memckpt.session.link import AgentLink
 from tests.support.linked import link_over
 
 RECORD = 8
-#: Of the dead attempt: a snapshot of the same record, of one of four ranks that hold different shards.
+#: Of the dead attempt: a copy after the same record, of one of four ranks that hold different shards.
 OF_ONE_UNIT = Saved(RECORD, RECORD, 100, 0.1, 0.1)
 OF_ANOTHER = SaveFailed(RECORD, "training has resumed meanwhile; try again")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memckpt.agent.group import Group
-from memckpt.agent.saving.snapshots import Run, Snapshot, Snapshots, carry_on
+from memckpt.agent.saving.state_copies import Run, StateCopies, StateCopy, carry_on
 from memckpt.capture import by_value
 from memckpt.capture.by_value import Digests
 from memckpt.capture.copier import HostCopier
@@ -29,7 +29,7 @@ from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.attempt import Attempt
-from memckpt.protocol.storing import SnapshotTaken
+from memckpt.protocol.storing import RankPartCopied
 from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import DIGEST_BYTES, Layout
@@ -315,7 +315,7 @@ def test_each_of_them_is_staged_by_one_rank() -> None:
     " no restorable record, and gets its own values back"
 )
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: bool) -> None:
+def test_a_copy_after_a_record_on_which_ranks_disagree_is_made_again(differs: bool) -> None:
     outcomes: list[Any] = []
     held = make_generation(1, ring_spec(2, 2, 3, ("average",)), Allowance(), threads=1, notify=lambda _: None)
     with closing(held):
@@ -324,18 +324,18 @@ def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: 
             held.ring.seal(5, rank)
             held.commit(rank, Commit(1, 5, 5, b""))
         orders: list[Any] = []
-        snapshots = Snapshots(lambda message, fd: orders.append(message))
+        copies = StateCopies(lambda message, fd: orders.append(message))
 
         async def take() -> None:
-            outcomes.append(await snapshots.take_snapshot(Run(""), held, 5))
+            outcomes.append(await copies.copy_state(Run(""), held, 5))
 
         carry_on(take())
         for rank in (0, 1):
             assert not outcomes
-            snapshots.taken(rank, SnapshotTaken(5, orders[-1].order, 0.0))
+            copies.add_part(rank, RankPartCopied(5, orders[-1].order, 0.0))
         (outcome,) = outcomes
-        assert isinstance(outcome, Snapshot) != differs
-        if isinstance(outcome, Snapshot):
+        assert isinstance(outcome, StateCopy) != differs
+        if isinstance(outcome, StateCopy):
             outcome.region.close()
 
 

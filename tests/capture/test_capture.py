@@ -202,7 +202,7 @@ def test_what_no_trainer_came_back_for_is_resumed_from_storage(lab: Lab, case: C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [COUNTING, pytest.param(QUASI_CASES[0], marks=pytest.mark.slow)], ids=by_name)
-def test_a_snapshot_between_two_captures_is_resumed_from_storage(lab: Lab, case: Case) -> None:
+def test_a_copy_between_two_captures_is_resumed_from_storage(lab: Lab, case: Case) -> None:
     settings = stored(snapshot_every_steps=100, every_steps=7)
 
     actions: Actions = {

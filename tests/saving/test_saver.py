@@ -1,4 +1,4 @@
-"""What goes to storage and when, as a node's agent decides it: snapshots, modes, grace, and who waits for an answer."""
+"""What goes to storage and when, as a node's agent decides it: copies, modes, grace, and who waits for an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from memckpt.agent.saving import checkpoints, jobs, record_log, schedule
 from memckpt.agent.saving import saver as saver_module
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import Appended, Saved, SaveFailed, SnapshotTaken
+from memckpt.protocol.storing import Appended, RankPartCopied, Saved, SaveFailed
 from memckpt.protocol.trainer import Configure, Drift
 from memckpt.state.records import Timeline
 from tests.support.cluster.storage_node import Clock, Filled, spec_of
@@ -55,10 +55,10 @@ def logging_node(make: Any, **settings: Any) -> Node:
     return node
 
 
-# Snapshots that take long, and orders for them
+# Copies that take long, and orders for them
 
 
-def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None:
+def test_rank_states_of_a_copy_stay_until_it_is_described(make: Any) -> None:
     """Trainers may be far ahead when the last one of them has copied its part."""
     node = make(Filled(spec=spec_of((0, 1)), offset=100), every_steps=10, mode="replica")
     record = node.train_until_ordered()
@@ -73,13 +73,13 @@ def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None
     node.saved()
     node.train_until_ordered()
     node.train(10)
-    assert not node.held.ledger.knows(record), "they are kept for one snapshot at a time"
+    assert not node.held.ledger.knows(record), "they are kept for one copy at a time"
 
 
-def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(make: Any) -> None:
+def test_a_copy_whose_rank_states_are_gone_is_asked_for_again_and_earlier(make: Any) -> None:
     node = make(every_steps=1, mode="replica")
     assert node.train_until_ordered() == 3
-    region = node.saver.snapshots._current.region
+    region = node.saver.state_copies._current.region
     node.held.ledger.pinned = None  # whatever has let go of them
     node.train(19)
     assert not node.held.ledger.knows(3)
@@ -115,14 +115,14 @@ def test_an_answer_to_an_order_that_was_dropped_is_none_to_the_next_one_for_the_
     """A generation is let go of behind the order, and trainers have filled the first region, not the second."""
     node = make(every_steps=10, mode="replica")
     record = node.train_until_ordered()
-    late = SnapshotTaken(record, node.order_of(record), 0.1)
+    late = RankPartCopied(record, node.order_of(record), 0.1)
     node.saver.drop_generation(node.held)
     node.saver.after_commit(node.held, node.attempt)
     again = node.orders[-1]
     assert again.record == record
     assert again.order != late.order
     node.train(record - node.attempt.at)
-    node.saver.snapshots.taken(0, late)
+    node.saver.state_copies.add_part(0, late)
     assert node.saves == []
     node.copy(record)
     assert [save.part.record for save in node.saves] == [record]
@@ -198,7 +198,7 @@ def test_two_who_wait_are_both_answered_though_an_order_was_missed(make: Any) ->
     for url in ("first", "second"):
         node.saver.save_to(url, lambda answer, url=url: answers.setdefault(url, answer), node.held, training=True)
         node.train()
-    node.saver.snapshots.taken(0, SnapshotTaken(8, node.orders[-1].order, 0.0, missed=True))
+    node.saver.state_copies.add_part(0, RankPartCopied(8, node.orders[-1].order, 0.0, missed=True))
     for url in ("first", "second"):
         record = node.train_until_ordered()
         node.train(4)
@@ -225,7 +225,7 @@ def test_an_export_gets_what_trainers_left_when_they_die_meanwhile(make: Any, or
     assert [type(answer) for answer in answers] == [Saved]
 
 
-def test_a_snapshot_of_the_run_s_own_is_not_dropped_for_nobody(make: Any) -> None:
+def test_a_copy_of_the_run_s_own_is_not_dropped_for_nobody(make: Any) -> None:
     node = make(every_steps=10)
     record = node.train_until_ordered()
     node.train(record - node.attempt.at)

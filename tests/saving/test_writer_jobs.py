@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from memckpt.agent.saving.jobs import Job, WriterJobs
-from memckpt.agent.saving.snapshots import Export, Run, carry_on
+from memckpt.agent.saving.state_copies import Export, Run, carry_on
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
@@ -69,7 +69,7 @@ def test_what_reads_held_memory_is_given_up_when_that_is_about_to_change(
 
 
 def test_what_has_memory_of_its_own_is_written_all_the_same(jobs: WriterJobs, processes: list[Process]) -> None:
-    region = Region.create("snapshot", 4096)
+    region = Region.create("copy", 4096)
     held = write(jobs, Job(save_of(1, "run"), []), Run("run"))
     copied = write(jobs, Job(save_of(2, "run"), [region], region), Run("run"))
     jobs.give_up_held()
@@ -87,7 +87,7 @@ def test_a_job_fails_at_once_where_no_writer_can_be_started() -> None:
     def start() -> HelperProcess:
         raise AgentError("no process")
 
-    region = Region.create("snapshot", 4096)
+    region = Region.create("copy", 4096)
     jobs = WriterJobs(start)
     (outcome,) = write(jobs, Job(save_of(1, "run"), [region], region), Run("run"))
     assert isinstance(outcome, SaveFailed)

@@ -130,7 +130,7 @@ def test_a_run_that_has_claimed_nothing_yet_has_nothing_to_miss(tmp_path: Path) 
 
 
 def save(place: Path, record: int, url: str | None = None, witness: str = CLAIM) -> Any:
-    region = Region.create("test", Layout(SPEC).snapshot_bytes)
+    region = Region.create("test", Layout(SPEC).copy_bytes)
     try:
         part = part_of(record, content=SPEC.content(), run=kept_run(place.parents[1] / "A"))
         job = Save(url or str(place), part, SPEC, "copy", 1, {0: b""}, 2, None, witness=witness)

@@ -194,7 +194,7 @@ def test_the_files_of_others_count_for_nothing(store: Store) -> None:
 
 @pytest.mark.parametrize("run", ["B", ""])
 def test_nothing_is_written_to_the_store_of_another_run(owned: tuple[Path, str], run: str) -> None:
-    """Wherever it is that somebody wants a live snapshot, and if a store was given away while training ran."""
+    """Wherever it is that somebody wants a copy of live state, and if a store was given away while training ran."""
     place, _ = owned
     before = LocalStore(place).find("", unfinished=True)
     with pytest.raises(ForeignStateError):

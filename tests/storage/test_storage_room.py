@@ -44,7 +44,7 @@ def save(
     spec: StateSpec = SPEC,
 ) -> Saved:
     """Write a small checkpoint, as the writer process does it."""
-    region = Region.create("test", Layout(spec).snapshot_bytes)
+    region = Region.create("test", Layout(spec).copy_bytes)
     region.map[:16] = torch.full((4,), float(record)).numpy().tobytes()
     try:
         part = part_of(record, timeline=timeline, content=spec.content(), node="n")
@@ -114,7 +114,7 @@ def test_a_writer_s_traceback_is_told_once(
     disk: LimitedDisk, store: LocalStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk.room = 1000
-    region = Region.create("test", Layout(SPEC).snapshot_bytes)
+    region = Region.create("test", Layout(SPEC).copy_bytes)
     writer._complaints.reset()
 
     def attempt(record: int) -> Saved | SaveFailed:

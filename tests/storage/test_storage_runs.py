@@ -369,7 +369,7 @@ SHAPES = [case for case in SHAPE_CASES if case.name in NAMES.split()]
 @REDO
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
 def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Case) -> None:
-    """Once from a snapshot, once from what a dead trainer left."""
+    """Once from a copy made by trainers, once from what a dead trainer left."""
     settings = stored(redo, every_steps=4)
     actions: Actions = {
         ("after commit", 2): until_ordered,

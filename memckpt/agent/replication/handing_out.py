@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memckpt.agent.group import Group
-from memckpt.agent.saving.snapshots import Snapshot
+from memckpt.agent.saving.state_copies import StateCopy
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.protocol.peer_job import PeerJob
@@ -43,9 +43,9 @@ def announce(group: Group, held: Generation, name: str, watermark: int) -> SendG
     )
 
 
-def by_value(group: Group, snapshot: Snapshot, name: str) -> StateCopied:
+def by_value(group: Group, copy: StateCopy, name: str) -> StateCopied:
     """Description of a state that was copied for peers."""
-    held, record = snapshot.generation, snapshot.record
+    held, record = copy.generation, copy.record
     return StateCopied(
         ranks=group.ranks,
         record=record,
@@ -53,8 +53,8 @@ def by_value(group: Group, snapshot: Snapshot, name: str) -> StateCopied:
         spec=held.spec,
         step=held.ledger.steps.get(record, 0),
         rank_states=held.ledger.rank_states(record),
-        missing=snapshot.missing,
-        plain=snapshot.plain,
+        missing=copy.missing,
+        plain=copy.plain,
         history=group.history,
     )
 

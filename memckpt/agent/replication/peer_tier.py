@@ -13,7 +13,7 @@ from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
 from memckpt.agent.replication.handing_out import OwnRecords, by_value, hand_out, stand_still
 from memckpt.agent.replication.own_replicator import OwnReplicator
-from memckpt.agent.saving.snapshots import Snapshot
+from memckpt.agent.saving.state_copies import StateCopy
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
 from memckpt.memory.phases import PhasesPage
@@ -194,18 +194,18 @@ class Peers:
             else:
                 self._replicator.send(replication.StateNotCopied(record))
 
-    def _state_copied(self, group: Group, record: int, snapshot: Snapshot | None) -> None:
-        if snapshot is None:
+    def _state_copied(self, group: Group, record: int, copy: StateCopy | None) -> None:
+        if copy is None:
             self._replicator.send(replication.StateNotCopied(record))
             return
         try:
             if self._job is not None:
                 name = self._records.name(self._job, group.ranks, f"state {record}")
-                static = snapshot.generation.regions.static
-                regions = [snapshot.region] + ([static] if static is not None else [])
-                self._replicator.send(by_value(group, snapshot, name), [region.fd for region in regions])
+                static = copy.generation.regions.static
+                regions = [copy.region] + ([static] if static is not None else [])
+                self._replicator.send(by_value(group, copy, name), [region.fd for region in regions])
         finally:
-            snapshot.region.close()
+            copy.region.close()
 
     def redo_limit(self, group: Group) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""

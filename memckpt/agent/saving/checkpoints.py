@@ -1,7 +1,7 @@
 """Checkpoints on their way from memory to storage: copied, described, written, told; and what storage has of them.
 
-While training runs, a checkpoint begins with a snapshot (:mod:`memckpt.agent.saving.snapshots`), which costs trainers
-one copy of the state at most. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
+While training runs, a checkpoint begins with a copy of the state (:mod:`memckpt.agent.saving.state_copies`), which is
+the most that it costs trainers. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.jobs import Job, JobMaker, WriterJobs
 from memckpt.agent.saving.record_log import RecordLog, room_to_log
 from memckpt.agent.saving.schedule import Schedule
-from memckpt.agent.saving.snapshots import Export, Peers, Run, Snapshot, Snapshots
+from memckpt.agent.saving.state_copies import Export, Peers, Run, StateCopies, StateCopy
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
@@ -42,7 +42,7 @@ class Checkpoints:
         #: Describes what is to be written; replaced with each attempt.
         self.maker = JobMaker(name)
         self.schedule = Schedule(self._announce, self._look_for_announced, host.note_event)
-        self.snapshots = Snapshots(lambda message, fd: host.tell_ranks(ranks, message, fd=fd), siblings.hurry)
+        self.state_copies = StateCopies(lambda message, fd: host.tell_ranks(ranks, message, fd=fd), siblings.hurry)
         self.jobs = WriterJobs(lambda: host.start_writer("checkpoints", self._writer_said, self.jobs.ended))
         #: Exports that wait for the next commit.
         self.asked: deque[Export] = deque()
@@ -87,7 +87,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        return self.snapshots.asker is not None or self.jobs.busy
+        return self.state_copies.asker is not None or self.jobs.busy
 
     @property
     def newest_held(self) -> int | None:
@@ -104,11 +104,11 @@ class Checkpoints:
 
     async def save_ahead(self, asker: Run | Export, generation: Generation, record: int) -> None:
         """Save the state after a record that lies ahead."""
-        match await self._take_snapshot(asker, generation, record):
-            case Snapshot() as snapshot:
+        match await self._copy_state(asker, generation, record):
+            case StateCopy() as copy:
                 if isinstance(asker, Run):
-                    self.schedule.copied(snapshot.seconds)
-                await self._write(asker, self.maker.of_snapshot(snapshot, asker.url))
+                    self.schedule.copied(copy.seconds)
+                await self._write(asker, self.maker.of_copy(copy, asker.url))
             case storing.SaveFailed() as failed:
                 self._report_outcome(asker, failed)
             case None if isinstance(asker, Run):
@@ -117,24 +117,24 @@ class Checkpoints:
                 self.asked.appendleft(replace(asker, record=None))
 
     async def copy_for_peers(
-        self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]
+        self, generation: Generation, record: int, taken: Callable[[StateCopy | None], None]
     ) -> None:
         """Have the state after a record copied, if nothing else is just being copied."""
-        if self.snapshots.asker is not None:
+        if self.state_copies.asker is not None:
             taken(None)
             return
-        snapshot = await self._take_snapshot(Peers(), generation, record)
-        if isinstance(snapshot, storing.SaveFailed):
-            _log.warning("no state is copied for peers: %s", snapshot.reason)
-        taken(snapshot if isinstance(snapshot, Snapshot) else None)
+        copy = await self._copy_state(Peers(), generation, record)
+        if isinstance(copy, storing.SaveFailed):
+            _log.warning("no state is copied for peers: %s", copy.reason)
+        taken(copy if isinstance(copy, StateCopy) else None)
 
-    async def _take_snapshot(
+    async def _copy_state(
         self, asker: Run | Export | Peers, generation: Generation, record: int
-    ) -> Snapshot | storing.SaveFailed | None:
+    ) -> StateCopy | storing.SaveFailed | None:
         try:
-            return await self.snapshots.take_snapshot(asker, generation, record)
+            return await self.state_copies.copy_state(asker, generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
-            return storing.SaveFailed(generation.newest_step or 0, f"no snapshot can be taken: {error}")
+            return storing.SaveFailed(generation.newest_step or 0, f"the state cannot be copied: {error}")
 
     def _announce(self, record: int, elsewhere: bool) -> None:
         assert self.timeline is not None
@@ -147,7 +147,7 @@ class Checkpoints:
         self.jobs.look_into_store(storing.LookForAnnounced(self.url, self.timeline))
 
     def look_for_room(self) -> None:
-        """Look if a full storage has room again, if it is time. That costs nothing, and a snapshot does."""
+        """Look if a full storage has room again, if it is time. That costs nothing, and a copy of the state does."""
         now = time.monotonic()
         if self._missing is not None and now >= self._looked_for_room + _ROOM_SECONDS:
             self._looked_for_room = now
@@ -253,15 +253,15 @@ class Checkpoints:
 
     def drop_generation(self, generation: Generation) -> None:
         """Use nothing more of a generation that is about to be closed."""
-        self.snapshots.drop_of(generation)
+        self.state_copies.drop_of(generation)
         self.held = deque(one for one in self.held if one[0] is not generation)
 
     def abort(self) -> None:
         """Write nothing more from what is held: it is about to change."""
         self.held.clear()
-        self.snapshots.drop(again=True)  # the new trainers have not got the order
+        self.state_copies.drop(again=True)  # the new trainers have not got the order
         self.jobs.give_up_held()
 
     def close(self) -> None:
-        self.snapshots.drop(again=False)
+        self.state_copies.drop(again=False)
         self.jobs.close()

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from memckpt.agent.saving.snapshots import Answer, Export, Run, Snapshot
+from memckpt.agent.saving.state_copies import Answer, Export, Run, StateCopy
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError, MemoryBudgetError
 from memckpt.memory.budget import check_budget
@@ -39,12 +39,12 @@ class JobMaker:
     node: str
     settings: Configure = _UNKNOWN
 
-    def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
-        """A whole snapshot, whose region the job owns."""
-        generation, region = snapshot.generation, snapshot.region
-        save = self._describe(generation, snapshot.record, "copy", url)
+    def of_copy(self, copy: StateCopy, url: str) -> Job:
+        """A copy of the whole state, whose region the job owns."""
+        generation, region = copy.generation, copy.region
+        save = self._describe(generation, copy.record, "copy", url)
         base = generation.layout.state_bytes
-        save = msgspec.structs.replace(save, by_value_base=base, missing=snapshot.missing, plain=snapshot.plain)
+        save = msgspec.structs.replace(save, by_value_base=base, missing=copy.missing, plain=copy.plain)
         return Job(save, _with_static(generation, [region, region]), region)
 
     def of_held(self, generation: Generation, record: int, url: str, *, last: bool = False) -> Job:
@@ -83,7 +83,7 @@ class JobMaker:
         except BaseException:  # raised again; the region has no other owner yet
             region.close()
             raise
-        job = self.of_snapshot(Snapshot(generation, record, region, missing, plain), url)
+        job = self.of_copy(StateCopy(generation, record, region, missing, plain), url)
         return replace(job, save=msgspec.structs.replace(job.save, urgent=True))
 
     def _describe(self, generation: Generation, record: int, source: Literal["copy", "ring"], url: str) -> Save:
@@ -122,10 +122,10 @@ class JobMaker:
 
 def _room_for_copy(generation: Generation, record: int) -> Region | None:
     """Room for a copy of the state, so that the replica stays where a resume can repeat a step from."""
-    nbytes = generation.layout.snapshot_bytes
+    nbytes = generation.layout.copy_bytes
     try:
         check_budget(nbytes, 0, None, "a copy of the state on its way to storage")
-        return Region.create("snapshot", nbytes)
+        return Region.create("copy", nbytes)
     except (MemoryBudgetError, OSError) as error:
         _log.info("a resume will not repeat the step of record %d, whose state goes to storage: %s", record, error)
         return None

@@ -17,7 +17,7 @@ from memckpt.agent.group_host import Host, Siblings
 from memckpt.agent.saving.checkpoints import Checkpoints
 from memckpt.agent.saving.record_log import RecordLog
 from memckpt.agent.saving.schedule import alone
-from memckpt.agent.saving.snapshots import Answer, Done, Export, Peers, Run, Snapshot, carry_on
+from memckpt.agent.saving.state_copies import Answer, Done, Export, Peers, Run, StateCopy, carry_on
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
 from memckpt.processes.attempt import Attempt
@@ -49,7 +49,7 @@ class Saver:
         self.log = RecordLog(name, open_writer, self._log_broken)
         self._checkpoints = Checkpoints(name, ranks, host, siblings, self.log)
         self.schedule = self._checkpoints.schedule
-        self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
+        self.state_copies, self._jobs = self._checkpoints.state_copies, self._checkpoints.jobs
         #: Why records are not logged though that is configured, in words.
         self._not_logged = ""
         self._retry_at = float("-inf")
@@ -124,7 +124,7 @@ class Saver:
             self._log_records(generation)
         if checkpoints.busy:
             return
-        lead = self.snapshots.lead
+        lead = self.state_copies.lead
         if checkpoints.asked:
             export = checkpoints.asked.popleft()
             carry_on(checkpoints.save_ahead(export, generation, export.record or attempt.newest_record + lead))
@@ -163,9 +163,9 @@ class Saver:
 
     def hurry(self, lead: int) -> None:
         """Give orders so many records ahead, if not earlier: parts of one checkpoint are chosen alike."""
-        self.snapshots.lead = max(self.snapshots.lead, lead)
+        self.state_copies.lead = max(self.state_copies.lead, lead)
 
-    def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
+    def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[StateCopy | None], None]) -> None:
         """Have the state after a record that lies ahead copied; `taken` gets the copy, which it then owns, or None."""
         carry_on(self._checkpoints.copy_for_peers(generation, record, taken))
 
@@ -180,7 +180,7 @@ class Saver:
         checkpoints, spec = self._checkpoints, generation.spec
         if checkpoints.config is None or checkpoints.timeline is None:
             return
-        self.snapshots.drop(again=True)
+        self.state_copies.drop(again=True)
         records = [one for one in generation.standing_still() if record is None or one <= record]
         committed = generation.common
         if generation.ring.disagreed(committed):
@@ -245,8 +245,8 @@ class Saver:
 
     def save_asked(self, generation: Generation, record: int | None = None) -> None:
         """Write exports of what stands still, as no trainer runs; `record`: the one that all ranks of the job have."""
-        if isinstance(self.snapshots.asker, (Export, Peers)):
-            self.snapshots.drop(again=True)  # its order has died with the trainers
+        if isinstance(self.state_copies.asker, (Export, Peers)):
+            self.state_copies.drop(again=True)  # its order has died with the trainers
         while self._checkpoints.asked:
             export = self._checkpoints.asked.popleft()
             if records := generation.standing_still():
@@ -328,7 +328,7 @@ class Saver:
         if schedule.logged and log.based:
             at_most = log.unwritten_at_most
         else:
-            at_most = schedule.loses_at_most(last, self.snapshots.lead)
+            at_most = schedule.loses_at_most(last, self.state_copies.lead)
         if at_most is not None and stored is not None and newest_step is not None:
             at_most = max(at_most, newest_step - stored)
         return StorageStatus(

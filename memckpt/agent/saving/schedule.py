@@ -24,7 +24,7 @@ from memckpt.protocol.trainer import Observed
 _log = logging.getLogger("memckpt.agent")
 _DEFAULTS = StorageConfig()
 
-#: Records before a snapshot at which its memory is taken and its order given, where steps decide.
+#: Records before a copy of the state at which its memory is taken and its order given, where steps decide.
 _ORDER_RECORDS = 16
 #: With several nodes: seconds by which the first rank's announces a checkpoint ahead, and between others' looks.
 _ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
@@ -237,7 +237,7 @@ class Schedule:
         return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
 
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
-        """The record after which to take a snapshot, so that every rank learns of it in time; None: not now.
+        """The record after which to copy the state, so that every rank learns of it in time; None: not now.
 
         `lead`: records that an order must be ahead. `unbased`: a log is kept that is of no use without a checkpoint, or
         has no room.
@@ -310,7 +310,7 @@ class Schedule:
         self._began = float("-inf")
 
     def copied(self, seconds: float) -> None:
-        """Note the time that a snapshot took of the trainers."""
+        """Note the time that a copy of the state took of the trainers."""
         self._copy_seconds = seconds
 
     def wrote(self, saved: Saved) -> None:

@@ -252,7 +252,7 @@ def write_part(job: Stored, unit: Unit, rank: int, record: int, timeline: Timeli
     """Run the writer process's code on the regions of a rank's node."""
     spec = _spec(job, unit, rank)
     layout = Layout(spec)
-    state = Region.create("test-state", layout.snapshot_bytes)
+    state = Region.create("test-state", layout.copy_bytes)
     static = Region.create("test-static", layout.static_bytes)
     part = Part(
         timeline=timeline, record=record, step=record, world_size=job.world_size, ranks=(rank,),

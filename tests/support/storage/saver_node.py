@@ -10,7 +10,7 @@ from memckpt.config import StorageConfig
 from memckpt.journal.events import AnyEvent
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Message
-from memckpt.protocol.storing import Save, Saved, SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.protocol.storing import CopyRankPart, RankPartCopied, Save, Saved, SaveFailed
 from memckpt.protocol.trainer import Configure
 from memckpt.state.records import RankGroup, Timeline
 from tests.support.cluster.storage_node import Clock, Filled, Process, RecordsProcess, Steps
@@ -22,7 +22,7 @@ class Node:
     """An agent's saver, the trainers that it orders about, and its processes.
 
     Attributes:
-        orders: for snapshots, as trainers got them.
+        orders: for copies, as trainers got them.
         told: what else trainers were told.
         failures: how often the agent heard that what was last to be written could not be.
         checkpoints, records: the processes that were started, the newest last.
@@ -30,7 +30,7 @@ class Node:
 
     def __init__(self, directory: Path, clock: Clock, filled: Filled | None = None, **settings: Any) -> None:
         self._directory, self.clock, self.filled = directory, clock, filled or Filled()
-        self.orders: list[TakeSnapshot] = []
+        self.orders: list[CopyRankPart] = []
         self.told: list[Message] = []
         self.checkpoints: list[Process] = []
         self.records: list[RecordsProcess] = []
@@ -54,7 +54,7 @@ class Node:
         if fd is None:
             self.told.append(message)
         else:
-            assert isinstance(message, TakeSnapshot)
+            assert isinstance(message, CopyRankPart)
             self.orders.append(message)
 
     def note_event(self, event: AnyEvent) -> None: ...
@@ -84,16 +84,16 @@ class Node:
                 self.work()
 
     def train_until_ordered(self) -> int:
-        """Until a snapshot that has not been taken is due; its record."""
+        """Until a copy that has not been made is due; its record."""
         count = len(self.orders)
         while len(self.orders) == count:
             self.train()
         return self.orders[-1].record
 
     def copy(self, record: int, seconds: float = 0.1) -> None:
-        """All ranks have copied their part of a snapshot."""
+        """All ranks have copied their part of the state."""
         for rank in self.held.spec.local_ranks:
-            self.saver.snapshots.taken(rank, SnapshotTaken(record, self.order_of(record), seconds))
+            self.saver.state_copies.add_part(rank, RankPartCopied(record, self.order_of(record), seconds))
 
     def order_of(self, record: int) -> int:
         """Number of the newest order for a record."""

@@ -54,7 +54,7 @@ def until_stored(step: int) -> Action:
 
 
 def until_ordered(control: Control) -> None:
-    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step.
+    """The trainer waits here until its agent has ordered a copy; one that is late is ordered for a later step.
 
     With eager redo nothing is ordered: the trainer cannot be far ahead of the replica.
     """

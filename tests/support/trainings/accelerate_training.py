@@ -384,8 +384,8 @@ def kill_agent(training: Training) -> None:
 
 
 def wait_until_ordered(training: Training) -> None:
-    """Return when the agent has ordered a snapshot; one that comes late is ordered for a later step."""
-    _listen_until(training, lambda session: session._link.connection.order is not None, "no snapshot was ordered")
+    """Return when the agent has ordered a copy; one that comes late is ordered for a later step."""
+    _listen_until(training, lambda session: session._link.connection.order is not None, "no copy was ordered")
 
 
 def wait_until_stored(training: Training) -> None:

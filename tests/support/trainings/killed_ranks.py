@@ -324,7 +324,7 @@ class Rank:
         return 0 if report is None else report.step
 
     def _await_order(self) -> None:
-        """Wait for the snapshot's order: on a busy machine it would come too late for steps this short."""
+        """Wait for the order for a copy: on a busy machine it would come too late for steps this short."""
         session = self.session
         if session is not None and session.mode != "eager":
             self.listen_until(lambda: session._link.connection.order is not None)

@@ -114,4 +114,4 @@ def test_memory_by_who_needs_it() -> None:
     assert several.replicator / PARAMETERS == pytest.approx(75.6, abs=0.1)
     assert several.starting == pytest.approx(several.agent + several.replicator)
     assert node_memory("lazy", one, peers=peers, nodes=6, private=True).replicator == 0
-    assert node_memory("eager", one, stores=False).snapshot == 0
+    assert node_memory("eager", one, stores=False).state_copy == 0

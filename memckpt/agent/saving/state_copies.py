@@ -1,4 +1,4 @@
-"""Snapshots: copies of the whole state in memory, taken while training runs; who asks for them, and awaits them.
+"""Copies of the whole state in memory, made while training runs; who asks for them, and awaits them.
 
 The redo thread copies the replica between two records (eager), or the trainers copy their own state at a commit (lazy).
 """
@@ -17,7 +17,7 @@ from memckpt.memory.generation import Generation
 from memckpt.memory.redo_news import ReplicaCopied
 from memckpt.memory.region import Region
 from memckpt.protocol.channel import AgentToTrainer
-from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.protocol.storing import CopyRankPart, RankPartCopied, Saved, SaveFailed
 
 _log = logging.getLogger("memckpt.agent")
 _FIRST_LEAD, _LONGEST_LEAD = 2, 512
@@ -84,11 +84,11 @@ def carry_on(flow: Coroutine[Answer[Any], None, None]) -> None:
     awaited.go_on = partial(carry_on, flow)
 
 
-# Snapshots
+# Copies
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateCopy:
     """The state of a generation after a record; `missing` and `plain` as in RecordMeta, of all optimizer state."""
 
     generation: Generation
@@ -101,19 +101,19 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Order:
-    """A snapshot that is being taken, with the ranks' parts that are there."""
+    """A copy that is being made, with the ranks' parts that are there."""
 
     number: int
     asker: Asker
     generation: Generation
     record: int
     region: Region
-    answer: Answer[Snapshot | SaveFailed | None] = field(default_factory=Answer)
-    parts: dict[int, SnapshotTaken] = field(default_factory=dict)
+    answer: Answer[StateCopy | SaveFailed | None] = field(default_factory=Answer)
+    parts: dict[int, RankPartCopied] = field(default_factory=dict)
 
 
-class Snapshots:
-    """Takes one at a time.
+class StateCopies:
+    """Has one made at a time.
 
     `order` sends a message, with a descriptor, to all trainers; `hurried` gets the new :attr:`lead` when one was late.
     """
@@ -129,29 +129,29 @@ class Snapshots:
 
     @property
     def asker(self) -> Asker | None:
-        """Who wants the one that is being taken; None while none is."""
+        """Who wants the one that is being made; None while none is."""
         return self._current.asker if self._current is not None else None
 
-    async def take_snapshot(self, asker: Asker, generation: Generation, record: int) -> Snapshot | SaveFailed | None:
-        """Have the state after `record` copied, which lies ahead; the caller owns the snapshot's region.
+    async def copy_state(self, asker: Asker, generation: Generation, record: int) -> StateCopy | SaveFailed | None:
+        """Have the state after `record` copied, which lies ahead; the caller owns the copy's region.
 
         None: the order was too late, or its trainers have gone; a later record may do. Raises MemoryBudgetError,
         OSError or RuntimeError where there is no memory for a copy.
         """
         order = self._order_copy(asker, generation, record)
-        taken = await order.answer if order is not None else None
-        if isinstance(taken, Snapshot) and not generation.ledger.knows(record):
+        copy = await order.answer if order is not None else None
+        if isinstance(copy, StateCopy) and not generation.ledger.knows(record):
             # So late that its rank states have been let go of.
-            taken.region.close()
+            copy.region.close()
             self.hurry()
             return None
-        return taken
+        return copy
 
     def _order_copy(self, asker: Asker, generation: Generation, record: int) -> _Order | None:
         """Order a copy; None if the record has passed."""
         layout = generation.layout
-        check_budget(layout.snapshot_bytes, 0, None, "a copy of the state on its way to storage")
-        region = Region.create("snapshot", layout.snapshot_bytes)
+        check_budget(layout.copy_bytes, 0, None, "a copy of the state on its way to storage")
+        region = Region.create("copy", layout.copy_bytes)
         try:
             region.populate_in_background()
         except RuntimeError:
@@ -159,7 +159,7 @@ class Snapshots:
             raise
         number = next(_numbers)
         if generation.replica is None:
-            self._order(TakeSnapshot(record, number), region.fd)
+            self._order(CopyRankPart(record, number), region.fd)
         elif not generation.replica.copy_at(record, region):
             region.close()
             return None
@@ -167,8 +167,8 @@ class Snapshots:
         self._current = _Order(number, asker, generation, record, region)
         return self._current
 
-    def taken(self, rank: int, message: SnapshotTaken) -> None:
-        """Take a trainer's part. It has none where the order came too late, or its layout has changed.
+    def add_part(self, rank: int, message: RankPartCopied) -> None:
+        """Add a trainer's part. It has none where the order came too late, or its layout has changed.
 
         The answer to a dropped order is none to a later one, whose region it has not filled.
         """
@@ -183,12 +183,12 @@ class Snapshots:
             return
         if any(part.missed for part in parts.values()):
             self.hurry()
-            _log.info("the order for a snapshot after record %d could not be met; once more", order.record)
+            _log.info("the order for a copy of the state after record %d could not be met; once more", order.record)
             self.drop(again=True)
             return
         if not order.generation.agrees(order.record):
             # It has one copy of what not all ranks had alike; or so late that this cannot be seen any more.
-            _log.info("the snapshot after record %d is of no use; once more", order.record)
+            _log.info("the copy of the state after record %d is of no use; once more", order.record)
             self.drop(again=True)
             return
         first = parts[ranks[0]]
@@ -202,7 +202,7 @@ class Snapshots:
     def copied(self, message: ReplicaCopied) -> None:
         """Take the redo thread's copy of the replica, or why it has none. Its time is hidden behind the slots."""
         order = self._current
-        if order is None or message.snapshot is not order.region:
+        if order is None or message.region is not order.region:
             return
         if message.problem:
             step = order.generation.newest_step or 0
@@ -213,10 +213,10 @@ class Snapshots:
 
     def _complete(self, order: _Order, missing: tuple[tuple[int, int, str], ...], plain: bytes, seconds: float) -> None:
         self._current = None
-        order.answer.give(Snapshot(order.generation, order.record, order.region, missing, plain, seconds))
+        order.answer.give(StateCopy(order.generation, order.record, order.region, missing, plain, seconds))
 
     def drop(self, again: bool) -> None:
-        """Take none after all; with `again` its asker may order another one."""
+        """Make none after all; with `again` its asker may order another one."""
         order, self._current = self._current, None
         if order is None:
             return
