@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.memory.region import Allowance, Difference, GenerationRegions, PendingGeneration, Region
+from memckpt.memory.pending_generation import Difference, PendingGeneration
+from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.protocol.channel import Channel, Message
 from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare, Prepared
 from memckpt.session.link import AgentLink
