@@ -267,7 +267,7 @@ class Group:
         """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
         if (more := self._seldom_due.count()) is not None:
             _log.info("a new generation begins after record %d: %s%s", message.record, message.reason, more)
-        order = said.Begin(message.record, message.reason, message.changing, later=message.later)
+        order = said.Begin(message.record, message.reason, message.changing, at_step_because=message.at_step_because)
         self._tell_trainers(order, besides=asker)
         return order
 

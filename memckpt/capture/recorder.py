@@ -146,7 +146,7 @@ class Recorder:
         """Call `compare` with each gradient as backward has made it: the resume check has others. None: do not."""
         self._compare_gradient = compare
 
-    def end_step_marks(self, record: int) -> None:
+    def mark_step_end_for_peers(self, record: int) -> None:
         """Mark for peers that the step of a record is over."""
         if self._marks is not None:
             self._marks.step_ended(record)
@@ -345,7 +345,7 @@ class GraphNotes:
         self.step = False
         self.stepped = False
 
-    def refuse_unseen(self, world_size: int, told: bool) -> None:
+    def refuse_hidden_backward(self, world_size: int, told: bool) -> None:
         """Refuse a commit if replays hide whether it is a restore point.
 
         Args:

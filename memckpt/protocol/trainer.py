@@ -206,7 +206,7 @@ class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
     record: int
     reason: str
     changing: frozenset[str] = frozenset()
-    later: str = ""
+    at_step_because: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -219,7 +219,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     reason: str
     changing: frozenset[str] = frozenset()  #: tensors seen to change: all ranks copy them with every record then
     apart: frozenset[str] = frozenset()  #: tensors known to differ from rank to rank: none of them is held once
-    later: str = ""  #: why all ranks take gradients at the optimizer's step from then on; empty: they need not
+    at_step_because: str = ""  #: why gradients are taken at the optimizer's step from then on; empty: they are not
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):

@@ -120,8 +120,8 @@ class GenerationSwitch:
         """Follow the agent's order to all local ranks; a second order for the current generation is ignored."""
         self._live.growth.changing |= order.changing
         self._live.growth.apart |= order.apart
-        if order.later:
-            self._tap.take_later(order.later)
+        if order.at_step_because:
+            self._tap.take_at_step(order.at_step_because)
         if order.record > self.began:
             self.after = self._turn(order.record)
 
@@ -144,7 +144,7 @@ class GenerationSwitch:
         self._distrusted = drift.generation
         found = str(drift)
         if self._recorder.streams and self._mode.mode != "snapshot":
-            self._tap.take_later(
+            self._tap.take_at_step(
                 f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "
                 "a change of gradients that nobody saw. Each step waits for the copy of its gradients now. If it comes "
                 'again, the whole state is copied. redo="snapshot" does that from the start'
@@ -163,7 +163,7 @@ class GenerationSwitch:
         That is so where every N-th step is captured, and where only this process can redo steps.
         """
         only_here = self._mode.mode == "lazy" and bool(self._live.redone_only_here)
-        if point.record == self.began or not (only_here or self._staging.owes(point.record)):
+        if point.record == self.began or not (only_here or self._staging.commits_uncaptured(point.record)):
             return False
         if self._staging.moved if not only_here else not self._staging.stands_at(point.record):
             _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)
@@ -181,7 +181,7 @@ class GenerationSwitch:
         """Whether a generation begins after `record`."""
         return self.after is not None and record >= self.after
 
-    def look_for_disagreement(self, record: int) -> None:
+    def find_differing_ranks(self, record: int) -> None:
         """Make a generation due where ranks that share slots had different values of what they share."""
         if self._staging.ranks_disagree(record):
             self.after = record
@@ -196,7 +196,7 @@ class GenerationSwitch:
     def find_problem(self) -> str | None:
         """Why this record cannot be committed as it is staged, in words; None if it can."""
         if self._recorder.tap_mismatch is not None:
-            self._tap.take_later(self._recorder.tap_mismatch)
+            self._tap.take_at_step(self._recorder.tap_mismatch)
         if self._recorder.problem is not None:
             return self._recorder.problem
         changed = self._changes.static_changes()
@@ -219,7 +219,7 @@ class GenerationSwitch:
             self.after = turn
             return
         changing = frozenset(self._live.growth.changing)
-        self.obey(self._link.ask_for_generation(max(turn, record + 1), reason, changing, self._tap.later))
+        self.obey(self._link.ask_for_generation(max(turn, record + 1), reason, changing, self._tap.at_step_because))
 
     # Writing
 
@@ -236,7 +236,7 @@ class GenerationSwitch:
             writer.close()
             raise
         self._staging.adopt_writer(writer)
-        self.tell_left_out()
+        self.warn_of_state_left_out()
         self.after, self.began = None, record
         self._changes.problem = None
         self._recorder.check.restart()
@@ -262,7 +262,7 @@ class GenerationSwitch:
         self._training.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)
         self._staging.begin_record(record)
 
-    def tell_left_out(self) -> None:
+    def warn_of_state_left_out(self) -> None:
         """Log once each part of the optimizers that no record can hold."""
         caveats = self._training.caveats
         for text in [text for text in self._live.left_out if text not in caveats]:

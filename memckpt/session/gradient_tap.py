@@ -56,7 +56,7 @@ class GradientTap:
 
     Attributes:
         reason: why this tap, in words.
-        later: why gradients are taken at the optimizer's step since, in words; empty: they are not.
+        at_step_because: why gradients are taken at the optimizer's step since, in words; empty: they are not.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GradientTap:
         self._live = training.live
         self._recorder = training.recorder
         self._clock = training.clock
-        self.later = ""
+        self.at_step_because = ""
         self._tap, self.reason = _choose_tap(training, data_parallel, before_reduction, compression)
         self._recorder.use_tap(self._tap.name, self._tap.streams)
 
@@ -113,13 +113,13 @@ class GradientTap:
             self._tap.remove()
             self._tap.install()
 
-    def take_later(self, reason: str) -> None:
+    def take_at_step(self, reason: str) -> None:
         """Stage gradients at the optimizer's step from now on, on all ranks once the next generation begins."""
         streamed = self._recorder.streams
         self._recorder.use_tap(StepTap.name if streamed else self._recorder.tap, streams=False)
         if not streamed:
             return
-        self.later = reason
+        self.at_step_because = reason
         self._live.growth.uncompressed = True
         self.reason = reason
         _log.warning("memckpt: gradients are now taken at the optimizer's step: %s", reason)

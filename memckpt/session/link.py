@@ -210,11 +210,11 @@ class AgentLink:
         return PreparedRegions(answer, Region.open_all(fds))
 
     def ask_for_generation(
-        self, record: int, reason: str, changing: frozenset[str] = frozenset(), later: str = ""
+        self, record: int, reason: str, changing: frozenset[str] = frozenset(), at_step_because: str = ""
     ) -> trainer.Begin:
         """Have all local ranks begin a new generation after `record` or later. Returns the order that they all get."""
         connection = self.connection
-        order, _ = connection.request(trainer.NeedGeneration(record, reason, changing, later), trainer.Begin)
+        order, _ = connection.request(trainer.NeedGeneration(record, reason, changing, at_step_because), trainer.Begin)
         while order.record < record:  # the answer to an earlier question, which another rank's order had met
             connection.notices.append(order)
             order, _ = connection.receive_answer(trainer.Begin)

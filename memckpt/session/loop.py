@@ -186,7 +186,7 @@ class Loop:
         """Note that the user has called commit(), whether that ends a record or not."""
         self._followers.committing()
 
-    def begin_commit(self, epoch_over: bool) -> None:
+    def check_place_of_commit(self, epoch_over: bool) -> None:
         """Check the place of a commit; raises UsageError where a restart would take the epoch's batches again."""
         self._begun = True
         if self._in_epochs and len(self._followers) and not self._followers.active:

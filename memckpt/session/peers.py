@@ -65,8 +65,11 @@ class Peers:
 
     # Start
 
-    def listen(self) -> list[HeldFragments]:
-        """Have all nodes listen with new keys; the records of others that each node keeps. Collective."""
+    def exchange_addresses(self) -> list[HeldFragments]:
+        """Have all nodes listen with new keys, and know each other. Collective.
+
+        Returns the records of others that each node keeps.
+        """
         config, ranks = self._config, self._ranks
         self._refuse_differing()
         if config is None:
@@ -135,17 +138,17 @@ class Peers:
                 f"{everybody[differing]} on rank {differing}"
             )
 
-    def carry_out(
+    def fetch_what_is_lacking(
         self,
         plan_without: Callable[[Collection[BadSource], bool], Plan],
         spec: StateSpec,
-        before: bool = False,
+        with_previous: bool = False,
         adopt: bool = False,
     ) -> Plan:
-        """Make the plan, and bring what it needs of other nodes to this one: see :meth:`PeerRecovery.carry_out`."""
+        """As :meth:`PeerRecovery.fetch_what_is_lacking`; without peers, just make the plan."""
         if self._recovery is None:
-            return plan_without((), before)
-        return self._recovery.carry_out(plan_without, spec, self._join, before, adopt)
+            return plan_without((), with_previous)
+        return self._recovery.fetch_what_is_lacking(plan_without, spec, self._join, with_previous, adopt)
 
     def _join(self, plan: Plan) -> None:
         config = self._config
@@ -297,12 +300,12 @@ class PeerRecovery:
         #: When a node that did not answer was first waited for, on the clock.
         self._waiting_since: float | None = None
 
-    def carry_out(
+    def fetch_what_is_lacking(
         self,
         plan_without: Callable[[Collection[BadSource], bool], Plan],
         spec: StateSpec,
         join: Callable[[Plan], None],
-        before: bool,
+        with_previous: bool,
         adopt: bool,
     ) -> Plan:
         """Make the plan and fetch the states that it needs; repeat without sources that prove to be bad. Collective.
@@ -321,7 +324,7 @@ class PeerRecovery:
         avoided = Avoided()
         tried_again = False
         while True:
-            plan = self._choose(plan_without, before, avoided)
+            plan = self._choose(plan_without, with_previous, avoided)
             join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
@@ -329,7 +332,7 @@ class PeerRecovery:
             if not problems:
                 return plan
             if any(fetch.before for fetch in plan.fetches):
-                before = False  # the state before serves a check only: no source is given up for it
+                with_previous = False  # the state before serves a check only: no source is given up for it
                 continue
             found, silent = _blamed(problems)
             if not found and tried_again:
@@ -345,12 +348,12 @@ class PeerRecovery:
             avoided.silent |= silent
 
     def _choose(
-        self, plan_without: Callable[[Collection[BadSource], bool], Plan], before: bool, avoided: Avoided
+        self, plan_without: Callable[[Collection[BadSource], bool], Plan], with_previous: bool, avoided: Avoided
     ) -> Plan:
         """The plan without the sources that are avoided; silent ones are asked again where it falls behind for them."""
-        plan = _made(lambda: plan_without(avoided.all, before))
+        plan = _made(lambda: plan_without(avoided.all, with_previous))
         if avoided.silent:
-            wanted = _made(lambda: plan_without(avoided.bad, before))
+            wanted = _made(lambda: plan_without(avoided.bad, with_previous))
             same = (
                 isinstance(plan, RestoreRecord) and isinstance(wanted, RestoreRecord) and plan.record == wanted.record
             )
@@ -362,7 +365,7 @@ class PeerRecovery:
         return plan
 
     def _waits_for(self, silent: Collection[BadSource], plan: RestoreRecord, without: Plan | NothingHeldError) -> bool:
-        """Whether nodes that did not answer are asked once more; the same on every rank. Raises as `carry_out` does."""
+        """Whether nodes that did not answer are asked once more, the same on every rank. Raises PeerError."""
         now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now

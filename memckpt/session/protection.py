@@ -52,7 +52,7 @@ class Protection:
         switch: GenerationSwitch,
         peers: Peers,
         changes: Changes,
-        bring_record: Callable[[RestorePoint], None],
+        stage_and_commit: Callable[[RestorePoint], None],
     ) -> None:
         self._training = training
         self._recorder = training.recorder
@@ -61,7 +61,7 @@ class Protection:
         self._switch = switch
         self._peers = peers
         self._changes = changes
-        self._bring_record = bring_record
+        self._stage_and_commit = stage_and_commit
         self._told: set[str] = set()
         #: The framework's step number of a record, less the record's; the difference stays while training runs.
         self._steps_ahead = 0
@@ -101,7 +101,7 @@ class Protection:
             self._lose(point.record, str(error))
         except Exception as error:  # the user's training goes on
             self._stumble(point.record, error)
-        self.leave_record(point.record)
+        self.begin_next_unless_begun(point.record)
 
     def resume(self, writer: SlotWriter, record: int) -> None:
         """Go on behind a restored record, in its generation where that is possible."""
@@ -117,7 +117,7 @@ class Protection:
         self._steps_ahead = point.step - point.record
         self._lose(point.record, reason)
         self._try_again(point)
-        self.leave_record(point.record)
+        self.begin_next_unless_begun(point.record)
 
     def _try_record(self, point: RestorePoint) -> None:
         self._broken_records = self._broken_records + 1 if self._recorder.broken else 0
@@ -125,7 +125,7 @@ class Protection:
             self._broken_records = 0
             self.link.reconnection.note_stumble()
             raise MemckptError(self._recorder.broken)
-        self._bring_record(point)
+        self._stage_and_commit(point)
 
     def end_gap(self, point: RestorePoint) -> None:
         """Note that the whole state is held after `point`: records behind it are protected."""
@@ -137,7 +137,7 @@ class Protection:
             if self._training.ranks.leads:
                 self.link.tell_journal(GapEnded(point.step, gap))
 
-    def leave_record(self, record: int) -> None:
+    def begin_next_unless_begun(self, record: int) -> None:
         """Begin the next record, with nothing staged, unless it has begun already."""
         if self._recorder.record == record:
             self._recorder.begin_record(None, record + 1)

@@ -184,7 +184,7 @@ def refuse_few_slots(slots: int, ranks: Ranks) -> None:
         )
 
 
-def refuse_uneven(data_parallel: DistributedDataParallel | None) -> None:
+def refuse_join_context(data_parallel: DistributedDataParallel | None) -> None:
     """Refuse uneven inputs, which only a batch shows: the model is in a ``join`` context."""
     config = getattr(data_parallel, "_join_config", None)
     if config is not None and config.enable:

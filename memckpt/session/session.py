@@ -46,7 +46,7 @@ from memckpt.session.ranks import (
     find_own_buffers,
     find_replicas,
     refuse_few_slots,
-    refuse_uneven,
+    refuse_join_context,
     refuse_unordered,
 )
 from memckpt.session.resume.proof import ProvenEnvironments, ResumeProof
@@ -57,7 +57,7 @@ from memckpt.session.tuning import Tuning, tell_when_log_pays
 from memckpt.state import codec
 
 _log = logging.getLogger("memckpt")
-_LATER = OWN + "later"
+_AT_STEP_BECAUSE = OWN + "at_step_because"
 
 
 class Session:
@@ -148,7 +148,7 @@ class Session:
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap = GradientTap(training, self._data_parallel, link.finish_sending, self._compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
-        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._bring_record)
+        self._protection = Protection(training, link, staging, self._switch, peers, changes, self._stage_and_commit)
         self._tuning = Tuning(training, self._mode, self._protection, staging, rank_state)
         self._preemption = PreemptionNotice(link.tell_preempted)
 
@@ -175,10 +175,10 @@ class Session:
         self._mode.install_test()
         self._tap.install()
         # Gradients are taken after the step where an attempt before did; ranks that share slots do alike.
-        self._rank_state.provide(_LATER, lambda: self._tap.later, parts=lambda value: {})
-        later = held.rank_state.get(_LATER, "") if held is not None else ""
-        if later := self._ranks.first_reason(later):
-            self._tap.take_later(later)
+        self._rank_state.provide(_AT_STEP_BECAUSE, lambda: self._tap.at_step_because, parts=lambda value: {})
+        because = held.rank_state.get(_AT_STEP_BECAUSE, "") if held is not None else ""
+        if because := self._ranks.first_reason(because):
+            self._tap.take_at_step(because)
         self._peers.mark_phases(self._recorder)
         self._preemption.install()
 
@@ -375,50 +375,51 @@ class Session:
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
         self._refuse_unrestored("commit()")
-        repeated = self._proof.repetition is not None
+        is_repetition = self._proof.repetition is not None
         with self._clock.in_commit():
             self._loop.count_commit()
-            refuse_uneven(self._data_parallel)
-            self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)
+            refuse_join_context(self._data_parallel)
+            self._recorder.graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
             self._number = self._next_step() if step is None else step
             if not self._is_restore_point(gradients_pending):
                 return False  # the record goes on
             # If user code raises here, the record goes on; the call has been counted.
-            self._loop.begin_commit(epoch_over)
+            self._loop.check_place_of_commit(epoch_over)
             rank_state = self._rank_state.capture(self._tap.bucket_layout, self._recorder.pending.capture())
             point = RestorePoint(self._recorder.record, self._number, rank_state)
-            self._end_step(point)
-            if repeated:
+            self._end_step(point)  # before the record is staged: a mode that changes here makes a generation due
+            if is_repetition:
                 # The step has been taken before: it is compared, and the state that it led to then is put back.
                 self._end_repetition(point)
             else:
-                self._proof.end_record(point)
-                # Calls _bring_record. Errors make a gap in protection, and end no training.
+                self._proof.compare_first_records(point)
+                # Calls _stage_and_commit. Errors make a gap in protection, and end no training.
                 self._protection.end_record(point)
-            self._recorder.end_step_marks(point.record)
+            self._recorder.mark_step_end_for_peers(point.record)
         if self._observers:
-            self._tell_observers(point, repeated, sys._getframe(1))
+            # Observers get the frame of the loop that commits.
+            self._tell_observers(point, is_repetition, sys._getframe(1))
         return True
 
-    def _bring_record(self, point: RestorePoint) -> None:
+    def _stage_and_commit(self, point: RestorePoint) -> None:
         """Stage what the record lacks, seal it, tell the agent; or write the whole state where a generation is due."""
         record, staging, switch = point.record, self._staging, self._switch
-        switch.look_for_disagreement(record)
+        switch.find_differing_ranks(record)
         if not switch.is_due(record):
             staging.stage_by_value(record)
         problem = switch.find_problem()
         if problem is not None:
             switch.order_generation(record, problem)  # ranks that share slots are given a later record, the same one
-        if switch.is_due(record):
+        if switch.is_due(record):  # asked again: the order may have made it so
             # The state of this record is written by value: the agent needs no record before it any more.
             switch.write_generation(point)
             switch.begin_record(record + 1)
             self._protection.end_gap(point)
-        elif staging.ready and (problem is None or staging.owes(record)):
+        elif staging.ready and (problem is None or staging.commits_uncaptured(record)):
             # Nothing changes the slot behind the seal. Once its copies have ended the stamp is set, and the agent told.
             self._send_commit(staging.seal(point))
             self._obey_copy_order(point)
-            switch.tell_left_out()
+            switch.warn_of_state_left_out()
             switch.begin_record(record + 1)
         else:
             self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
@@ -451,7 +452,7 @@ class Session:
         self._rank_state.unrepeatable = ""
         self._loop.end_commit()
 
-    def _tell_observers(self, point: RestorePoint, repeated: bool, caller: FrameType) -> None:
+    def _tell_observers(self, point: RestorePoint, is_repetition: bool, caller: FrameType) -> None:
         check, states = (self.check.verdict, self.check.line), self._rank_state
         committed = Committed(
             point.step,
@@ -459,7 +460,7 @@ class Session:
             lambda: states.parts(codec.decode(point.rank_state)),
             caller,
             self.stall.total,
-            repeated,
+            is_repetition,
             self.agent_pid,
             check,
         )
@@ -484,7 +485,7 @@ class Session:
         self._proof.tell_verdict()
         if lost:
             self._protection.lose_agent(point, lost)
-        self._protection.leave_record(point.record)
+        self._protection.begin_next_unless_begun(point.record)
 
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         if self._ranks.world_size > 1 and self._tap.reductions == self._reductions_at_commit:

@@ -187,7 +187,7 @@ class Staging:
             self._recorder.fail(str(error))
         self._copier.wait_before_changes()
 
-    def owes(self, record: int) -> bool:
+    def commits_uncaptured(self, record: int) -> bool:
         """Whether a record is committed without a capture, since only every N-th one is captured."""
         return self.writer is not None and self.writer.snapshots and not self.writer.is_snapshot(record)
 

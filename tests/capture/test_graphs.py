@@ -90,14 +90,14 @@ def test_a_step_in_a_graph_is_refused(lab: Lab) -> None:
 )
 def test_commits_that_nothing_is_known_of(world_size: int, told: bool, stepped: bool, refused: Any) -> None:
     notes = GraphNotes()
-    notes.refuse_unseen(world_size, told)
+    notes.refuse_hidden_backward(world_size, told)
     notes.backward, notes.stepped = True, stepped
     if refused is None:
-        notes.refuse_unseen(world_size, told)
+        notes.refuse_hidden_backward(world_size, told)
         assert not notes.stepped
     else:
         with pytest.raises(refused, match="recorded into a CUDA graph"):
-            notes.refuse_unseen(world_size, told)
+            notes.refuse_hidden_backward(world_size, told)
 
 
 def test_one_device_for_each_process() -> None:

@@ -58,7 +58,7 @@ class Notes:
         self.staging: Any = SimpleNamespace(
             writer=None,
             ready=True,
-            owes=lambda record: False,
+            commits_uncaptured=lambda record: False,
             outgrown=lambda record, request: False,
             ranks_disagree=lambda record: False,
             stage_by_value=lambda record: None,
@@ -81,9 +81,12 @@ class Notes:
         )
         changes: Any = SimpleNamespace(problem=None, persistent="", static_changes=list, look_at_commit=lambda: None)
         self.changes = changes
-        self.taken_later: list[str] = []
+        self.taken_at_step: list[str] = []
         tap: Any = SimpleNamespace(
-            reinstall=lambda: None, holds_reductions_back=True, later="", take_later=self.taken_later.append
+            reinstall=lambda: None,
+            holds_reductions_back=True,
+            at_step_because="",
+            take_at_step=self.taken_at_step.append,
         )
         training: Any = SimpleNamespace(
             ranks=self.ranks,
@@ -107,7 +110,9 @@ class Notes:
     def _begin(self, writer: Any, record: int) -> None:
         self.recorder.record, self.recorder.problem = record, None
 
-    def _ask_for_generation(self, record: int, reason: str, changing: frozenset[str], later: str = "") -> Begin:
+    def _ask_for_generation(
+        self, record: int, reason: str, changing: frozenset[str], at_step_because: str = ""
+    ) -> Begin:
         self.orders.append((record, reason))
         return Begin(record, reason, changing)
 
@@ -116,7 +121,7 @@ class Notes:
         record = self.recorder.record
         self.done.clear()
         point = RestorePoint(record, record, codec.Packed({}, lambda one: one, lambda: lambda: None))
-        self.session._bring_record(point)
+        self.session._stage_and_commit(point)
         if self.recorder.record == record:
             self._begin(None, record + 1)
         [one] = self.done
@@ -233,7 +238,7 @@ def test_a_held_generation_goes_on_with_the_same_settings(
 
 def test_what_one_rank_has_found_of_gradients_all_do() -> None:
     notes = Notes(ranks=2, local=2).opened()
-    notes.switch.obey(Begin(3, "a gradient was changed", later="the gradient of w was changed"))
-    assert notes.taken_later == ["the gradient of w was changed"]
+    notes.switch.obey(Begin(3, "a gradient was changed", at_step_because="the gradient of w was changed"))
+    assert notes.taken_at_step == ["the gradient of w was changed"]
     notes.switch.obey(Begin(5, "asked for"))
-    assert len(notes.taken_later) == 1
+    assert len(notes.taken_at_step) == 1

@@ -79,7 +79,7 @@ class ResumeProof:
         self._evidence: Evidence | None = None
 
     @property
-    def repeated(self) -> int | None:
+    def repeated_step(self) -> int | None:
         """The step that is repeated, from the state before it; None if no step is."""
         return self.check.step if self.repeats and self.check.verdict == "pending" else None
 
@@ -245,7 +245,7 @@ class ResumeProof:
         generation = repetition.held.generation
         return None if generation is None else generation.take_writer()
 
-    def end_record(self, point: RestorePoint) -> None:
+    def compare_first_records(self, point: RestorePoint) -> None:
         """Compare the first records after the resumed one; raises as :meth:`tell_verdict` does."""
         self._compare_following(point)
         self._hear_witness(point)

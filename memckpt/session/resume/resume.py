@@ -44,7 +44,7 @@ from memckpt.session.resume.chosen import Chosen, ChosenInMemory, ChosenInStorag
 from memckpt.session.resume.first_steps import Repetition
 from memckpt.session.resume.proof import ResumeProof
 from memckpt.session.resume.report import HeldState, Proof, RestoreReport
-from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_patiently
+from memckpt.session.resume.storage_tier import Resharding, StorageTier, plan_retrying_storage
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state import codec, rng
 from memckpt.state.records import HeldFragments, HeldRecords
@@ -105,7 +105,7 @@ class Resumption:
     Attributes:
         restoration: fills the live tensors.
         chosen: state that is restored; None where training starts over.
-        repeated: state that its next step led to, which is repeated as a proof; None if no step is.
+        state_after_repetition: state that its next step led to, which is repeated as a proof; None if no step is.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Resumption:
         self._start_reason, self._drops_held = "", False
         self.restoration = Restoration(training, staging)
         self.chosen: Chosen | None = None
-        self.repeated: Chosen | None = None
+        self.state_after_repetition: Chosen | None = None
         self._restored = False
 
     @property
@@ -144,7 +144,7 @@ class Resumption:
     @property
     def newest(self) -> Chosen | None:
         """The state that training continues behind; None where training starts over."""
-        return self.repeated or self.chosen
+        return self.state_after_repetition or self.chosen
 
     @property
     def held_mode(self) -> tuple[RedoMode | None, str]:
@@ -183,7 +183,7 @@ class Resumption:
         own = inventories[ranks.rank].held
         held = [each for inventory in inventories for each in inventory.held]
         shardings = ranks.together(spec.sharding)
-        fragments = self._peers.listen()
+        fragments = self._peers.exchange_addresses()
         former = max(inventory.attempt for inventory in inventories)
         attempt = NewAttempt(ranks.world_size, ranks.nonce, shardings, self._peers.units, former)
         resharding = must_reshard(held, attempt, fragments)
@@ -193,7 +193,7 @@ class Resumption:
         storage = self._resharding.storage_for(resharding)
         step = resume if isinstance(resume, int) else None
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._owns_storage)
-        self._link.owner = tier.run
+        self._link.owner = tier.run  # this run's id, as its store has it; `configure` tells the agent
         return Found(attempt, own, held, fragments, tier)
 
     def _say_hello(self, spec: StateSpec) -> list[Inventory]:
@@ -219,14 +219,15 @@ class Resumption:
         """Make the plan, with what peers can bring; the agent gets its timeline."""
         tier = found.tier
 
-        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
+        def plan_without(bad: Collection[BadSource], with_previous: bool) -> Plan:
             stored = Stored(tier.points, tier.catalog.latest_attempt, tier.name, tier.catalog.stranded)
-            return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, before)
+            return make_plan(found.held, self._resume, found.attempt, stored, found.fragments, bad, with_previous)
 
-        plan = plan_patiently(
-            tier, self._resume, lambda: self._peers.carry_out(plan_without, self._spec, before=self._repeats)
-        )
-        self._link.claimed = tier.claimed
+        def make() -> Plan:
+            return self._peers.fetch_what_is_lacking(plan_without, self._spec, with_previous=self._repeats)
+
+        plan = plan_retrying_storage(tier, self._resume, make)
+        self._link.claimed = tier.claimed  # the planning may have claimed the store
         self._timeline = plan.timeline
         self._link.configure(plan.timeline)
         return plan
@@ -269,9 +270,10 @@ class Resumption:
         """Restore the state before the chosen one, from which its step is repeated; None: it is not repeated."""
         if before is not None and self.chosen is not None:
             before.held = replace(before.held, newest_step=self.chosen.held.step)
-            self.chosen, self.repeated = before, self.chosen
+            self.chosen, self.state_after_repetition = before, self.chosen
 
     def _prepare(self, record: int, discard: bool) -> None:
+        # `whole`: no older generation is in use, for whose end its slots would have to wait.
         self._staging.prepared = self._link.prepare(
             self._spec, record, discard=discard, reason=self._reason, whole=True
         )
@@ -288,7 +290,7 @@ class Resumption:
             _start_log.log(level, "memckpt: starting over: %s", self._start_reason)
             return
         why = f": {self._start_reason}" if self._start_reason else ""
-        step, lost = held.newest_step, (self.repeated or chosen).lost
+        step, lost = held.newest_step, (self.state_after_repetition or chosen).lost
         proof = "" if step == held.step else ", which is repeated first, as a proof"
         gone = f" ({lost} committed step{'' if lost == 1 else 's'} behind it to be taken again)" if lost else ""
         _start_log.info("memckpt: resuming from %s at step %d%s%s%s", held.tier, step, gone, proof, why)
@@ -308,7 +310,14 @@ class Resumption:
             state = codec.decode(regions.message.rank_states[self._ranks.rank])
             self.chosen = ChosenInMemory(
                 plan,
-                HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size, plan.step),
+                HeldState(
+                    step=plan.step,
+                    record=plan.record,
+                    tier=plan.tier,
+                    rank_state=state["provided"],
+                    world_size=self._ranks.world_size,
+                    newest_step=plan.step,
+                ),
                 state,
                 regions.message.metas,
                 HeldGeneration(regions),
@@ -385,7 +394,7 @@ class Resumption:
 
         Returns that state; None where no step is repeated. Where it is refuted it becomes the chosen one.
         """
-        newest = self.repeated
+        newest = self.state_after_repetition
         if newest is None:
             return None
         proof = self.restoration.fill(newest)
@@ -397,7 +406,7 @@ class Resumption:
 
     def _forgo_repetition(self, newest: Chosen, reason: str) -> Chosen:
         """Choose the state after the step that was to be repeated, for this reason."""
-        self.chosen, self.repeated = newest, None
+        self.chosen, self.state_after_repetition = newest, None
         self._proof.repeat_nothing(reason)
         return newest
 
@@ -412,7 +421,7 @@ class Resumption:
         tier = found.tier
         record, known = first.held.record, first.newest_known
         if isinstance(first, ChosenInMemory):
-            earlier = first.earlier(self._ranks.rank) if self.repeated is None else []
+            earlier = first.earlier(self._ranks.rank) if self.state_after_repetition is None else []
             yield from earlier[: min(self._ranks.gather(len(earlier)))]
         else:
             record -= 1
@@ -429,10 +438,11 @@ class Resumption:
 
     def _change_to(self, chosen: Chosen) -> Start | None:
         """Resume from one of the others; the beginning of the attempt, where a generation begins anew. Collective."""
-        former, self.chosen, self.repeated = self.chosen, chosen, None
+        former, self.chosen, self.state_after_repetition = self.chosen, chosen, None
         if isinstance(chosen, ChosenInMemory):
             plan = chosen.plan
-            self._ranks.together(lambda: self._link.resume(plan.record, plan.timeline, False).close())
+            # The agent goes back further, too; its regions are those that `generation` has open.
+            self._ranks.together(lambda: self._link.resume(plan.record, plan.timeline, repeat=False).close())
             return None
         assert former is not None
         if former.generation is not None:
@@ -456,13 +466,15 @@ class Resumption:
             check.prove(proof)
         if not chosen.resharded and chosen.state["reduction"] is not None:
             tap.resume_layout(chosen.state["reduction"])
-        if self.repeated is not None:
-            self._proof.repetition = Repetition(self.repeated, self.restoration.write, self._live, self._ranks)
+        if self.state_after_repetition is not None:
+            self._proof.repetition = Repetition(
+                self.state_after_repetition, self.restoration.write, self._live, self._ranks
+            )
         elif isinstance(chosen, ChosenInMemory):
             self._take_writer(chosen, tap, resume)
         # Logged before: by the choice of the state, and as the verdict of the check.
         unproven = _OTHER_RANKS if chosen.resharded else _NO_SAMPLE
-        held, lost = chosen.held, (self.repeated or chosen).lost
+        held, lost = chosen.held, (self.state_after_repetition or chosen).lost
         self._proof.report = report = RestoreReport(
             held.step,
             held.record,
@@ -471,7 +483,7 @@ class Resumption:
             lost,
             tuple(filter(None, [unproven if proof is None else proof.inexact])),
             check,
-            repeated=self._proof.repeated,
+            repeated=self._proof.repeated_step,
         )
         self._pending.regroup()
         if "gradients" in chosen.state:
