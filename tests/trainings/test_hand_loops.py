@@ -189,7 +189,7 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
 
 def test_a_loop_that_fetches_ahead_of_several_batches_a_commit_is_told_at_first(lab: Lab) -> None:
     def body(dies: tuple[str, int] | None) -> None:
-        process = Process(lab.run_dir, lab.directory / "found", dies, "off")
+        process = process_of(lab, dies, "off")
         batches = _forever(process.session.loader(make("shuffle", NONE)))
         report = process.session.restore()
         assert report is None or "may have waited for the next step" in report.reasons[0]
@@ -223,6 +223,23 @@ def test_a_loop_that_fetches_ahead_and_leaves_a_batch_out_is_told(lab: Lab, kill
 
     logs = [in_child(lab, lambda: body(("committed", kill)), status=-signal.SIGKILL), in_child(lab, lambda: body(None))]
     assert said in "".join(logs)
+
+
+def test_a_look_at_the_data_before_the_loop_is_no_batch_fetched_ahead(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        for batch in loader:
+            assert batch
+        report = process.session.restore()
+        assert report is None or report.exact
+        for step, batch in enumerate(loader, report.step if report else 0):
+            process.backward(f"step {step}", batch)
+            process.step()
+            process.session.commit()
+            process.at("committed")
+        process.session.close()
+
+    assert "not be exact" not in survives(lab, loop, [("committed", 3), ("committed", 2)], "off")
 
 
 class Counted(Augmented):

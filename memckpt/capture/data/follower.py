@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
@@ -12,7 +13,7 @@ from memckpt.capture import data as dataloader
 from memckpt.capture.data.iteration import LoaderRecord, record_of
 from memckpt.capture.data.places import Place
 from memckpt.capture.data.prefetch import Prefetch
-from memckpt.errors import ForeignStateError, UsageError
+from memckpt.errors import DataPositionError, ForeignStateError, UsageError
 
 
 class Followed(Protocol):
@@ -285,13 +286,13 @@ class Follower:
 
     def _state_of(self, iteration: Iteration) -> dict[str, Any]:
         ahead = 0 if iteration.left else self._prefetch.ahead
-        return {
-            "left": iteration.left,
-            "batches": iteration.batches - ahead,
-            "position": dataloader.position(
-                self.loader, exhausted=iteration.left, iterator=iteration.inner, ahead=min(ahead, iteration.batches)
-            ),
-        }
+        position = partial(dataloader.position, self.loader, exhausted=iteration.left, iterator=iteration.inner)
+        try:
+            found = position(ahead=min(ahead, iteration.batches))
+        except DataPositionError:  # it has learned just now how far the loop fetches ahead, or was wrong
+            self._prefetch.lose()
+            ahead, found = 0, position(ahead=0)
+        return {"left": iteration.left, "batches": iteration.batches - ahead, "position": found}
 
     def committing(self) -> None:
         """Note that the user has called commit()."""
@@ -425,7 +426,9 @@ class Follower:
         except StopIteration:
             if not iteration.ended:
                 iteration.ended = self._ended = True
-                self._taken_to_the_end += iteration.taken - iteration.counted
+                since = iteration.taken - iteration.counted
+                if iteration.steps or self._prefetch.keeps(since):  # else it was a look at the data
+                    self._taken_to_the_end += since
                 iteration.taken = iteration.counted = 0
                 self._training.ended += 1
             raise

@@ -85,12 +85,24 @@ class Prefetch:
             self.doubt = self.doubt or _IRREGULAR
         self.ahead = min(max(self._waiting, 0), self.depth)
 
+    def keeps(self, since: int) -> bool:
+        """Whether a loop may have yet to train the last batches that it took."""
+        return self.depth is not None or self._alive >= since
+
+    @property
+    def _alive(self) -> int:
+        return sum(each() is not None for each in self._batches)
+
+    def lose(self) -> None:
+        """Note that fewer batches are remembered than are ahead."""
+        self.ahead, self.doubt = 0, self.doubt or _IRREGULAR
+
     @property
     def _waiting(self) -> int:
         return self._taken - self._commits * self._each
 
     def _learn(self, since: int) -> None:
-        alive = sum(each() is not None for each in self._batches)
+        alive = self._alive
         waits = since >= 2 and alive >= 2  # fetched ahead, or accumulated out of a list
         if not self._first:
             self._first = since
@@ -98,7 +110,7 @@ class Prefetch:
             if since == 1:
                 self.depth = 0
             self.ahead = int(waits)
-            self._unclear = _AMBIGUOUS.format(since) if waits else ""
+            self._unclear = _AMBIGUOUS.format(since) if since >= 2 else ""
         elif waits and self._first == since and not self._taken:
             self._taken, self._commits = 2 * since, 2  # a loop that fetches ahead may have left out a batch
             self.ahead = 0
@@ -113,7 +125,7 @@ class Prefetch:
 
     def state(self) -> dict[str, Any]:
         """What is known, as plain values."""
-        return {"depth": self.depth, "each": self._each, "unclear": self._unclear}
+        return {"depth": self.depth, "each": self._each, "unclear": self._unclear or self.doubt}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what the killed process knew, and did not know."""
