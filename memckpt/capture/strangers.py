@@ -96,6 +96,8 @@ class Strangers:
         given = {id(p) for one in self._live.optimizers for group in one.param_groups for p in group["params"]}
         # One that takes the place of a given one is made by the script at a step that a resume does not repeat.
         shares = any(id(param) in given for group in optimizer.param_groups for param in group["params"])
+        if shares and any(value is optimizer for one in self._live.optimizers for value in vars(one).values()):
+            return  # one that a given one steps: its state is that one's
         if not known:
             # One that is made for an evaluation takes its steps between two commits.
             if self._unknown.setdefault(optimizer, self._commits) != self._commits:
