@@ -11,6 +11,7 @@ from torch import nn
 
 from memckpt.config import StorageConfig
 from memckpt.recovery.restore import Restorer
+from memckpt.session.session import Session
 from memckpt.session.staging import Changes, Staging
 from memckpt.state.redo import RedoGroup
 from tests.support.storage.stored_runs import until_ordered, until_stored
@@ -178,6 +179,21 @@ def test_what_a_repeated_step_led_to_is_compared_with_its_sample(lab: Lab, redo:
     ended = lab.train(PLAIN, settings, seed=4, unchecked=None)
     assert ended.restored_step == CHANGED - 1
     assert ended.verdict[0] == "equal"
+
+
+def read_held_first(_: Control) -> None:
+    """As adapters do, whose loops go on behind the step that they are told of."""
+    around(Session, "restore_tensors", lambda original, session: session.held and original(session))
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_a_user_who_was_told_of_a_step_goes_on_behind_it(lab: Lab, redo: str) -> None:
+    settings = config(redo, resume_check="replay", audit_budget=0.0)
+    die_behind_the_change(lab, settings)
+    ended = resume(lab, settings, unchecked=None, prepare=read_held_first)
+    assert ended.restored_step == CHANGED - 1
+    assert f"step {CHANGED - 1} is resumed" in ended.log
+    lab.check_same(CASE, ended)
 
 
 class Stamped(nn.BatchNorm1d):

@@ -365,16 +365,26 @@ class Resumption:
         Raises:
             DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
         """
-        newest = self._prove_newest()
-        first, fill = self.chosen, self.restoration.fill
+        told, fill, start = any(self._ranks.gather(told)), self.restoration.fill, None
+        newest, first = self.state_after_repetition, self.chosen
         assert first is not None
+        # What the repeated step led to is put back behind it, and proven before.
+        proof = None if newest is None else fill(newest)
+        if newest is not None and proof is not None and proof.differs:
+            self._proof.repeat_nothing("the state that the step led to is refuted")
+            if told:
+                _log.warning("memckpt: %s; step %d is resumed", proof.line, first.held.step)
+                start = self._change_to(first)
+            else:
+                first = self.chosen = newest
+            self.state_after_repetition = None
         proof = fill(first)
-        if proof is not None and proof.differs and newest is not None:
-            first = self._forgo_repetition(newest, "the state that the step would be repeated from is refuted")
-            proof = fill(first)
+        if proof is not None and proof.differs and self.state_after_repetition is not None and not told:
+            self._proof.repeat_nothing("the state that the step would be repeated from is refuted")
+            first, self.state_after_repetition = self.state_after_repetition, None
+            self.chosen, proof = first, fill(first)
         if proof is None or not proof.differs:
-            return Filled(first, proof)
-        told = any(self._ranks.gather(told))
+            return Filled(first, proof, start)
         for other in self._others() if not told else ():
             found = fill(other)
             if found is not None and not found.differs:
@@ -387,28 +397,7 @@ class Resumption:
                 "starts over"
             )
         fill(first)  # nothing proves itself: this one is the nearest, and its report says what differs
-        return Filled(first, proof)
-
-    def _prove_newest(self) -> Chosen | None:
-        """Where a step is to be repeated, prove the state that it led to, which is put back in the end; collective.
-
-        Returns that state; None where no step is repeated. Where it is refuted it becomes the chosen one.
-        """
-        newest = self.state_after_repetition
-        if newest is None:
-            return None
-        proof = self.restoration.fill(newest)
-        if proof is None or not proof.differs:
-            return newest
-        # A repeated step would only show that again.
-        self._forgo_repetition(newest, "the state that the step led to is refuted")
-        return None
-
-    def _forgo_repetition(self, newest: Chosen, reason: str) -> Chosen:
-        """Choose the state after the step that was to be repeated, for this reason."""
-        self.chosen, self.state_after_repetition = newest, None
-        self._proof.repeat_nothing(reason)
-        return newest
+        return Filled(first, proof, start)
 
     def _others(self) -> Iterator[Chosen]:
         """Older states that can be restored in place of the chosen one, nearest first; collective.
