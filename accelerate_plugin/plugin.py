@@ -320,6 +320,8 @@ class MemCheckpointPlugin:
         self._objects.restore(state)
         self.accelerator.step = state["micro_step"]
         self._followers.continue_after(state["loaders"])
+        for line in self._followers.unreplayable():
+            session.inexact(line)
         # Those that are prepared later, in the loop, draw in `prepare` as they did in the killed process.
         for loader, used in zip(self._loaders_prepared_elsewhere(), state["prepared_elsewhere"], strict=False):
             if used:

@@ -54,6 +54,8 @@ class RankState:
         self._objects: list[Any] = []
         self.unrepeatable = ""
         self.never_repeatable = ""
+        #: Corrects the report of the resume, until the first commit: what is found until then holds for it, too.
+        self.correct: Callable[[str], object] | None = None
         #: Why a resume from the next record is not exact, one reason each.
         self._inexact: dict[str, None] = {}
         #: Objects that their owners carry, of which each call of one of these returns some.
@@ -73,6 +75,8 @@ class RankState:
         if reason not in self._inexact:
             self._inexact[reason] = None
             _log.warning("memckpt: a resume of this run will not be exact: %s", reason)
+            if self.correct is not None:
+                self.correct(reason)
 
     def take_over(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over from a held rank state why the run is not exact; returns the reasons."""
@@ -84,6 +88,14 @@ class RankState:
     def reasons(self) -> tuple[str, ...]:
         """Why later records are not exact."""
         return tuple(self._inexact)
+
+    def accept(self, reasons: Iterable[str]) -> None:
+        """Have later records carry that a resume was not exact for these reasons, and that the user has gone on."""
+        for reason in reasons:
+            if reason.startswith(EARLIER):
+                self._inexact.pop(reason, None)
+            if reason not in self._inexact:
+                self._inexact[ACCEPTED + reason.removeprefix(EARLIER)] = None
 
     def carry(self, reasons: Iterable[str]) -> None:
         """Have later records carry why the run is not exact, which has been logged."""

@@ -78,7 +78,7 @@ class Session:
         replicated: Sequence[str] = (),
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._closed = self._has_told = False
+        self._closed = self._has_told = self._has_continued = False
         self._observers = observers
         self._last: RestorePoint | None = None
         #: The step number of the last commit, restore point or not; None before the first.
@@ -256,10 +256,10 @@ class Session:
         report = self.restore_tensors()
         held = self._resumption.held
         if report is not None and held is not None:
-            self._accept(report.because(self._rank_state.load_registered(held.rank_state)))
+            report.because(self._rank_state.load_registered(held.rank_state))
         if report is not None or held is None:
             self.restore_rng()
-        return None if report is None else report.because(*self._loop.found)
+        return report
 
     def restore_tensors(self) -> RestoreReport | None:
         """Restore parameters, buffers, optimizer state and groups, in place; the first half of :meth:`restore`."""
@@ -273,11 +273,11 @@ class Session:
             self._switch.start(filled.start.record)
         report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._resumption.restoration.record_redo_seconds)
-        report = report.because(chosen.not_exact, *self._rank_state.take_over(chosen.state))
+        self._rank_state.take_over(chosen.state)
+        report = report.because(chosen.not_exact, *self._rank_state.reasons)
         report = self._compression.restored(report, chosen.held.rank_state)
-        known = self._rank_state.reasons
+        self._rank_state.correct = report.because
         self._rank_state.load([OBJECTS], chosen.held.rank_state)
-        report = report.because(*(one for one in self._rank_state.reasons if one not in known))
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
         self._accept(report)
         self._proof.begin_comparison(chosen)
@@ -299,11 +299,15 @@ class Session:
                 f"resume='exact': expected to go on exactly behind step {report.step}, found: {found}. {kept} still "
                 "there: resume='auto' goes on all the same, resume=STEP from an older step, resume='never' anew"
             )
-        self._rank_state.carry(ACCEPTED + one for one in reasons if one not in self._rank_state.reasons)
+        self._rank_state.accept(reasons)
 
     def restore_rng(self) -> None:
         """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
         self._loop.continue_at(self._resumption.held)
+        report = self._proof.report
+        if report is not None and not self._has_continued:
+            self._accept(report.because(*self._loop.found))
+        self._has_continued = True
         self._restore_rng()
 
     def _restore_rng(self) -> None:
@@ -377,6 +381,7 @@ class Session:
         self._refuse_unrestored("commit()")
         is_repetition = self._proof.repetition is not None
         with self._clock.in_commit():
+            self._rank_state.correct = None  # what is found from now on, later resumes name
             self._loop.count_commit()
             refuse_join_context(self._data_parallel)
             self._recorder.graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)

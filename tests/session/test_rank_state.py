@@ -12,7 +12,7 @@ import torch
 from memckpt.capture.attributes import FoundObjects
 from memckpt.capture.copier import HostCopier
 from memckpt.errors import ConfigurationError
-from memckpt.session.rank_state import RankState
+from memckpt.session.rank_state import ACCEPTED, EARLIER, RankState
 from memckpt.session.resume.report import RestoreReport, ResumeCheck
 
 
@@ -109,3 +109,19 @@ def test_objects_that_nobody_has_named_keep_no_training_from_its_steps() -> None
     held.kept = False
     assert objects.state_dict() == {}
     assert [one.partition("raises ")[2] for one in said] == ["ValueError: not that one", "no state"]
+
+
+def test_a_reason_found_before_the_first_commit_corrects_the_report(rank_state: RankState) -> None:
+    found: list[str] = []
+    rank_state.correct = found.append
+    rank_state.inexact("one")
+    rank_state.correct = None
+    rank_state.inexact("two")
+    assert found == ["one"]
+    assert rank_state.reasons == ("one", "two")
+
+
+def test_what_a_user_goes_on_with_is_accepted(rank_state: RankState) -> None:
+    rank_state.carry([EARLIER + "a check", "a loader"])
+    rank_state.accept([EARLIER + "a check", "a loader", "a sample"])
+    assert rank_state.reasons == ("a loader", ACCEPTED + "a check", ACCEPTED + "a sample")
