@@ -206,17 +206,17 @@ def observe_run(run: Path, node: str | None, state_bytes: float) -> Measured:
     """
     looker = Looker(AgentAddress.of(run, node), None)
     before = time.monotonic()
-    first = _look(looker)
+    first = _view_of(looker)
     started = time.monotonic()
     last, looked = first, before
     while _steps(first, last) < 5 and time.monotonic() - started < _WATCH_SECONDS:
         select.select([], [], [], _LOOK_SECONDS)
         looked = time.monotonic()
-        last = _look(looker)
+        last = _view_of(looker)
     return describe(first, last, looked - before, state_bytes)
 
 
-def _look(looker: Looker) -> View:
+def _view_of(looker: Looker) -> View:
     view = looker.view_run()
     if view.agent_problem:
         raise AgentGoneError(view.agent_problem)

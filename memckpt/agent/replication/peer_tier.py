@@ -341,7 +341,7 @@ class Recovery:
     def start(self) -> None:
         """Ask for all of them. Sending may show that the replicator is dead, which fails the recovery."""
         if not self._wanted:
-            self._end("", tuple(self._bad))
+            self._answer_owner("", tuple(self._bad))
         for wanted in list(self._wanted.values()):
             if not self.over:
                 self._send(Describe(wanted, self._number), [])
@@ -394,7 +394,7 @@ class Recovery:
         self._nbytes += message.nbytes
         del self._wanted[message.ranks]
         if not self._wanted:
-            self._end("", tuple(self._bad))
+            self._answer_owner("", tuple(self._bad))
 
     def fail(self, problem: str, bad: tuple[BadSourceSeen, ...] = ()) -> None:
         """Give up, for a reason; `bad`: sources to be left out next time, none where the reason lies in this node."""
@@ -403,9 +403,9 @@ class Recovery:
         for generation in self._generations.values():
             generation.close()
         self._generations.clear()
-        self._end(problem, bad)
+        self._answer_owner(problem, bad)
 
-    def _end(self, problem: str, bad: tuple[BadSourceSeen, ...]) -> None:
+    def _answer_owner(self, problem: str, bad: tuple[BadSourceSeen, ...]) -> None:
         self.over = True
         self._done(Recovered(problem, bad, self._nbytes, time.monotonic() - self._started))
 
