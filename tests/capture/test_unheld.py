@@ -56,6 +56,10 @@ HELD: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.promise(
+    "a buffer or parameter that appears in training and cannot be copied: sparse, nested, quantized, on the meta "
+    "device, inside a torch.func transform, without memory"
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", UNHELD.values(), ids=UNHELD)
 def test_what_cannot_be_copied_is_left_out_by_name(make: Callable[[], torch.Tensor]) -> None:

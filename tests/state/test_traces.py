@@ -136,6 +136,7 @@ def optimizer_with(trace: Callable[..., None]) -> tuple[nn.Module, Any]:
     return model, type(trace.__name__, (Traced,), {"trace": trace, "__module__": __name__})(model.parameters())
 
 
+@pytest.mark.promise("an optimizer whose step changes a class attribute, a global, a default or a closure of its code")
 @pytest.mark.parametrize("trace", KINDS, ids=lambda trace: trace.__name__)
 def test_steps_on_copies_leave_no_trace_and_are_not_redone(trace: Callable[..., None]) -> None:
     model, optimizer = optimizer_with(trace)

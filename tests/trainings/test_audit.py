@@ -12,6 +12,7 @@ import torch
 
 from memckpt.config import StorageConfig
 from memckpt.session import mode
+from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.storage.stored_runs import leave_only_storage
@@ -38,6 +39,7 @@ from tests.support.trainings.killed_ranks import (
     results,
     run,
 )
+from tests.support.trainings.planted_faults import around
 from tests.support.trainings.rank_trainings import DdpJob
 
 PERIOD = 4
@@ -126,8 +128,13 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab, tier: str) -> 
         if audit is not None and audit.findings:
             kill_self(control)
 
+    def die_when_told(control: Control) -> None:
+        """The news may come between the commit and the look at the audit."""
+        around(GenerationSwitch, "distrust", lambda *_: kill_self(control))
+
     lab.start_agent()
-    died = lab.train(case, settings, actions={("after commit", step): die_of_it for step in range(1, STEPS)})
+    actions = {("after commit", step): die_of_it for step in range(1, STEPS)}
+    died = lab.train(case, settings, actions=actions, prepare=die_when_told)
     assert "the audit found" not in died.log
     if storage is not None:
         leave_only_storage(lab.run_dir)
