@@ -93,7 +93,7 @@ def restore_groups(live: LiveState, described: Mapping[str, Any]) -> None:
     restore_modes(live, described)
     for optimizer, names in zip(live.optimizers, described["hooked"], strict=True):
         for kind in type(optimizer).__mro__:
-            if kind.__qualname__ in names and not _is_hooked(kind):
+            if _full_name(kind) in names and not _is_hooked(kind):
                 step: Any = Optimizer.profile_hook_step(vars(kind)["step"])
                 step.hooked = True  # as in Optimizer._patch_step_function
                 kind.step = step  # type: ignore[attr-defined]  # a class of optimizers
@@ -126,7 +126,11 @@ def describe_hooked(live: LiveState) -> list[list[str]]:
 
     A step that calls the step of its base calls hooks twice from then on.
     """
-    return [[kind.__qualname__ for kind in type(one).__mro__ if _is_hooked(kind)] for one in live.optimizers]
+    return [[_full_name(kind) for kind in type(one).__mro__ if _is_hooked(kind)] for one in live.optimizers]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"  # a user's class often has the name of its base
 
 
 def _is_hooked(kind: type) -> bool:
