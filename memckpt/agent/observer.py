@@ -41,7 +41,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Figures:
-    """What an agent has seen since it started."""
+    """Figures of an agent since it started."""
 
     check: str = ""  #: the finding of the attempt's resume check, in one line
     verdict: str = ""  #: its verdict; empty before there is one

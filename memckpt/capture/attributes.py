@@ -426,7 +426,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Where the values lie; None where they cannot be copied."""
+    """Address of the values; None where they cannot be copied."""
     return None if why_not_held(tensor) else local(tensor).data_ptr()
 
 

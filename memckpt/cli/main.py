@@ -131,7 +131,7 @@ class ServiceManager:
 
 # The subcommands
 
-#: As the help lists them. One by its name is another package's (entry points ``memckpt.commands``).
+#: Commands as the help lists them. A name stands for a command of another package (entry points ``memckpt.commands``).
 _PANELS: dict[str, tuple[Callable[..., None] | str, ...]] = {
     "A run": ("run", "worker", status, events, "report", stop, agent),
     "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),

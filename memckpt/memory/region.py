@@ -316,7 +316,7 @@ class GenerationRegions:
 
 
 def _in_words(layout: Layout) -> str:
-    """What the memory of a generation is made of, for the message where there is not enough."""
+    """Parts of a generation's memory, for the message where there is not enough."""
     spec = layout.spec
     detail = (
         f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {short_number(layout.numel)} parameters: "

@@ -28,12 +28,12 @@ TrainerToAgent = (
     peer_job.TrainerToAgent | recovery.TrainerToAgent | status.TrainerToAgent | storing.TrainerToAgent
     | trainer.TrainerToAgent
 )  # fmt: skip
-#: What an agent says to trainers and visitors.
+#: Messages of an agent to trainers and visitors.
 AgentToTrainer = (
     peer_job.AgentToTrainer | recovery.AgentToTrainer | replication.AgentToTrainer | status.AgentToTrainer
     | storing.AgentToTrainer | trainer.AgentToTrainer
 )  # fmt: skip
-#: What an agent says to its replicator, and the replicator to its agent.
+#: Messages of an agent to its replicator, and of the replicator to its agent.
 AgentToReplicator = peer_job.AgentToReplicator | recovery.AgentToReplicator | replication.AgentToReplicator
 ReplicatorToAgent = (
     peer_job.ReplicatorToAgent | recovery.ReplicatorToAgent | replication.ReplicatorToAgent | status.ReplicatorToAgent

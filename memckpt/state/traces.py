@@ -153,7 +153,7 @@ class Traces:
                     held[key] = before
 
             name = f"{held.get('__name__')}.{each}"
-            self._add(name, lambda key=each: held.get(key, _ABSENT), write)  # type: ignore[misc]
+            self._add(name, lambda key=each: held.get(key, _ABSENT), write)  # type: ignore[misc]  # bound
             self._due += [(name, held[each])] if each in held else []
 
     def _keep_names(self, name: str, owner: Any, attributes: Iterable[str]) -> None:

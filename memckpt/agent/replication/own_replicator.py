@@ -105,7 +105,7 @@ class OwnReplicator:
         self.process: ReplicatorProcess | None = None
         #: Whether it has a plan, so that its peers know the job and a successor tells them where it listens.
         self.planned = False
-        #: What the model of each of the node's ranks consists of; compared with what is kept.
+        #: Fingerprints of the models of the node's ranks, compared with those that are kept.
         self.fingerprints: dict[int, tuple[str, ...]] = {}
         #: Why there is no process, in words.
         self.problem = ""
