@@ -108,6 +108,10 @@ def test_reduced_shards(lab: Lab, setup: Setup) -> None:
     survives(lab, job_of(lab, setup, unchecked()), [Death(1, 3, "backward"), Death("all", 7, "stepped")])
 
 
+def test_compiled_blocks_stay_in_one_graph(lab: Lab) -> None:
+    survives(lab, job_of(lab, Setup(compiled=True), unchecked()), [Death(1, 3, "backward")])
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 def test_flat_parameters(lab: Lab, use_orig_params: bool) -> None:
     job = replace(rank_trainings.flat_job_of(lab, use_orig_params=use_orig_params), config=unchecked())

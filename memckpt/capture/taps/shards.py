@@ -56,9 +56,8 @@ class ShardTap(StreamingTap):
         self._handles += [module.register_forward_hook(self._watch_reduction) for module in _outermost(self._model)]
         if not self._copier.asynchronous:
             return  # commits have been sent by the time that commit() returns
-        for module in self._model.modules():
-            if any(is_dtensor(param) for param in module.parameters(recurse=False)) or is_fsdp2(module):
-                self._handles.append(module.register_forward_hook(self._watch_outputs))
+        for module in _reducing(self._model):
+            self._handles.append(module.register_forward_hook(self._watch_outputs))
 
     @survives("inspecting a module's output")
     def _watch_reduction(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -113,6 +112,18 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
     if is_fsdp2(model):
         return [model]
     return [found for child in model.children() for found in _outermost(child)]
+
+
+def _reducing(module: nn.Module, managed: bool = False) -> Iterator[nn.Module]:
+    """Modules behind whose outputs a backward may reduce: fully_shard's own; elsewhere those with DTensors.
+
+    Not those inside of fully_shard's (`managed`): they may be compiled, and a hook would break their graphs.
+    """
+    managed |= is_fsdp2(module)
+    if is_fsdp2(module) or (not managed and any(map(is_dtensor, module.parameters(recurse=False)))):
+        yield module
+    for child in module.children():
+        yield from _reducing(child, managed)
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -53,6 +53,7 @@ class Setup:
         reshard: whether parameters are freed between forward and backward.
         scaler: whether the loss is scaled; the gradients of one step overflow, on one rank.
         table: whether there is a buffer too large to be copied with every record.
+        compiled: whether each block is compiled; a block in several graphs ends the training.
     """
 
     kind: str = "fsdp"
@@ -65,6 +66,7 @@ class Setup:
     offload: bool = False
     scaler: bool = False
     table: bool = False
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +74,7 @@ class Setup:
         if self.accumulate > 1:
             parts += [f"accumulate{self.accumulate}", "sync-each" if self.sync_each else ""]
         parts += ["" if self.reshard else "kept"]
-        parts += [each for each in ("offload", "scaler", "table") if getattr(self, each)]
+        parts += [each for each in ("offload", "scaler", "table", "compiled") if getattr(self, each)]
         return "-".join(part for part in parts if part)
 
 
@@ -219,6 +221,8 @@ class Distributed(RankTraining):
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if self.setup.offload else OffloadPolicy(),
         }
         for block in self.net.blocks:
+            if self.setup.compiled:
+                block.compile(backend="eager")
             fully_shard(block, **settings)
         fully_shard(self.net, **settings)
 
@@ -270,7 +274,15 @@ class Distributed(RankTraining):
             self.scaler.step(optimizer)
             scheduler.step()
         self.scaler.update()
+        if self.setup.compiled:
+            self._refuse_graph_breaks()
         return total.hex()
+
+    def _refuse_graph_breaks(self) -> None:
+        from torch._dynamo.utils import counters  # a second of imports
+
+        if counters["graph_break"]:
+            raise AssertionError(f"expected one graph a block, found breaks: {list(counters['graph_break'])}")
 
     # Final state
 
