@@ -283,10 +283,11 @@ _LOADERS: tuple[Any, ...] = (
 )
 #: Files that hold no state: a fork may share them.
 _HARMLESS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
-#: Variables that libraries read where Python does not see it, as they are loaded.
+#: Variables that libraries read where Python does not see it, as they are loaded. Not CUDA_*, NCCL_* and
+#: CUBLAS_WORKSPACE_CONFIG: they are read as a device, a communicator or a handle is opened, which is behind the fork.
 _READ_BY_LIBRARIES = (
-    "ATEN_", "BLIS_", "CUBLAS_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HIP_", "KMP_", "LD_", "MALLOC_", "MKL_",
-    "NCCL_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCM_", "TORCH_", "VECLIB_",
+    "ATEN_", "BLIS_", "CUBLAS_LOG", "CUBLASLT_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HIP_", "KMP_", "LD_", "MALLOC_",
+    "MKL_", "NUMEXPR_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCM_", "TORCH_", "VECLIB_",
 )  # fmt: skip
 
 

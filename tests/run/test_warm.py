@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,28 @@ def test_imports_that_a_fork_would_not_repeat_are_named(
     assert warm is (kind in HARMLESS)
     if kind not in ("process", *HARMLESS):
         assert "inner" in line
+
+
+#: What Lightning, deterministic trainings, transformers and users set before a device is opened.
+OF_DEVICES = (
+    "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG", "NCCL_DEBUG",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "is_warm"), [(OF_DEVICES, True), (("OMP_NUM_THREADS",), False)], ids=["devices", "loads"]
+)
+def test_a_training_may_set_variables_that_are_read_as_a_device_is_opened(
+    warmed: Any, names: Sequence[str], is_warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nos.environ.update(dict.fromkeys({names}, '0'))\n" + NOTE_IMPORTS)
+    training = warmed(str(script))
+    training.warm_up(training.attempt())
+    assert isinstance(training.attempt(), Warm) is is_warm, training.last
 
 
 def test_only_what_is_installed_is_imported_ahead_and_what_has_changed_since_is_not_used(
