@@ -2,7 +2,7 @@
 
 Contract: :meth:`Copier.copy` may return before the copy is done. The source must not change before the current stream
 has passed :meth:`Copier.wait_before_changes`. The destination must not be read before a token taken after the copy has
-been waited for.
+been waited for. What is copied at a commit is read inside :meth:`Copier.behind_training`, whichever stream is current.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,12 @@ class Copier(Protocol):
 
     def wait_before_changes(self) -> None:
         """Let later work on the current stream change sources. The device waits for the copies; the host does not."""
+
+    def behind_training(self) -> contextlib.AbstractContextManager[None]:
+        """Order the current stream behind those that training runs on, and at the end these behind it.
+
+        A training may run on a stream of its own and commit outside of it.
+        """
 
     def token(self) -> Callable[[], None]:
         """A function that blocks until every copy started before this call is done."""
@@ -69,6 +75,9 @@ class HostCopier:
 
     def wait_before_changes(self) -> None:
         return
+
+    def behind_training(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def token(self) -> Callable[[], None]:
         return lambda: None
@@ -111,6 +120,9 @@ class CudaCopier:
         self._bucket_bytes = 0
         #: Streams that produced the tensors in the bucket: fully_shard reduces gradients on a stream of its own.
         self._sources: set[Any] = set()
+        #: Streams that have changed sources since the last commit, or, until one does, before it.
+        self._changing: set[Any] = set()
+        self._is_committed = False
         self._registered: dict[int, int] = {}
         #: Events recorded after each launch whose copies are not known to be done, oldest first.
         self._launched: deque[Any] = deque()
@@ -156,8 +168,26 @@ class CudaCopier:
     def wait_before_changes(self) -> None:
         if self.recording_graph():
             return  # recorded work runs later, and a graph cannot wait for streams outside of it
-        self._launch()
-        self._cuda.current_stream(self._device).wait_stream(self._stream)
+        with self._lock:
+            self._launch()
+            current = self._cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            if self._is_committed:
+                self._changing, self._is_committed = set(), False
+            self._changing.add(current)
+
+    @contextlib.contextmanager
+    def behind_training(self) -> Iterator[None]:
+        current = self._cuda.current_stream(self._device)
+        others = self._changing - {current}
+        for other in others:
+            current.wait_stream(other)
+        try:
+            yield
+        finally:
+            for other in others:
+                other.wait_stream(current)
+            self._is_committed = True
 
     def token(self) -> Callable[[], None]:
         self._launch()

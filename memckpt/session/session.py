@@ -380,7 +380,7 @@ class Session:
             raise UsageError("commit() after close(): attach again to go on")
         self._refuse_unrestored("commit()")
         is_repetition = self._proof.repetition is not None
-        with self._clock.in_commit():
+        with self._clock.in_commit(), self._copier.behind_training():
             self._rank_state.correct = None  # what is found from now on, later resumes name
             self._loop.count_commit()
             refuse_join_context(self._data_parallel)
@@ -616,8 +616,9 @@ class Session:
         self._link.finish_sending()
         last = self._last if self._last is not None else self._resumption.point  # which no step has followed
         stores = finished and self._training.config.storage is not None and self._link.up
-        if stores and last is not None and self._switch.capture_last(last):
-            self._protection.end_gap(last)
+        with self._copier.behind_training():
+            if stores and last is not None and self._switch.capture_last(last):
+                self._protection.end_gap(last)
         self._unhook()
         self._close_parts()
         self._link.close(finished)

@@ -156,6 +156,45 @@ def test_no_copy_races(seed: int) -> None:
     assert all(source.kept_for == {side} for source in begun)  # its memory is not given to others before
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_commit_outside_of_the_training_s_stream(steps: int) -> None:
+    device = Device()
+    copier = CudaCopier(DEVICE, device)
+    outside, streams = device.current, [device.Stream(DEVICE) for _ in range(2)]
+    for _ in range(3):
+        stepped = []
+        for trained_on in streams[:steps]:
+            device.current = trained_on
+            copier.wait_before_changes()  # before an optimizer steps
+            stepped.append(Source(device, 4))
+        device.current = outside
+        with copier.behind_training():
+            for source in stepped:
+                copier.copy(Slot(device), source)  # type: ignore[arg-type]
+            copier.wait_before_changes()
+        for trained_on in streams[:steps]:  # whose next forward may change buffers
+            assert {("copied", source) for source in stepped} <= trained_on.done
+
+
+def test_streams_that_train_no_more_are_not_waited_for() -> None:
+    device = Device()
+    copier = CudaCopier(DEVICE, device)
+    outside, former, now = device.current, *(device.Stream(DEVICE) for _ in range(2))
+    for trained_on in (former, now, now):
+        device.current = trained_on
+        copier.wait_before_changes()
+        source = Source(device, 4)
+        device.current = outside
+        for _ in range(2):  # a commit without a backward since: the stream may have changed buffers
+            with copier.behind_training():
+                assert ("made", source) in outside.done
+    device.current = former
+    unseen = Source(device, 4)
+    device.current = outside
+    with copier.behind_training():
+        assert ("made", unseen) not in outside.done
+
+
 def test_nothing_is_waited_for_in_a_graph() -> None:
     device = Device()
     copier = CudaCopier(DEVICE, device)

@@ -6,6 +6,7 @@ copied with its new values.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 from collections.abc import Callable
@@ -54,6 +55,9 @@ class DeferredCopier:
     def wait_before_changes(self) -> None:
         with self._lock:
             self.made[0] += self._make(len(self._begun))
+
+    def behind_training(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def token(self) -> Callable[[], None]:
         with self._lock:
