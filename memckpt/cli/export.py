@@ -24,6 +24,7 @@ from memckpt.errors import (
 )
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, save_to
+from memckpt.processes.launch import hide_devices
 from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.local_store import LocalStore, sync_directory
@@ -61,6 +62,7 @@ def export(
     """
     from memckpt.storage.export import formats
 
+    hide_devices()
     if to.exists():
         raise UsageError(f"{to} exists: choose another name, or remove it first")
     known = formats()

@@ -78,7 +78,7 @@ def agent(
     finished, no trainer has come back, or it was told to leave; 7 if this node has another agent of the run.
     """
     from memckpt.agent.server import serve
-    from memckpt.processes.launch import make_run_dir
+    from memckpt.processes.launch import hide_devices, make_run_dir
     from memckpt.processes.log import logging_to_stderr
     from memckpt.protocol.status import MetricsSettings
 
@@ -87,6 +87,7 @@ def agent(
     metrics = MetricsSettings(metrics_port, metrics_host or AgentConfig().metrics_host, metrics_file)
     address = AgentAddress.of(run, node)
     make_run_dir(address.run_dir)
+    hide_devices()
     manager = ServiceManager()
     with logging_to_stderr():
         serve(

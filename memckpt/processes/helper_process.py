@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
-from memckpt.processes.launch import environment_with_package
+from memckpt.processes.launch import helper_environment
 from memckpt.protocol.audit import AgentToAuditor, AuditorToAgent
 from memckpt.protocol.channel import AgentToReplicator, Channel, ReplicatorToAgent, encode
 from memckpt.protocol.descriptors import writable
@@ -103,7 +103,7 @@ class HelperProcess(Generic[In, Out]):
                         [sys.executable, "-m", module, *connection, *arguments],
                         stdin=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno(), *given.values()],
-                        env=environment_with_package(),
+                        env=helper_environment(),
                     )
             except OSError as error:
                 raise AgentError(

@@ -120,7 +120,7 @@ def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subpro
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**environment_with_package(), "OMP_WAIT_POLICY": "passive"},
+            env={**helper_environment(), "OMP_WAIT_POLICY": "passive"},
             start_new_session=True,
             pass_fds=[report_fd],
         )
@@ -149,17 +149,28 @@ def _end_agent(line: str) -> None:
         process.wait(_END_SECONDS)
 
 
-# Where another process finds modules
+# What another process finds: modules, and no device
+
+#: No accelerator has this number. On ROCm both variables count.
+_NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
-def environment_with_package() -> dict[str, str]:
-    """This process's environment, in which a process of any working directory finds this package.
+def hide_devices() -> None:
+    """Have this process, and those that it starts, open no accelerator; never called in a trainer.
+
+    A context takes up to 0.6 GiB of the first device. A step of torch's Adam opens one, also for tensors on the host.
+    """
+    os.environ.update(_NO_DEVICES)
+
+
+def helper_environment() -> dict[str, str]:
+    """This process's environment for an agent and its helpers, which find this package and no accelerator.
 
     The trainer may run in another directory than it was started in, and its sys.path is not inherited.
     """
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path, **_NO_DEVICES}
 
 
 def user_search_path() -> tuple[str, ...]:

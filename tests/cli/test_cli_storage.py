@@ -170,6 +170,20 @@ def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None
     assert torch.equal(state["model.weight"], torch.arange(6.0).view(2, 3) + 1)
 
 
+def test_an_export_opens_no_device(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that were on one are decoded, and steps redone, where a training may need all of its memory."""
+    found: list[str | None] = []
+    original = export_command._write
+
+    def write(*arguments: Any) -> None:
+        found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        original(*arguments)
+
+    monkeypatch.setattr(export_command, "_write", write)
+    invoke("export", run, "--format", "dcp", "--to", tmp_path / "out")
+    assert found == ["-1"]
+
+
 def test_a_step_that_is_not_there_is_not_exported(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NothingHeldError, match="expected one of the steps that the storage has, 1, 2, found step 7"):
         invoke("export", run, "--step", 7, "--to", tmp_path / "out")

@@ -15,6 +15,7 @@ from memckpt.config import StorageConfig
 from memckpt.processes import helper_process
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
+from tests.support.cluster.processes import hides_devices
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config
@@ -46,6 +47,8 @@ def test_the_writer_is_ready_before_it_is_needed(lab: Lab) -> None:
         assert not has_torch(agent)
         assert os.getpriority(os.PRIO_PROCESS, writer) == os.getpriority(os.PRIO_PROCESS, agent)
         assert int(Path(f"/proc/{writer}/oom_score_adj").read_text()) == 500
+        assert all(hides_devices(pid) for pid in (agent, writer))
+        assert not hides_devices(os.getpid())
         session.close()
 
     child = lab.fork(body, "early")

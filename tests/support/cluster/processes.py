@@ -129,3 +129,8 @@ def memory_of_ours(pid: int | str) -> list[str]:
         if "memfd:memckpt" in target:
             found.append(f"fd {fd.name} -> {target}")
     return found
+
+
+def hides_devices(pid: int) -> bool:
+    """Whether a process was started without accelerators: a context takes memory of the first one."""
+    return "CUDA_VISIBLE_DEVICES=-1" in Path(f"/proc/{pid}/environ").read_text().split("\0")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +16,8 @@ from memckpt.cli.main import app, main
 
 def invoke(*arguments: object) -> tuple[int, str]:
     """Exit status and output; an error of ours is raised as `main` gets it."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    with mock.patch.dict(os.environ):  # commands may change that of their process
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout
