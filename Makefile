@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    $(PYTHON) -m venv --clear $(VENV); }
 	@echo "setup: installing memckpt and its dependencies into $(VENV) (takes minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m tests.support.late.device
 	@touch $@
 
 demo: setup  ## Kill a training run and see it resume
