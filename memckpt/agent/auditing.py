@@ -70,6 +70,12 @@ class _Watched:
     seen: int = 0
     known: bool = False
 
+    @property
+    def backlog(self) -> int:
+        """Pieces on their way that wait for no further record."""
+        period = self.generation.spec.period
+        return sum(len(pieces) for first, pieces in self.running.items() if first + period <= self.sent)
+
 
 class Auditing:
     """Belongs to the agent's event loop. Owns the auditor's process; :meth:`close` it.
@@ -99,7 +105,10 @@ class Auditing:
         """Figures; None before anything can be audited."""
         if not self._ready and not self._problem:
             return None
-        return AuditStatus(self._pieces, self._record, self._findings, self._cpu_seconds, self._late, self._problem)
+        backlog = sum(one.backlog for one in self._watched.values())
+        return AuditStatus(
+            self._pieces, self._record, self._findings, self._cpu_seconds, self._late, backlog, self._problem
+        )
 
     def configure(self, message: Configure) -> None:
         """Take the attempt's configuration."""

@@ -84,6 +84,7 @@ class AuditStatus(msgspec.Struct, frozen=True):
     findings: int  #: pieces that differed
     cpu_seconds: float  #: of the auditor's process
     late: int = 0  #: pieces whose slots were filled anew before they were read
+    backlog: int = 0  #: pieces of which all records are there, and that are not compared yet
     problem: str = ""  #: why steps are not audited, in words; empty if they are
 
 

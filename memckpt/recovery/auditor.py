@@ -185,7 +185,9 @@ class Auditor:
             self._slots[message.key] = _Slots(message.generation, Region.open(fds[0]))
         slots = self._slots[message.key]
         slots.metas |= {record: decode_meta(meta) for record, meta in message.metas.items()}
-        oldest = max(slots.metas) - slots.layout.ring
+        # Also what a running audit awaits: where its slot is filled anew by now, its next step finds that out.
+        awaited = (one.next for one in self._running if one.key == message.key)
+        oldest = min([max(slots.metas) - slots.layout.ring, *awaited])
         slots.metas = {record: meta for record, meta in slots.metas.items() if record >= oldest}
         if message.first is None:
             return None

@@ -102,10 +102,9 @@ def test_a_fault_in_captured_state_is_found_by_its_sample(lab: Lab, name: str) -
 
 def audited(lab: Lab, fault: Fault | None = None) -> int | None:
     """Step up to which steps had been redone when the auditor found something, or could not go on; None: it has not."""
-    wait = wait_for_audit(2 * PERIOD)
 
     def die_of_it(control: Control) -> None:
-        wait(control)
+        wait_for_audit(control)
         audit = audit_of(control)
         if audit is not None and (audit.findings or audit.problem):
             control.journal.note("found", record=control.step if audit.problem else audit.record)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from memckpt.config import StorageConfig
+from memckpt.config import DEFAULT_SLOTS, StorageConfig
 from memckpt.session import mode
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.cluster.waiting import until
 from tests.support.storage.stored_runs import leave_only_storage
 from tests.support.trainings.engine_audits import (
     HiddenWrite,
@@ -44,6 +47,8 @@ from tests.support.trainings.rank_trainings import DdpJob
 
 PERIOD = 4
 STEPS = 48
+#: Records that a ring of slots holds.
+RECORDS = PERIOD + DEFAULT_SLOTS
 
 
 def late(step: int) -> Callable[[int], bool]:
@@ -68,8 +73,7 @@ def test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again(
 ) -> None:
     case = Case(f"audit-{name}", build, STEPS)
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
-    wait = wait_for_audit(2 * PERIOD)
-    actions: dict[tuple[str, int], Action] = {("after commit", step): wait for step in range(1, STEPS)}
+    actions: dict[tuple[str, int], Action] = {("after commit", step): wait_for_audit for step in range(1, STEPS)}
     lab.start_agent()
     actions[("after commit", STEPS - 4)] = kill_self
     died = lab.train(case, settings, actions=actions, prepare=as_if_large)
@@ -89,8 +93,8 @@ CASES = {case.name: case for case in [*OPTIMIZER_CASES, *SHAPE_CASES, ACCUMULATI
 
 @pytest.mark.parametrize("name", [*CLEAN, "accumulation", "clip-norm", "unfrozen", "moving-average"])
 def test_what_redo_gets_right_is_no_finding(lab: Lab, name: str) -> None:
-    case, wait = CASES[name], wait_for_audit(2 * PERIOD)
-    actions = {("after commit", step): wait for step in range(1, case.steps)}
+    case = CASES[name]
+    actions = {("after commit", step): wait_for_audit for step in range(1, case.steps)}
     lab.start_agent()
     ended = lab.train(case, config("lazy", PERIOD, audit_budget=1.0), actions=actions)
     audits = ended.of("audit")
@@ -120,10 +124,9 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab, tier: str) -> 
     case = Case("audit-late-death", lambda: PhasedTraining(late(9)), STEPS)
     storage = StorageConfig(every_steps=1000) if tier == "storage" else None
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off", storage=storage)
-    wait = wait_for_audit(2 * PERIOD)
 
     def die_of_it(control: Control) -> None:
-        wait(control)
+        wait_for_audit(control)
         audit = audit_of(control)
         if audit is not None and audit.findings:
             kill_self(control)
@@ -138,7 +141,9 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab, tier: str) -> 
     assert "the audit found" not in died.log
     if storage is not None:
         leave_only_storage(lab.run_dir)
-    resumed = lab.train(case, settings, seed=1001, actions={("after commit", step): wait for step in range(1, STEPS)})
+    resumed = lab.train(
+        case, settings, seed=1001, actions={("after commit", step): wait_for_audit for step in range(1, STEPS)}
+    )
     assert not resumed.of("restored")[0]["exact"]
     assert "training does not go on exactly: the audit found" in resumed.log
     assert resumed.end["mode"] == "snapshot"
@@ -153,33 +158,51 @@ def test_a_class_that_only_the_script_has_is_named(lab: Lab) -> None:
     assert "no other process can import" in ended.of("audit")[0]["of"]
 
 
-def test_an_auditor_that_dies_is_replaced(lab: Lab) -> None:
-    wait = wait_for_audit(2 * PERIOD)
+def auditor_of(control: Control) -> int:
+    assert control.session is not None
+    agent = control.session.agent_pid
+    (auditor,) = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return int(auditor)
 
-    def kill_it_once(control: Control) -> None:
-        if control.step == 8:
-            assert control.session is not None
-            agent = control.session.agent_pid
-            (auditor,) = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-            kill_and_wait(int(auditor))  # with the next commit there is another one
-        else:
-            wait(control)
 
+def kill_it(control: Control) -> None:
+    kill_and_wait(auditor_of(control))
+    until(lambda: audit_of(control) is None, "the agent to know")  # with the next commit there is another one
+
+
+def stop_it(control: Control) -> None:
+    os.kill(auditor_of(control), signal.SIGSTOP)
+
+
+def continue_it(control: Control) -> None:
+    os.kill(auditor_of(control), signal.SIGCONT)
+    wait_for_audit(control)
+
+
+@pytest.mark.parametrize(
+    "faults", [{8: kill_it}, {8: stop_it, 8 + 2 * RECORDS: continue_it}], ids=["dies", "stands-still"]
+)
+def test_the_audit_goes_on_behind_a_failure_of_its_process(lab: Lab, faults: dict[int, Action]) -> None:
+    """One that stands still misses all records of the audits on their way, and knows it."""
+    case = replace(CASES["adamw-foreach"], steps=STEPS)
+    actions: dict[tuple[str, int], Action] = {("after commit", step): wait_for_audit for step in range(1, STEPS)}
+    for step in range(min(faults), max(faults)):
+        del actions["after commit", step]
+    actions |= {("after commit", step): fault for step, fault in faults.items()}
     lab.start_agent()
-    case = CASES["adamw-foreach"]
-    actions = {("after commit", step): kill_it_once for step in range(1, case.steps)}
     ended = lab.train(case, config("lazy", PERIOD, audit_budget=1.0), actions=actions)
-    before, after = (next(one for one in ended.of("audit") if one["step"] == step) for step in (7, case.steps - 1))
+    before, after = (next(one for one in ended.of("audit") if one["step"] == step) for step in (7, STEPS - 1))
     assert after["pieces"] > before["pieces"]
+    assert (after["findings"], after["problem"]) == (0, "")
 
 
 def test_ranks_replace_redo_after_the_same_record(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode, "_LOOK_RECORDS", 8)
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
     job = DdpJob(fresh_directory(lab), lab.run_dir, settings, last_step=40)
-    expected = reference(lab, replace(job, optimizer=phased_in_trainers(None, 0)))
+    expected = reference(lab, replace(job, optimizer=phased_in_trainers(None)))
     lab.start_agent()
-    job = replace(job, optimizer=phased_in_trainers(lab.run_dir, 2 * PERIOD))
+    job = replace(job, optimizer=phased_in_trainers(lab.run_dir))
     assert run(lab, replace(job, deaths=[Death("all", 36, "committed")])) == [-9, -9]
     logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
     assert all("steps cannot be redone here: the audit found" in log for log in logs), logs[0][-3000:]

@@ -14,7 +14,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import AuditStatus
 from tests.support.cluster.waiting import until
-from tests.support.trainings.engine_child import Action, Control
+from tests.support.trainings.engine_child import Control
 from tests.support.trainings.engine_training import Training
 
 
@@ -87,22 +87,16 @@ class HiddenWrite(Training):
             next(self.model.parameters()).detach().numpy().reshape(-1)[1234] *= 1.25
 
 
-def phased_in_trainers(run_dir: Path | None, behind: int) -> Callable[[Any], Optimizer]:
+def phased_in_trainers(run_dir: Path | None) -> Callable[[Any], Optimizer]:
     """Makes an optimizer that always steps half as far, and in the auditor does not; it waits for the audit."""
 
     def make(params: Any) -> Optimizer:
         CLOCK.phase = lambda steps: True
-        optimizer, late = Phased(params), 0
+        optimizer = Phased(params)
 
         def near() -> bool:
-            nonlocal late
             status = ask_status(AgentAddress.of(run_dir)) if run_dir is not None and CLOCK.steps > 4 else None
-            if status is None or status.mode == "snapshot":
-                return True
-            if status.audit is None:
-                return False
-            known, late = late, status.audit.late
-            return late > known or (status.audit.record or 0) >= CLOCK.steps - behind or bool(status.audit.findings)
+            return status is None or status.mode == "snapshot" or _has_caught_up(status.audit)
 
         def wait(*_: object) -> None:
             CLOCK.steps += 1
@@ -122,31 +116,22 @@ def audit_of(control: Control) -> AuditStatus | None:
     return status.audit
 
 
-def wait_for_audit(behind: int) -> Action:
-    """Let training be at most so many records ahead of the audit, while steps are redone and no audit is late."""
-    late = 0
+def wait_for_audit(control: Control) -> None:
+    """Let the audit catch up, while steps are redone: nothing is left that it could do without a further record."""
 
-    def near(control: Control) -> bool:
+    def near() -> bool:
         assert control.session is not None
-        writer = control.session._staging.writer
-        last = control.session._last
-        record = 0 if last is None else last.record
-        since = record - control.session._switch.began
-        if writer is None or writer.snapshots or since < 2:
-            return True
-        audit = audit_of(control)
-        if audit is None:
-            return False
-        nonlocal late
-        known, late = late, audit.late
-        return late > known or since <= behind or bool(audit.problem) or (audit.record or 0) >= record - behind
+        writer, last = control.session._staging.writer, control.session._last
+        since = (0 if last is None else last.record) - control.session._switch.began
+        return writer is None or writer.snapshots or since < 2 or _has_caught_up(audit_of(control))
 
-    def wait(control: Control) -> None:
-        until(lambda: near(control))
-        audit = audit_of(control)
-        if audit is not None:
-            control.journal.note(
-                "audit", step=control.step, pieces=audit.pieces, findings=audit.findings, problem=audit.problem
-            )
+    until(near, "the audit")
+    audit = audit_of(control)
+    if audit is not None:
+        control.journal.note(
+            "audit", step=control.step, pieces=audit.pieces, findings=audit.findings, problem=audit.problem
+        )
 
-    return wait
+
+def _has_caught_up(audit: AuditStatus | None) -> bool:
+    return audit is not None and (bool(audit.problem) or not audit.backlog)
