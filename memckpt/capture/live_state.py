@@ -37,6 +37,7 @@ from memckpt.state.optimizers import (
     odd_hyperparameters,
     refuse_unsupported,
     try_steps,
+    why_not_on_host,
 )
 from memckpt.state.spec import (
     ITEM_BYTES,
@@ -113,7 +114,11 @@ class LiveState:
         redone = [each for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
         #: Names of the classes of optimizers that no other process can make: only a trainer can redo their steps.
         self.redone_only_here = sorted(
-            {type(each).__qualname__ for each in redone if not is_importable(type(each)) or attributes(each)[1]}
+            {
+                type(each).__qualname__
+                for each in redone
+                if not is_importable(type(each)) or attributes(each)[1] or why_not_on_host(each)
+            }
         )
 
     def put_shards_in_place(self) -> None:

@@ -14,7 +14,7 @@ from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.budget import available_bytes, usable_cores
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import attributes, is_elementwise, is_importable, is_trusted
+from memckpt.state.optimizers import attributes, is_elementwise, is_importable, is_trusted, why_not_on_host
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
@@ -145,10 +145,11 @@ class ModeChoice:
                 found.append(f"{names}: no other process can make this optimizer, so the audit leaves its steps out")
             if self._config.storage is not None:
                 found.append(
-                    f"{names}: no other process can import this optimizer class, or be given all of its attributes, so "
-                    "what an attempt that was killed leaves in memory gets to storage only once the run is started "
-                    "again; checkpoints while training runs, and at its end, are made as ever. A class in a module of "
-                    "its own, without functions in attributes, has no such limit"
+                    f"{names}: no other process can import this optimizer class, be given all of its attributes, or "
+                    "step it without a device, so what an attempt that was killed leaves in memory gets to storage "
+                    "only once the run is started again; checkpoints while training runs, and at its end, are made as "
+                    "ever. A class in a module of its own, without functions in attributes, whose kernels run on a "
+                    "CPU, too, has no such limit"
                 )
                 if self._ranks.rank == 0:
                     _log.warning("memckpt: %s", found[-1])
@@ -309,6 +310,8 @@ def choose_redo(
         _, dropped = attributes(optimizer)
         if dropped:
             return _lazy_instead(config, f"attribute {dropped[0]!r} of {name} cannot be given to the agent")
+        if reason := why_not_on_host(optimizer):
+            return _lazy_instead(config, reason)
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         if not is_elementwise(optimizer) and not all(param.is_contiguous() for param in stepped):
             return _lazy_instead(

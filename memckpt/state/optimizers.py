@@ -163,6 +163,20 @@ def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
     return rebuild(type(optimizer), private_attributes(optimizer), groups)
 
 
+def on_host(value: Any) -> Any:
+    """A value with tensors in host memory, for steps on the host.
+
+    In a group ``capturable`` is off, which needs a device; its steps are the same but for rounding. Torch takes tensors
+    as rates of foreach steps with it alone.
+    """
+    if type(value) is dict:
+        off = {name: False for name in ("capturable", "foreach") if value.get("capturable") and value.get(name)}
+        return {key: on_host(each) for key, each in value.items()} | off
+    if type(value) in (list, tuple):
+        return type(value)(map(on_host, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
     """Hide the steps of a redo from hooks that the user registered for all optimizers."""
@@ -267,19 +281,31 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
     return StateDescription(tensors, tuple(state))
 
 
-def try_steps(optimizer: Optimizer) -> list[str]:
+def try_steps(optimizer: Optimizer, host: bool = False) -> list[str]:
     """Try two steps on stand-ins of each group's smallest parameter; names what the second changes elsewhere.
 
-    Raises UnsupportedError: the optimizer cannot take them.
+    `host`: try them in host memory, as another process redoes them. Raises UnsupportedError: it cannot take them.
     """
     found: list[str] = []
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if local(param).numel()]
         if params:
             smallest = min(params, key=lambda param: local(param).numel())
-            stand_in = torch.nn.Parameter(torch.ones_like(local(smallest)))
+            stand_in = torch.nn.Parameter(torch.ones_like(local(smallest), device="cpu" if host else None))
             _dry_steps(optimizer, stand_in, group, 2, getattr(smallest, "grad_dtype", None) or smallest.dtype, found)
     return found
+
+
+def why_not_on_host(optimizer: Optimizer) -> str:
+    """Why other processes, which have no device, cannot redo its steps, in words; empty if they can."""
+    devices = {param.device.type for group in optimizer.param_groups for param in group["params"]}
+    if devices == {"cpu"} or is_trusted(optimizer):
+        return ""
+    try:
+        try_steps(optimizer, host=True)
+    except UnsupportedError as error:
+        return f"steps of {type(optimizer).__qualname__} need a device: {error}"
+    return ""
 
 
 def _dry_steps(
@@ -297,7 +323,10 @@ def _dry_steps(
     with rng.preserved(), without_global_hooks(), without_collectives(), leaving_no_trace(optimizer):
         try:
             settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
-            clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
+            own = private_attributes(optimizer)
+            if stand_in.device != group["params"][0].device:
+                own, settings = on_host(own), on_host(settings)
+            clone = rebuild(type(optimizer), own, [{**settings, "params": [stand_in]}])
             for _ in range(steps):
                 traces = Traces(optimizer)
                 clone.step()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from memckpt.state import ambient, codec, encodings
 from memckpt.state.ambient import as_recorded
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import dtype_of, may_change_gradients, without_global_hooks
+from memckpt.state.optimizers import dtype_of, may_change_gradients, on_host, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
 from memckpt.state.spec import ITEM_BYTES
 from memckpt.state.tensors import give_gradient
@@ -192,7 +192,9 @@ class RedoGroup:
         redo_targets = self._owned.get(sub_step.optimizer)
         if not redo_targets:
             return
-        optimizer = self._optimizer(sub_step.optimizer, codec.decode(sub_step.groups))
+        device = redo_targets[0].parameter.device.type
+        groups = codec.decode(sub_step.groups)
+        optimizer = self._optimizer(sub_step.optimizer, on_host(groups) if device == "cpu" else groups)
         changes = may_change_gradients(optimizer)
         for redo_target, cut in self.stepped(sub_step):
             gradient = gradients(meta, sub_step, redo_target.param, cut)
@@ -204,7 +206,6 @@ class RedoGroup:
                 used = used.clone()  # the slot's bytes must not change
             give_gradient(redo_target.parameter, _laid_out_as(redo_target.parameter, used))
         homes = [redo_target.parameter.data for redo_target in redo_targets]
-        device = redo_targets[0].parameter.device.type
         # What is redone beside others depends on no setting of the whole process: it may be cut into pieces.
         own_thread = not any(self._layout.spec.params[one.param].whole for one in redo_targets)
         with as_recorded(ambient.decode(sub_step.ambient), device, own_thread):

@@ -10,16 +10,21 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from memckpt.capture.live_state import LiveState
+from memckpt.config import MemckptConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
+from memckpt.session.mode import choose_redo
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
 from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_optimizers import Momentum
 
 STEPS = 12
 LIMIT_SECONDS = 60.0
@@ -152,3 +157,42 @@ def test_a_killed_training_with_a_class_of_a_module_beside_the_script(lab: Lab) 
     assert code == -signal.SIGKILL, said
     assert "no other process" not in said
     assert_same(stored(lab, 8), lab, 8)
+
+
+#: What torch offers on devices only; here the script's process has it on the host, and no other process has.
+_CAPTURABLE = """
+import sys
+import torch
+
+sys.modules["torch.optim.adam"]._get_capturable_supported_devices = lambda *given, **more: ["cpu"]
+
+def Signs(params):
+    return torch.optim.AdamW(params, lr=torch.tensor(1e-2), capturable=True, foreach=True)
+"""
+
+
+def test_capturable_steps_of_a_killed_training_get_to_storage(lab: Lab) -> None:
+    """They are redone on the host, and equal but for rounding."""
+    write_scripts(lab, own_module=False, optimizer=_CAPTURABLE)
+    code, said = run_script(lab, dies=8)
+    assert code == -signal.SIGKILL, said
+    torch.testing.assert_close(stored(lab, 8), torch.load(f"{lab.run_dir}-8.pt", weights_only=True))
+
+
+class OfDevices(Momentum):
+    """Its kernels are for devices only."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if any(param.device.type == "cpu" for group in self.param_groups for param in group["params"]):
+            raise NotImplementedError("no kernel for the host")
+
+
+def test_a_class_with_kernels_for_devices_only_is_redone_in_the_training_alone() -> None:
+    model = torch.nn.Linear(2, 3, device="meta")
+    only_here = [LiveState(model, [make(model.parameters())], {}).redone_only_here for make in (OfDevices, Momentum)]
+    assert only_here == [["OfDevices"], []]
+    live = LiveState(model, [OfDevices(model.parameters())], {})
+    mode, reason = choose_redo(MemckptConfig(redo="eager"), live, torch.device("meta"), 1)
+    assert mode == "lazy"
+    assert "steps of OfDevices need a device" in reason
