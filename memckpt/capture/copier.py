@@ -1,4 +1,4 @@
-"""Copies from live tensors into slots: synchronous on a CPU, on a side stream from a GPU.
+"""Copies from live tensors into slots: synchronous on a CPU, on a side stream from an accelerator.
 
 Contract: :meth:`Copier.copy` may return before the copy is done. The source must not change before the current stream
 has passed :meth:`Copier.wait_before_changes`. The destination must not be read before a token taken after the copy has
@@ -8,6 +8,7 @@ been waited for. What is copied at a commit is read inside :meth:`Copier.behind_
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +25,11 @@ class Copier(Protocol):
 
     Attributes:
         asynchronous: whether copies may still be in flight when :meth:`copy` returns.
+        caveat: why they are not where they could be, in words; empty if they are, or need not be.
     """
 
     asynchronous: bool
+    caveat: str
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy of `source` into host memory `destination` of the same shape and dtype."""
@@ -67,6 +70,9 @@ class HostCopier:
 
     asynchronous = False
 
+    def __init__(self, caveat: str = "") -> None:
+        self.caveat = caveat
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
@@ -98,28 +104,45 @@ class HostCopier:
         return
 
 
-class CudaCopier:
+class AcceleratorCopier:
     """Copies on a side stream into page-locked slots.
 
     Small tensors are gathered into buckets of :attr:`BUCKET_BYTES` before they are launched, so that the streams
-    synchronize once per layer and not once per parameter (REFT's tiny buckets).
+    synchronize once per layer and not once per parameter (REFT's tiny buckets). Large ones are cut: what the user's
+    program reads from the device meanwhile waits for one part only.
+
+    Until a stream has been made to wait for the copies of what was made on it, references keep its memory from being
+    used for anything else there. Then no ``record_stream`` is needed, which would keep the memory for longer: until
+    the copies have ended, and the host is a step ahead of them. What another stream frees, it has waited for the
+    copies, too: they come before whatever it does with the source behind :meth:`wait_before_changes`.
 
     Args:
         device: device of the sources.
-        cuda: ``torch.cuda``; a test passes a stand-in that tracks the order of events.
+        module: torch's module of such devices, whose own events let a waiting host sleep, where those of
+            ``torch.Event`` spin; a test passes a stand-in that tracks the order of events.
     """
 
     asynchronous = True
+    caveat = ""
     BUCKET_BYTES = 4 << 20
+    PART_BYTES = 32 << 20
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
-        self._cuda = cuda
-        self._stream = cuda.Stream(device)
+        self._module = module = torch.get_device_module(device) if module is None else module
+        self._stream = module.Stream(device)
+        #: Makes the device the current one: leaving a stream would open a context on one that has none.
+        self._at = functools.partial(getattr(module, "device", contextlib.nullcontext), device)
+        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+        #: XPU has but one kind of event.
+        self._event_options = {} if device.type == "xpu" else {"blocking": True}
         self._bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_bytes = 0
         #: Streams that produced the tensors in the bucket: fully_shard reduces gradients on a stream of its own.
         self._sources: set[Any] = set()
+        #: Sources of launched copies, and the streams that produced them, until these have been made to wait.
+        self._held: list[torch.Tensor] = []
+        self._made_on: set[Any] = set()
         #: Streams that have changed sources since the last commit, or, until one does, before it.
         self._changing: set[Any] = set()
         self._is_committed = False
@@ -136,7 +159,7 @@ class CudaCopier:
             return
         with self._lock:
             self._bucket.append((destination, source))
-            self._sources.add(self._cuda.current_stream(self._device))
+            self._sources.add(self._module.current_stream(self._device))
             self._bucket_bytes += source.nbytes
             if self._bucket_bytes >= self.BUCKET_BYTES:
                 self._launch()
@@ -157,28 +180,38 @@ class CudaCopier:
             sources, self._sources = self._sources, set()
             for made_on in sources:
                 self._stream.wait_stream(made_on)
-            with self._cuda.stream(self._stream):
+            with self._at(), self._module.stream(self._stream):
                 for destination, source in bucket:
-                    destination.copy_(source, non_blocking=True)
-                    source.record_stream(self._stream)
-            event = self._cuda.Event(blocking=True)
-            event.record(self._stream)
-            self._launched.append(event)
+                    if source.nbytes <= self.PART_BYTES:
+                        destination.copy_(source, non_blocking=True)
+                    else:
+                        _copy_in_parts(destination, source, self.PART_BYTES)
+                    self._held.append(source)
+            self._made_on |= sources
+            self._launched.append(self._mark())
+
+    def _mark(self) -> Any:
+        event = self._module.Event(**self._event_options)
+        event.record(self._stream)
+        return event
 
     def wait_before_changes(self) -> None:
         if self.recording_graph():
             return  # recorded work runs later, and a graph cannot wait for streams outside of it
         with self._lock:
             self._launch()
-            current = self._cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
+            current = self._module.current_stream(self._device)
+            for stream in self._made_on | {current}:
+                stream.wait_stream(self._stream)
+            self._held.clear()
+            self._made_on.clear()
             if self._is_committed:
                 self._changing, self._is_committed = set(), False
             self._changing.add(current)
 
     @contextlib.contextmanager
     def behind_training(self) -> Iterator[None]:
-        current = self._cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         others = self._changing - {current}
         for other in others:
             current.wait_stream(other)
@@ -192,14 +225,11 @@ class CudaCopier:
     def token(self) -> Callable[[], None]:
         self._launch()
         self.done()  # drops finished events: no other caller may do so
-        # Blocking: the waiting thread sleeps and leaves the core to the training thread.
-        event = self._cuda.Event(blocking=True)
-        event.record(self._stream)
-        synchronize: Callable[[], None] = event.synchronize
+        synchronize: Callable[[], None] = self._mark().synchronize
         return synchronize
 
     def recording_graph(self) -> bool:
-        return bool(self._cuda.is_current_stream_capturing())
+        return bool(self._is_capturing())
 
     def ticket(self) -> int:
         with self._lock:
@@ -216,7 +246,8 @@ class CudaCopier:
     def adopt(self, region: Region) -> None:
         """Page-lock the mapping: copies from the device to pageable memory would block without notice."""
         address = torch.frombuffer(region.map, dtype=torch.uint8).data_ptr()
-        result = self._cuda.cudart().cudaHostRegister(address, region.nbytes, 0)
+        with self._at():
+            result = self._module.cudart().cudaHostRegister(address, region.nbytes, 0)
         if int(result) != 0:
             _take_error(self._device)
             raise UnsupportedError(
@@ -230,7 +261,17 @@ class CudaCopier:
         if address is not None:
             self._launch()  # the bucket may hold copies into this region
             self._stream.synchronize()
-            self._cuda.cudart().cudaHostUnregister(address)
+            with self._at():
+                result = self._module.cudart().cudaHostUnregister(address)
+            if int(result) != 0:
+                _take_error(self._device)
+
+
+def _copy_in_parts(destination: torch.Tensor, source: torch.Tensor, part_bytes: int) -> None:
+    """Copy as several launches; `destination` is contiguous."""
+    elements = part_bytes // source.itemsize
+    for to, part in zip(destination.view(-1).split(elements), source.reshape(-1).split(elements), strict=True):
+        to.copy_(part, non_blocking=True)
 
 
 def _take_error(device: torch.device) -> None:
@@ -260,4 +301,9 @@ def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
 
 def copier_for(device: torch.device) -> Copier:
     """The copier for gradients on `device`."""
-    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+    if device.type == "cpu":
+        return HostCopier()
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None or current.type != device.type or not hasattr(torch.get_device_module(device), "Stream"):
+        return HostCopier(f"each copy from {device.type} waits for the device, as torch has no streams for it")
+    return AcceleratorCopier(device)

@@ -141,7 +141,7 @@ class Session:
         self._resumption = Resumption(training, link, staging, peers, run_dir, self._proof)
         # How records are taken and kept.
         self._mode = ModeChoice(config, live, ranks, training.device)
-        training.caveats.extend(self._mode.caveats())
+        training.caveats.extend(filter(None, [*self._mode.caveats(), self._copier.caveat]))
         live.growth.apart = find_own_buffers(live, ranks)
         live.growth.changing |= live.growth.apart
         self._compression.join(self._recorder, live, rank_state)

@@ -1,8 +1,9 @@
-"""The CUDA copier on streams that only keep account of what happens before what: no copy races with what it copies."""
+"""The copier of accelerators, on streams that only keep account of what happens before what: no copy races."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from memckpt.capture import copier as copier_module
-from memckpt.capture.copier import CudaCopier
+from memckpt.capture.copier import AcceleratorCopier
 from memckpt.errors import UnsupportedError
 from memckpt.memory.region import Region
 
@@ -52,13 +53,15 @@ class Event:
 
 
 class Device:
-    """Stands in for ``torch.cuda``."""
+    """Stands in for a device's module, as ``torch.cuda`` is."""
 
     def __init__(self) -> None:
         self.host = Timeline()
         self.current = self.Stream(DEVICE)
         self.recording = False
         self.registered: list[int] = []
+        #: Sources whose memory its stream was given back before its copies.
+        self.freed_early: list[int] = []
         self.refuses = False
 
     def Stream(self, device: torch.device) -> Timeline:
@@ -76,6 +79,11 @@ class Device:
         yield
         self.current = before
 
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        assert device == DEVICE
+        yield
+
     def is_current_stream_capturing(self) -> bool:
         return self.recording
 
@@ -92,18 +100,20 @@ class Device:
 
 
 class Source:
-    """A tensor on the device whose value is being made on a stream."""
+    """A tensor on the device whose value is being made on a stream, whose memory the stream's next work may take."""
 
     device = DEVICE
+    _numbers = itertools.count()
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._device = device
-        self.kept_for: set[int] = set()
-        device.current.done.add(("made", self))
+        self.number = next(self._numbers)
+        self._device, self._made_on = device, device.current
+        device.current.done.add(("made", self.number))
 
-    def record_stream(self, stream: Timeline) -> None:
-        self.kept_for.add(id(stream))
+    def __del__(self) -> None:
+        if ("copied", self.number) not in self._made_on.done:
+            self._device.freed_early.append(self.number)
 
 
 class Slot:
@@ -115,26 +125,27 @@ class Slot:
     def copy_(self, source: Source, non_blocking: bool) -> None:
         assert non_blocking
         stream = self._device.current
-        assert ("made", source) in stream.done, "copied before it was made"
-        stream.done.add(("copied", source))
+        assert ("made", source.number) in stream.done, "copied before it was made"
+        stream.done.add(("copied", source.number))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_copy_races(seed: int) -> None:
     draw, device = random.Random(seed), Device()
-    copier = CudaCopier(DEVICE, device)
+    copier = AcceleratorCopier(DEVICE, device)
     copier.BUCKET_BYTES = 64  # type: ignore[misc]
     streams = [device.current, *(device.Stream(DEVICE) for _ in range(2))]
-    begun: list[Source] = []
-    tickets: list[tuple[int, Source]] = []
+    begun: list[int] = []
+    tickets: list[tuple[int, int]] = []
     for _ in range(60):
         device.current = draw.choice(streams)
         match draw.choice(["copy", "copy", "copy", "change", "read", "look"]):
             case "copy":
                 source = Source(device, draw.choice([4, 40, 400]))
-                begun.append(source)
+                begun.append(source.number)
                 copier.copy(Slot(device), source)  # type: ignore[arg-type]
-                tickets.append((copier.ticket(), source))
+                tickets.append((copier.ticket(), source.number))
+                del source
             case "look":
                 before, done = set(device.host.done), copier.done()
                 assert all(("copied", source) in device.host.done for ticket, source in tickets if ticket <= done)
@@ -146,20 +157,22 @@ def test_no_copy_races(seed: int) -> None:
             case "read":
                 expected = {("copied", source) for source in begun}
                 wait = copier.token()
-                begun.append(Source(device, 4))
-                copier.copy(Slot(device), begun[-1])  # type: ignore[arg-type]
+                source = Source(device, 4)
+                begun.append(source.number)
+                copier.copy(Slot(device), source)  # type: ignore[arg-type]
+                del source
                 wait()
                 assert expected <= device.host.done
     copier.token()()
     assert copier.done() >= max(ticket for ticket, _ in tickets)
-    side = id(copier._stream)
-    assert all(source.kept_for == {side} for source in begun)  # its memory is not given to others before
+    copier.wait_before_changes()
+    assert not device.freed_early
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_commit_outside_of_the_training_s_stream(steps: int) -> None:
     device = Device()
-    copier = CudaCopier(DEVICE, device)
+    copier = AcceleratorCopier(DEVICE, device)
     outside, streams = device.current, [device.Stream(DEVICE) for _ in range(2)]
     for _ in range(3):
         stepped = []
@@ -173,12 +186,12 @@ def test_a_commit_outside_of_the_training_s_stream(steps: int) -> None:
                 copier.copy(Slot(device), source)  # type: ignore[arg-type]
             copier.wait_before_changes()
         for trained_on in streams[:steps]:  # whose next forward may change buffers
-            assert {("copied", source) for source in stepped} <= trained_on.done
+            assert {("copied", source.number) for source in stepped} <= trained_on.done
 
 
 def test_streams_that_train_no_more_are_not_waited_for() -> None:
     device = Device()
-    copier = CudaCopier(DEVICE, device)
+    copier = AcceleratorCopier(DEVICE, device)
     outside, former, now = device.current, *(device.Stream(DEVICE) for _ in range(2))
     for trained_on in (former, now, now):
         device.current = trained_on
@@ -187,17 +200,17 @@ def test_streams_that_train_no_more_are_not_waited_for() -> None:
         device.current = outside
         for _ in range(2):  # a commit without a backward since: the stream may have changed buffers
             with copier.behind_training():
-                assert ("made", source) in outside.done
+                assert ("made", source.number) in outside.done
     device.current = former
     unseen = Source(device, 4)
     device.current = outside
     with copier.behind_training():
-        assert ("made", unseen) not in outside.done
+        assert ("made", unseen.number) not in outside.done
 
 
 def test_nothing_is_waited_for_in_a_graph() -> None:
     device = Device()
-    copier = CudaCopier(DEVICE, device)
+    copier = AcceleratorCopier(DEVICE, device)
     copier.copy(Slot(device), Source(device, 4))  # type: ignore[arg-type]
     device.recording = True
     before = set(device.current.done)
@@ -211,7 +224,7 @@ def test_regions_are_page_locked_and_let_go_when_nothing_goes_there_any_more(mon
     taken: list[torch.device] = []
     monkeypatch.setattr(copier_module, "_take_error", taken.append)
     device = Device()
-    copier = CudaCopier(DEVICE, device)
+    copier = AcceleratorCopier(DEVICE, device)
     region = Region.create("test", 4096)
     try:
         copier.adopt(region)
@@ -220,7 +233,7 @@ def test_regions_are_page_locked_and_let_go_when_nothing_goes_there_any_more(mon
         copier.copy(Slot(device), source)  # type: ignore[arg-type]
         copier.release(region)
         assert device.registered == []
-        assert ("copied", source) in device.host.done
+        assert ("copied", source.number) in device.host.done
         device.refuses = True
         with pytest.raises(UnsupportedError, match="ulimit -l"):
             copier.adopt(region)

@@ -25,6 +25,7 @@ class DeferredCopier:
     """Copies only when sources may change, or when somebody waits for the copies."""
 
     asynchronous = True
+    caveat = ""
 
     def __init__(self) -> None:
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
