@@ -71,9 +71,8 @@ def _random_states(generators: Any, micro_step: int) -> dict[str, Any]:
         "numpy_random_seed": generators["numpy"],
         "torch_manual_seed": generators["torch"],
     }
-    if generators["cuda"]:
-        count = max(generators["cuda"]) + 1
-        states["torch_cuda_manual_seed"] = [generators["cuda"].get(device) for device in range(count)]
+    if by_device := generators["accelerator"]:
+        states["torch_cuda_manual_seed"] = [by_device.get(device) for device in range(max(by_device) + 1)]
         if None in states["torch_cuda_manual_seed"]:
             del states["torch_cuda_manual_seed"]  # Accelerate restores those of all devices, or none
     return states

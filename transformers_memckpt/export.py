@@ -50,10 +50,10 @@ def write(state: ExportedState, target: Path) -> None:
 
 def _random_states(generators: Mapping[str, Any], distributed: bool) -> dict[str, Any]:
     states = {"python": generators["python"], "numpy": generators["numpy"], "cpu": generators["torch"]}
-    if cuda := generators["cuda"]:
-        every = [cuda.get(device) for device in range(max(cuda) + 1)]
+    if by_device := generators["accelerator"]:
+        every = [by_device.get(device) for device in range(max(by_device) + 1)]
         if not distributed:
-            states["cuda"] = every[min(cuda)]
+            states["cuda"] = every[min(by_device)]
         elif None not in every:  # the Trainer restores those of all devices, or none
             states["cuda"] = every
     return states

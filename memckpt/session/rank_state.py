@@ -160,7 +160,7 @@ class RankState:
         gradients = describe_gradients(self._live)
         unknown = [UNKNOWN] if gradients["unknown"] else []
         state = {
-            "rng": rng.capture(self._device.index if self._device.type == "cuda" else None),
+            "rng": rng.capture(self._device.index if self._device.type != "cpu" else None),
             **groups,
             "reduction": reduction,
             "gradients": gradients,

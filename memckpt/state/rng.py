@@ -1,6 +1,7 @@
 """States of random number generators, as plain values for a safe codec.
 
-No function here draws a number, initialises CUDA or touches a device other than the current one, unless it says so.
+No function here draws a number, initialises an accelerator or touches a device other than the current one, unless it
+says so.
 All functions act on the calling process and take no locks: a thread that draws at the same time makes the result
 meaningless, as it makes the training itself unrepeatable.
 """
@@ -17,7 +18,8 @@ import numpy as np
 import torch
 
 RngState: TypeAlias = "dict[str, Any]"
-"""Result of `capture`: ``{"torch": bytes, "python": dict, "numpy": dict, "cuda": {device index: bytes}}``.
+"""Result of `capture`: ``{"torch": bytes, "python": dict, "numpy": dict, "accelerator":
+{device index: bytes}}``.
 
 Holds only dict, str, int, float, bytes and None. Never changed in place, so records may share it without a copy.
 """
@@ -37,7 +39,7 @@ _BIT_GENERATORS: dict[str, Any] = {
     each.__name__: each
     for each in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
-_STATE_KEYS = frozenset({"torch", "python", "numpy", "cuda"})
+_STATE_KEYS = frozenset({"torch", "python", "numpy", "accelerator"})
 _PYTHON_WORDS_BYTES = 625 * array("I").itemsize
 _MT19937_KEY_BYTES = 624 * 4
 _LARGEST_PLAIN_INT = 2**63
@@ -48,27 +50,27 @@ _numpy_random: Any = np.random  # numpy's stub lacks the documented get_bit_gene
 def capture(also: int | None = None) -> RngState:
     """The states of the global generators of torch (CPU), Python and numpy.
 
-    If CUDA is already initialised in this process, the current device's generator is included, and that of the device
-    of index `also`: a model's device need not be the current one.
+    If an accelerator is already initialised in this process, the current device's generator is included, and that of
+    the device of index `also`: a model's device need not be the current one.
     """
-    cuda: dict[int, bytes] = {}
-    if torch.cuda.is_initialized():
-        current = torch.cuda.current_device()
+    accelerator: dict[int, bytes] = {}
+    if is_initialized(module := accelerator_module()):
+        current = module.current_device()
         for device in sorted({current, current if also is None else also}):
-            cuda[device] = _tensor_bytes(torch.cuda.get_rng_state(device))
+            accelerator[device] = _tensor_bytes(module.get_rng_state(device))
     return {
         "torch": _tensor_bytes(torch.default_generator.get_state()),
         "python": _capture_python(random.getstate()),
         "numpy": _capture_global_numpy(),
-        "cuda": cuda,
+        "accelerator": accelerator,
     }
 
 
 def restore(state: RngState) -> None:
     """Set the global generators to `state`; that of a CUDA device takes effect when the device is initialised.
 
-    Raises ValueError: `state` did not come from `capture`, or it belongs to a CUDA device that this machine lacks. All
-    that can be checked is checked before the first generator is changed.
+    Raises ValueError: `state` did not come from `capture`, or it belongs to a device that this machine lacks. All that
+    can be checked is checked before the first generator is changed.
     """
     if not isinstance(state, dict) or not _STATE_KEYS.issubset(state):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
@@ -79,12 +81,12 @@ def restore(state: RngState) -> None:
         raise ValueError(f"expected a torch RNG state of {expected} bytes, found {torch_state.numel()}")
     python_state = _python_state(state["python"])
     numpy_state = _numpy_state(state["numpy"])
-    cuda_states = _cuda_states(state["cuda"])
+    device_states = _device_states(state["accelerator"])
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
     _restore_global_numpy(numpy_state)
-    for device, cuda_state in cuda_states.items():
-        torch.cuda.set_rng_state(cuda_state, device)
+    for device, device_state in device_states.items():
+        accelerator_module().set_rng_state(device_state, device)
 
 
 def library_states(state: RngState) -> dict[str, Any]:
@@ -94,8 +96,19 @@ def library_states(state: RngState) -> dict[str, Any]:
         "python": _python_state(state["python"]),
         "numpy": (name, np.array(key), *rest),
         "torch": _bytes_tensor(state["torch"], "torch"),
-        "cuda": {device: _bytes_tensor(data, f"CUDA device {device}") for device, data in state["cuda"].items()},
+        "accelerator": _tensors_by_device(state["accelerator"]),
     }
+
+
+def accelerator_module() -> Any:
+    """Torch's module of the accelerator that it is built for, such as ``torch.cuda``; None without one."""
+    built_for = torch.accelerator.current_accelerator()
+    return None if built_for is None else torch.get_device_module(built_for)
+
+
+def is_initialized(module: Any) -> bool:
+    """Whether this process has used the accelerator; one that cannot say so has no generators that are captured."""
+    return hasattr(module, "is_initialized") and bool(module.is_initialized())
 
 
 @contextmanager
@@ -119,8 +132,8 @@ def other_streams() -> Iterator[None]:
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+        if is_initialized(module := accelerator_module()):
+            module.manual_seed(seed)
         yield
 
 
@@ -261,19 +274,24 @@ def _restore_global_numpy(state: Any) -> None:
         raise ValueError(f"expected a state of the global numpy generator ({live}), found another: {error}") from error
 
 
-def _cuda_states(states: Any) -> dict[int, torch.Tensor]:
+def _device_states(states: Any) -> dict[int, torch.Tensor]:
     if not isinstance(states, dict):
-        raise ValueError(f"expected the CUDA RNG states as a dict, found {type(states).__name__}")
+        raise ValueError(f"expected the RNG states of devices as a dict, found {type(states).__name__}")
     if not states:
         return {}
-    count = torch.cuda.device_count()
+    module = accelerator_module()
+    count = 0 if module is None else module.device_count()
     for device in states:
         if not isinstance(device, int) or not 0 <= device < count:
             raise ValueError(
-                f"expected an RNG state of one of {count} CUDA devices, found one of device {device!r}; "
+                f"expected an RNG state of one of {count} devices, found one of device {device!r}; "
                 "an exact resume needs the devices of the run it continues"
             )
-    return {device: _bytes_tensor(data, f"CUDA device {device}") for device, data in states.items()}
+    return _tensors_by_device(states)
+
+
+def _tensors_by_device(states: dict[int, Any]) -> dict[int, torch.Tensor]:
+    return {device: _bytes_tensor(data, f"device {device}") for device, data in states.items()}
 
 
 def _encode(value: Any) -> Any:

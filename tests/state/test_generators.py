@@ -35,7 +35,7 @@ def test_generators_repeat_after_restore() -> None:
         ("python", {}, "version, words and gauss"),
         ("python", {"version": 3, "words": b"", "gauss": None}, "2500 bytes, found 0 bytes"),
         ("numpy", {"name": "PCG64"}, "of an MT19937, found 'PCG64'"),
-        ("cuda", {99: b""}, "found one of device 99"),
+        ("accelerator", {99: b""}, "found one of device 99"),
     ],
 )
 def test_a_damaged_state_changes_nothing(key: str, value: Any, message: str) -> None:
