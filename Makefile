@@ -54,8 +54,10 @@ soak-programs: setup  ## Generated trainings, killed and compared: PROGRAMS=1000
 	$(BIN)/python -m tests.fuzzing.trainings.soak --programs $(PROGRAMS) $(if $(SEED),--seed $(SEED))
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
+GPU_NEEDS = torch numpy msgspec xxhash zmq pyeclib fsspec safetensors rich typer
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)
-	$(PYTHON) -m pytest tests/gpu --device cuda $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n 6)
+	@$(PYTHON) benchmarks/gpu/needs.py $(GPU_NEEDS) pytest pytest_timeout hypothesis
+	$(PYTHON) -m pytest tests/gpu --device cuda $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 6')
 
 check: setup  ## Lint, formatting, types, which package may import which, and the engine's size
 	$(BIN)/ruff check .
@@ -75,6 +77,7 @@ bench: setup  ## Run the benchmarks
 	$(BIN)/python -m benchmarks.run_all
 
 bench-gpu:  ## Run benchmarks/gpu on a GPU, with PYTHON as it is
+	@$(PYTHON) benchmarks/gpu/needs.py $(GPU_NEEDS)
 	$(PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove build products and caches (.venv stays)

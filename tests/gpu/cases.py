@@ -13,10 +13,10 @@ from tests.support.trainings.engine_steps import ACCUMULATION, UNKNOWN_CHANGE_CA
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
 
 
-def alone() -> None:
-    """A job of one rank, with the device's own backend."""
+def alone(device: str | None = None) -> None:
+    """A job of one rank, with the own backend of `device` (by default of where tensors are made)."""
     if not dist.is_initialized():
-        backend = "gloo" if torch.get_default_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if (device or torch.get_default_device().type) == "cpu" else "cpu:gloo,cuda:nccl"
         with torch.device("cpu"):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

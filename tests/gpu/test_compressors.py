@@ -33,7 +33,7 @@ SHAPES = [(300, 500), (64, 3, 3, 3), (2048,), (70_001,), (8,)]
 
 
 def compress(config: CompressionConfig, device: str) -> None:
-    alone()
+    alone(device)
     params = [torch.zeros(shape, device=device) for shape in SHAPES]
     reducer = reducer_for(config, params)
     sizes = [param.numel() for param in params]

@@ -1,0 +1,11 @@
+"""Name the packages that this Python lacks, before anything imports them (``python needs.py MODULE ...``)."""
+
+import importlib.util
+import sys
+
+#: What a module is called on an index, where the names differ.
+PACKAGES = {"zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}
+
+lacking = [PACKAGES.get(name, name) for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+if lacking:
+    sys.exit(f"{sys.executable} lacks {', '.join(lacking)}. Run: {sys.executable} -m pip install {' '.join(lacking)}")
