@@ -7,15 +7,17 @@ turn. A tensor in which such a write was seen is compared whole from then on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import ctypes
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.state.tensors import UNCOUNTED, Fixed, bits_of, local, version
+from memckpt.state.tensors import UNCOUNTED, Fixed, bits_of, local, version, why_not_held
 
 #: A sample is WINDOW elements out of every SPACING. Neighbours share a cache line: a strided sample of as many elements
 #: takes several times as long.
@@ -25,97 +27,106 @@ SPACING = 1 << 16
 FULL_CHECKS = 5
 #: Bytes that every check compares whole: all tensors where they have no more, else a part that moves on in each step.
 WHOLE_BYTES = 256 << 10
+#: Tensors of an optimizer's state above which they are only compared in turn: each read costs a cache miss.
+MOST_SAMPLED = 512
 
 
 class _Sample:
-    """Former values of host tensors, to detect changes that escape the counters. Reading an accelerator would block.
+    """Former bytes of host tensors, to detect changes that escape the counters. Reading an accelerator would block.
+
+    Memory is read by address: one join of its parts takes a fraction of what operations on tensors do.
 
     Args:
         tensors: the tensors to compare; always the same ones.
         full_checks: number of checks that compare every element; all values are kept until they are over.
         whole: indices of tensors that are compared whole in every check.
+        windows: whether others are sampled, too, or compared whole where they are few, and not only in turn.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], full_checks: int, whole: Collection[int] = ()) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], full_checks: int, whole: Collection[int] = (), windows: bool = True
+    ) -> None:
         self._tensors = tensors
-        self._sampled = [i for i, one in enumerate(tensors) if one.device.type == "cpu" and local(one).numel()]
-        held = {index: local(tensors[index]) for index in self._sampled}
+        held = {i: local(one) for i, one in enumerate(tensors) if one.device.type == "cpu" and not why_not_held(one)}
         few = sum(one.nbytes for one in held.values()) <= WHOLE_BYTES
-        self._whole = set(held) if few else {*whole}
-        #: Whether views of all elements can be kept; those of the others are copies, made in each check.
+        self._whole = set(held) if few and windows else {*whole}
+        #: Whether all can be read where they are; copies of the others are made in each check.
         self._dense = all(map(_is_dense, held.values()))
-        #: Tensors in turn, first element of the part that is compared whole, and its values.
-        self._turns = [index for index in self._sampled if index not in self._whole]
+        #: Tensors in turn, and the first byte of the part that is compared whole.
+        self._turns = [index for index in held if index not in self._whole]
         self._turn_start = 0
-        self._turn_values: torch.Tensor | None = None
-        self._in_memory = Fixed([tensors[index] for index in self._sampled])
+        self._sampled = [index for index in held if windows or index in self._whole]
+        self._memory = Fixed([tensors[index] for index in self._sampled])
         self._pointers: list[int] = []
-        #: By dtype and row width: the tensors' indices, and views of their windows as rows of that width.
-        self._windows: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
+        #: What is compared, with the tensor that it is of; at last the part in turn.
+        self._parts: list[tuple[int, memoryview]] = []
+        self._views: list[memoryview] = []
         self._full_checks_left = full_checks
-        self._values = self._copy_values()
+        self._keep()
 
-    def _window(self, index: int) -> torch.Tensor:
-        """The compared part of a tensor, as a view with rows of equal width."""
-        flat = _flat(local(self._tensors[index]))
-        if self._full_checks_left or index in self._whole:
-            return flat.view(-1, 1)
-        if flat.numel() < SPACING:
-            return flat[:WINDOW].view(1, -1)
-        rows = flat.numel() // SPACING
-        return flat[: rows * SPACING].view(rows, SPACING)[:, :WINDOW]
-
-    def _copy_values(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
-        """Copies of the sampled values. The views are reused as long as the tensors keep their memory."""
-        pointers = self._in_memory.pointers()
+    def _read(self) -> bytes:
+        """The compared bytes. The parts are those of before as long as the tensors keep their memory."""
+        pointers = [*self._memory.pointers(), self._turn_pointer()]
         if pointers != self._pointers or not self._dense:
-            self._pointers, self._windows = pointers, {}
-            for index in self._sampled:
-                window = self._window(index)
-                self._windows.setdefault((window.dtype, window.shape[1]), []).append((index, window))
-        return {key: torch.cat([window for _, window in windows]) for key, windows in self._windows.items()}
+            self._pointers = pointers
+            self._parts = [(index, part) for index in self._sampled for part in self._parts_of(index)]
+            self._parts.append(self._part_in_turn())
+            self._views = [part for _, part in self._parts]
+        return b"".join(self._views)
+
+    def _parts_of(self, index: int) -> list[memoryview]:
+        there, size = _memory_of(self._tensors[index]), self._tensors[index].element_size()
+        if self._full_checks_left or index in self._whole:
+            return [there]
+        apart, window = SPACING * size, WINDOW * size
+        return [there[start : start + window] for start in range(0, max(1, len(there) - apart + 1), apart)]
+
+    def _turn_pointer(self) -> int:
+        return local(self._tensors[self._turns[0]]).data_ptr() if self._turns else 0
+
+    def _part_in_turn(self) -> tuple[int, memoryview]:
+        if self._full_checks_left or not self._turns:
+            return -1, memoryview(b"")
+        return self._turns[0], _memory_of(self._tensors[self._turns[0]])[self._turn_start :][:WHOLE_BYTES]
 
     def renew(self) -> None:
         """Take the current values as the expected ones, and compare the next part whole from now on."""
-        self._values = self._copy_values()
         if self._turns and not self._full_checks_left:
-            self._turn_start += self._in_turn().numel()
-            if not self._in_turn().numel():
+            self._turn_start += WHOLE_BYTES
+            if self._turn_start >= local(self._tensors[self._turns[0]]).nbytes:
                 self._turns.append(self._turns.pop(0))
                 self._turn_start = 0
-            self._turn_values = self._in_turn().clone()
+            self._parts[-1] = self._part_in_turn()
+            self._views[-1] = self._parts[-1][1]
+            self._pointers[-1] = self._turn_pointer()
+        self._keep()
 
-    def _in_turn(self) -> torch.Tensor:
-        """The part that is compared whole, as a view if the tensor is dense; empty behind its end."""
-        flat = _flat(local(self._tensors[self._turns[0]]))
-        return flat[self._turn_start : self._turn_start + WHOLE_BYTES // flat.element_size()]
+    def _keep(self) -> None:
+        self._kept = self._read()
+        self._kept_parts = self._parts
 
     def changed(self) -> list[int]:
         """Indices of tensors whose values differ from the expected ones."""
-        found = []
-        for key, now in self._copy_values().items():
-            before = self._values.get(key)
-            if before is None or before.shape != now.shape:  # another dtype, or another size
-                found += [index for index, _ in self._windows[key]]
-            elif not torch.equal(bits_of(now), bits_of(before)):
-                found += self._find(key, now)
-        if not found and self._turn_values is not None and not _same(self._in_turn(), self._turn_values):
-            found.append(self._turns[0])
-        if not found:
-            self._end_full_check()
-        return sorted(found)
-
-    def _end_full_check(self) -> None:
+        now = self._read()
+        if now != self._kept:
+            before, after = _by_tensor(self._kept_parts, self._kept), _by_tensor(self._parts, now)
+            return sorted(index for index in before.keys() | after.keys() if before.get(index) != after.get(index))
         if self._full_checks_left:
             self._full_checks_left -= 1
             if not self._full_checks_left:
-                self._pointers = []  # windows have to be made anew
-                self.renew()
+                self._pointers = []  # the parts are smaller from now on
+                self._keep()
+        return []
 
-    def _find(self, key: tuple[torch.dtype, int], now: torch.Tensor) -> list[int]:
-        differs = (bits_of(now) != bits_of(self._values[key])).flatten(1).any(dim=1)
-        rows = differs.split_with_sizes([window.shape[0] for _, window in self._windows[key]])
-        return [index for (index, _), its in zip(self._windows[key], rows, strict=True) if bool(its.any())]
+
+def _by_tensor(parts: Sequence[tuple[int, memoryview]], joined: bytes) -> dict[int, bytes]:
+    """The bytes of each tensor."""
+    found: dict[int, bytes] = {}
+    start = 0
+    for index, part in parts:
+        found[index] = found.get(index, b"") + joined[start : start + len(part)]
+        start += len(part)
+    return found
 
 
 class _Family:
@@ -148,13 +159,66 @@ class _Family:
         return changed[0] if changed else None
 
 
+class _State:
+    """The state of one optimizer, as its last step left it.
+
+    Args:
+        names: names of parameters by `id`.
+        written: as for :class:`_Family`; a tensor of state is named by its parameter and its key.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], written: set[str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._written = written
+        self._accept(_values_of(optimizer))
+
+    def _accept(self, values: list[Any]) -> None:
+        """Take these values, of which some are new objects, as the expected ones."""
+        self._values = values
+        self._tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        self._changes = _sum_of_versions(self._tensors)
+        names = self._names_of_tensors() if self._written else ()
+        written = [at for at, name in enumerate(names) if name in self._written]
+        # Steps that replace tensors have it made anew each time: no check of every element.
+        self._sample = _Sample(self._tensors, 0, written, windows=len(self._tensors) <= MOST_SAMPLED)
+
+    def _names_of_tensors(self) -> Iterator[str]:
+        for param, state in self._optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield f"{self._names.get(id(param), 'a parameter')} ({key})"
+
+    def renew(self) -> bool:
+        """Take the current values as the expected ones; returns whether there are as many tensors as before."""
+        values, before = _values_of(self._optimizer), len(self._tensors)
+        if self._are_kept(values):
+            self._changes = _sum_of_versions(self._tensors)
+            self._sample.renew()
+        else:
+            self._accept(values)
+        return len(self._tensors) == before
+
+    def _are_kept(self, values: list[Any]) -> bool:
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def changed(self) -> bool:
+        """Whether anything has changed, as far as identities, counters and the sample show."""
+        if not self._are_kept(_values_of(self._optimizer)) or self._changes != _sum_of_versions(self._tensors):
+            return True
+        found = set(self._sample.changed())
+        if found:
+            self._written |= {name for at, name in enumerate(self._names_of_tensors()) if at in found}
+        return bool(found)
+
+
 class ParameterWatch:
     """Expected state of the stepped parameters and of their optimizers, as steps have left them.
 
     Args:
         writer: writer of the current generation.
         optimizers: the live optimizers.
-        written: names of parameters in which a write was seen that torch has not counted; others are added.
+        written: names of tensors in which a write was seen that torch has not counted; others are added.
     """
 
     def __init__(self, writer: SlotWriter, optimizers: Sequence[Optimizer], written: set[str]) -> None:
@@ -168,58 +232,67 @@ class ParameterWatch:
             [family for owners, family in self._families.items() if number in owners]
             for number in range(len(optimizers))
         ]
-        self._counted = [_count_changes(optimizer) for optimizer in optimizers]
+        names = {id(param): writer.spec.params[index].tensor.name for index, param in enumerate(writer.params)}
+        self._states = [_State(optimizer, names, written) for optimizer in optimizers]
 
     def accept_changes(self, number: int) -> bool:
         """Accept the changes that an optimizer has just made; returns False if its state has outgrown the layout."""
         for family in self._of[number]:
             family.renew()
-        optimizer, before = self._optimizers[number], self._counted[number]
-        self._counted[number] = now = _count_changes(optimizer)
-        return now[1] == before[1] or self._writer.has_room(number, optimizer)
+        return self._states[number].renew() or self._writer.has_room(number, self._optimizers[number])
 
     def changed(self, number: int | None = None) -> str | None:
         """What has changed since the optimizer's last step, in words; None if nothing has.
 
         Args:
-            number: the optimizer, which is about to step; None: look at the parameters of all of them. State is looked
-                at before steps only, as counting its changes takes as long as all the rest.
+            number: the optimizer, which is about to step; None: look at all of them.
         """
         for family in self._families.values() if number is None else self._of[number]:
             found = family.changed()
             if found is not None:
                 return found
-        if number is not None and self._counted[number] != _count_changes(self._optimizers[number]):
-            return f"the state of {type(self._optimizers[number]).__qualname__}"
+        for each in range(len(self._states)) if number is None else (number,):
+            if self._states[each].changed():
+                return f"the state of {type(self._optimizers[each]).__qualname__}"
         return None
 
 
-def _count_changes(optimizer: Optimizer) -> tuple[int, int, int]:
-    """A value that differs once tensors of an optimizer's state have been changed in place, replaced, or removed."""
-    state = optimizer.state
+def _values_of(optimizer: Optimizer) -> list[Any]:
+    """What an optimizer keeps for its parameters: tensors, numbers, and others."""
     try:
-        values = [one for one in chain.from_iterable(map(dict.values, state.values())) if isinstance(one, torch.Tensor)]
-        return id(state), len(values), sum(map(_version, values))
-    except (TypeError, RuntimeError):  # state that is no dict; tensors made in inference mode
-        return id(state), len(state), UNCOUNTED
+        return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    except TypeError:  # state that is no dict
+        return list(optimizer.state.values())
+
+
+def _sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
+    try:
+        return sum(map(_version, tensors))
+    except RuntimeError:  # tensors made in inference mode
+        return UNCOUNTED
 
 
 _version = attrgetter("_version")
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order; a view for any dense tensor, whatever its strides."""
-    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.flatten()
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """All bytes of a tensor in memory order: those in its memory if it is dense, else a copy of them.
+
+    ``Tensor.numpy()`` would keep the user from resizing the storage.
+    """
+    held = local(tensor).detach()
+    if not held.numel():
+        return memoryview(b"")
+    if not _is_dense(held):
+        copied = bits_of(held.clone(memory_format=torch.contiguous_format))
+        return memoryview(copied.numpy().tobytes())
+    return memoryview((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements lie one beside the other: also in channels_last, and in other permutations."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last == tensor.numel() - 1 and 0 not in tensor.stride()
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits_of(one), bits_of(other))
 
 
 class StaticWatch:

@@ -169,7 +169,6 @@ class RankState:
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact, *unknown],
             "views": self._live.views(),
-            "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)

@@ -208,9 +208,13 @@ class Staging:
         return [version(param) for param in self.writer.params] if self.writer is not None else []
 
     def _completed(self, point: RestorePoint, writer: SlotWriter, captured: bool) -> codec.Packed:
-        """The rank state, with evidence; where state is captured with this record, its parts that are in no slot."""
+        """The rank state, with what is known only at the end: evidence, tensors that were written to.
+
+        Where state is captured with this record, also its parts that are in no slot.
+        """
+        added: dict[str, Any] = {"written": sorted(self._live.growth.written)}
         with torch.no_grad():
-            added: dict[str, Any] = {"evidence": writer.evidence.sample_state(point.record)}
+            added["evidence"] = writer.evidence.sample_state(point.record)
         if captured:
             added |= {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
             added["left_out"] = list(self._live.left_out)

@@ -63,10 +63,7 @@ FAULTS: list[tuple[str, int, Callable[[], Training]]] = [
 ]
 
 
-@pytest.mark.promise(
-    "the same in too few elements for the sample, or optimizer state changed through `.data`; or whatever else "
-    "redo does not know of"
-)
+@pytest.mark.promise("the same in too few elements for the sample; or whatever else redo does not know of")
 @pytest.mark.parametrize(("name", "since", "build"), FAULTS, ids=[name for name, *_ in FAULTS])
 def test_a_fault_is_found_within_two_periods_and_resumes_are_exact_again(
     lab: Lab, name: str, since: int, build: Callable[[], Training]

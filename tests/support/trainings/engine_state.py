@@ -273,6 +273,8 @@ class ChangedByHand(Training):
                     weight.data.view(-1)[5000] += 1.0
                 case "optimizer state":
                     self.optimizers[0].state[weight]["exp_avg"].mul_(0.5)
+                case "optimizer data":
+                    self.optimizers[0].state[weight]["exp_avg"].data.view(-1)[5000] += 0.25
                 case "other storage":
                     weight.data = weight.data.clone() + 1.0
         if self.how == "now and then" and step % 4 == 0:
@@ -281,6 +283,9 @@ class ChangedByHand(Training):
         if self.how == "every step":  # like the weight clipping of a Wasserstein GAN's critic
             for param in self.model.parameters():
                 param.data.clamp_(-0.1, 0.1)
+        if self.how.startswith("behind the step") and step % 6 == 0:
+            moments = self.optimizers[0].state[weight]["exp_avg"]
+            (moments if self.how.endswith("counted") else moments.data).view(-1)[(step - 6) * 411] += 0.25
         return loss
 
 
