@@ -94,8 +94,8 @@ class GradientTap:
 
     @property
     def holds_reductions_back(self) -> bool:
-        """Whether the tap can hold a reduction back until the last commit has been sent."""
-        return self._tap.streams
+        """As :attr:`Tap.holds_reductions_back`."""
+        return self._tap.holds_reductions_back
 
     def install(self) -> None:
         """Hook into the training, and note changes of gradients that torch's functions make."""
@@ -155,8 +155,11 @@ def _choose_tap(
     if fsdp1_wrappers(live.model):
         reason = "FullyShardedDataParallel reduces gradients of flat parameters, not those that the optimizer steps"
         return FlatParameterTap(live.model, recorder, before_reduction), reason
+    # DDP reduces a bucket behind the hooks of its parameters; one in which none is used has no hook to wait in.
+    waits = copier.asynchronous and data_parallel is not None and not data_parallel.find_unused_parameters
+    step_tap = StepTap(params, recorder, before_reduction if waits else None)
     if training.config.tap == "step":
-        return StepTap(params, recorder), "as configured"
+        return step_tap, "as configured"
     if live.sharded:
         reason = "gradients are taken as reduced shards"
         return ShardTap(live.model, params, recorder, copier, before_reduction), reason
@@ -170,7 +173,7 @@ def _choose_tap(
         tap = BucketTap(data_parallel, recorder, copier, before_reduction, reducer, compression.adopt_hook)
         return tap, reason
     reason = "a communication hook was registered before memckpt; attach first, then register it"
-    return StepTap(params, recorder), reason
+    return step_tap, reason
 
 
 class _Carried(nn.Module):

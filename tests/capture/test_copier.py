@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from memckpt.capture.param_groups import scaler_state
 from memckpt.config import MemckptConfig
+from memckpt.session.session import Session
 from memckpt.state import codec
 from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.faults.deferred_copier import DeferredCopier, defer, on_device
@@ -92,6 +94,25 @@ def test_ddp(lab: Lab, redo: str) -> None:
     survives(lab, replace(rank_trainings.job_of(lab, redo), config=unchecked(redo)), deaths, [3, 8])
 
 
+@pytest.fixture
+def undrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No commit waits for its copies: the next backward does, before it gets to a reduction."""
+    original = Session._send_commit
+
+    def send(session: Session, finish: Any) -> None:
+        original(session, finish)
+        assert session._link._sender is not None
+
+    monkeypatch.setattr(Session, "_send_commit", send)
+
+
+@pytest.mark.usefixtures("undrained")
+def test_ddp_with_gradients_taken_at_the_step(lab: Lab) -> None:
+    job = replace(rank_trainings.job_of(lab), config=config("lazy", tap="step", resume_check="off"))
+    # The hooks of the last layer, before its bucket is full, have waited for the commit.
+    survives(lab, job, [Death(1, 4, "forward"), Death(1, 6, "backward"), Death("all", 9, "committed")], [3, 6, 9])
+
+
 def test_ddp_of_three_ranks(lab: Lab) -> None:
     """The first backward after a resume is reduced in the recorded layout."""
     job = replace(rank_trainings.job_of(lab, world_size=3), config=unchecked())
@@ -112,6 +133,7 @@ def test_compiled_blocks_stay_in_one_graph(lab: Lab) -> None:
     survives(lab, job_of(lab, Setup(compiled=True), unchecked()), [Death(1, 3, "backward")])
 
 
+@pytest.mark.usefixtures("undrained")
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 def test_flat_parameters(lab: Lab, use_orig_params: bool) -> None:
     job = replace(rank_trainings.flat_job_of(lab, use_orig_params=use_orig_params), config=unchecked())

@@ -26,7 +26,8 @@ class Tap(Protocol):
 
     Attributes:
         reductions: grows with each reduction seen; only compared, to see whether one came.
-        streams: whether it stages gradients during backward, and holds reductions back until the last commit is sent.
+        streams: whether it stages gradients during backward.
+        holds_reductions_back: whether a backward gets through its reductions only once the last commit is sent.
         in_buckets: whether gradients come in DDP's buckets, through a hook that torch cannot remove.
         layout: parameter positions by bucket in which the next backward is reduced; None without buckets, or not known.
     """
@@ -34,6 +35,7 @@ class Tap(Protocol):
     name: str
     reductions: int = 0
     streams: bool = True
+    holds_reductions_back: bool = True
     in_buckets: bool = False
     layout: list[list[int]] | None = None
 
@@ -133,12 +135,24 @@ class ParameterHooks(Tap):
 
 
 class StepTap(ParameterHooks):
-    """Stages nothing during backward; notes that it has run: a batch inside an accumulation is no restore point."""
+    """Stages nothing during backward; notes that it has run: a batch inside an accumulation is no restore point.
+
+    `before_reduction`, where given, is called before each of these gradients gets into a reduction.
+    """
 
     name = "step"
     streams = False
 
+    def __init__(
+        self, params: Sequence[nn.Parameter], recorder: Recorder, before_reduction: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(params, recorder)
+        self._before_reduction = before_reduction
+        self.holds_reductions_back = before_reduction is not None
+
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._before_reduction is not None:
+            self._before_reduction()
         self._recorder.gradient_seen(param)
 
 
