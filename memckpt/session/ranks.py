@@ -132,7 +132,10 @@ class Ranks:
 
     def open_replica_group(self) -> Any:
         """A process group of the ranks that hold the same shards as this one; collective over all ranks."""
-        opened = [dist.new_group(list(ranks)) for ranks in self.groups]
+        # A job's backend may be for its device alone (NCCL), and some state is in host memory, such as Adam's step.
+        backends = dist.get_backend_config()
+        with_host = backends if "cpu:" in backends else f"cpu:gloo,{backends}"
+        opened = [dist.new_group(list(ranks), backend=with_host) for ranks in self.groups]
         return opened[self.groups.index(self.replicas)]
 
     def broadcast_tensor(self, tensor: Any, group: Any) -> None:
