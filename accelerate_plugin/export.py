@@ -45,7 +45,8 @@ def write(state: ExportedState, target: Path) -> None:
     for number, custom in enumerate(ours["custom"]):
         torch.save(custom, target / f"custom_checkpoint_{number}.pkl")
     for rank, generators in state.generators.items():
-        torch.save(_random_states(generators, ours["micro_step"]), target / f"{RNG_STATE_NAME}_{rank}.pkl")
+        states = _random_states(generators, ours["micro_step"], alone=len(state.generators) == 1)
+        torch.save(states, target / f"{RNG_STATE_NAME}_{rank}.pkl")
     place = {"step": state.step, "epoch": ours["epoch"], "batch": ours["batch"]}
     (target / PLACE_NAME).write_text(json.dumps(place) + "\n")
 
@@ -64,15 +65,13 @@ def _models(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torc
     ]
 
 
-def _random_states(generators: Any, micro_step: int) -> dict[str, Any]:
+def _random_states(generators: Any, micro_step: int, alone: bool) -> dict[str, Any]:
     states = {
         "step": micro_step,
         "random_state": generators["python"],
         "numpy_random_seed": generators["numpy"],
         "torch_manual_seed": generators["torch"],
     }
-    if by_device := generators["accelerator"]:
-        states["torch_cuda_manual_seed"] = [by_device.get(device) for device in range(max(by_device) + 1)]
-        if None in states["torch_cuda_manual_seed"]:
-            del states["torch_cuda_manual_seed"]  # Accelerate restores those of all devices, or none
+    if alone and generators["device"] is not None:  # Accelerate restores those of all devices, or none
+        states["torch_cuda_manual_seed"] = [generators["device"]]
     return states

@@ -50,12 +50,8 @@ def write(state: ExportedState, target: Path) -> None:
 
 def _random_states(generators: Mapping[str, Any], distributed: bool) -> dict[str, Any]:
     states = {"python": generators["python"], "numpy": generators["numpy"], "cpu": generators["torch"]}
-    if by_device := generators["accelerator"]:
-        every = [by_device.get(device) for device in range(max(by_device) + 1)]
-        if not distributed:
-            states["cuda"] = every[min(by_device)]
-        elif None not in every:  # the Trainer restores those of all devices, or none
-            states["cuda"] = every
+    if not distributed and generators["device"] is not None:  # else the Trainer restores those of all devices, or none
+        states["cuda"] = generators["device"]
     return states
 
 

@@ -98,9 +98,7 @@ class PowerSgdReducer(Reducer):
             lefts[at] = totals[at] @ self._right(param)
         whole = torch.cat([*rest, *(left.view(-1) for left in lefts.values())])
         device = bucket.buffer.device
-        result: torch.futures.Future[Encoded] = torch.futures.Future(
-            devices=[device] if device.type == "cuda" else None
-        )
+        result: torch.futures.Future[Encoded] = torch.futures.Future(devices=[device] if device.type != "cpu" else None)
         self._begun.append(_Pending(bucket, totals, lefts, whole, result))
         self._sums.append(self._sum(whole))
         if last:

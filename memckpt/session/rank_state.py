@@ -43,10 +43,9 @@ class RankState:
         never_repeatable: the same of all steps of this attempt.
     """
 
-    def __init__(self, live: LiveState, copier: Copier, device: torch.device) -> None:
+    def __init__(self, live: LiveState, copier: Copier) -> None:
         self._live = live
         self._copier = copier
-        self._device = device
         self._captures: dict[str, Callable[[], Any]] = {}
         self._loaders: dict[str, Callable[[Any], Any]] = {}
         self._put_back: dict[str, Callable[[Any], Any]] = {}
@@ -160,7 +159,7 @@ class RankState:
         gradients = describe_gradients(self._live)
         unknown = [UNKNOWN] if gradients["unknown"] else []
         state = {
-            "rng": rng.capture(self._device.index if self._device.type != "cpu" else None),
+            "rng": rng.capture(),
             **groups,
             "reduction": reduction,
             "gradients": gradients,
@@ -169,6 +168,7 @@ class RankState:
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact, *unknown],
             "views": self._live.views(),
+            "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)

@@ -120,6 +120,7 @@ class Session:
         find_replicas(live, ranks, data_parallel, replicated)
         refuse_few_slots(config.records_in_flight, ranks)
         device = device_of(live.tensors())
+        codec.use_device(device)
         self._clock, self._copier = StallClock(), copier_for(device)
         self._recorder = Recorder(live, self._copier, self._clock)
         self._training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)
@@ -131,7 +132,7 @@ class Session:
         on_accelerator = training.device.type != "cpu"
         self._link = link = AgentLink(AgentAddress.of(run_dir), ranks, config, on_accelerator)
         # What a record consists of.
-        self._rank_state = rank_state = RankState(live, self._copier, training.device)
+        self._rank_state = rank_state = RankState(live, self._copier)
         self._loop = Loop(rank_state, ranks, self._restore_rng)
         changes = Changes(self._recorder, live)
         self._staging = staging = Staging(training, changes)

@@ -29,6 +29,29 @@ _MARK = "\x00"
 Fetch = Callable[[Any], Any]
 
 
+#: The device that this process trains on; None in a process that trains nothing.
+_own_device: Any = None
+
+
+def use_device(device: Any) -> None:
+    """Name the device that this process trains on, of which each process has one.
+
+    Its tensors are encoded without its index, and decoded onto the device of the process that reads them: a rank may
+    come back on another card. In a process that has none, as in an agent, they stay on the CPU.
+    """
+    global _own_device
+    _own_device = device
+
+
+def own_device() -> Any:
+    """The device that this process trains on; None in a process that trains nothing."""
+    return _own_device
+
+
+def _role_of(device: Any) -> str:
+    return device.type if _own_device is None or device.type == "cpu" or device == _own_device else str(device)
+
+
 def on_host(tensor: Any) -> bool:
     """Whether a tensor can be read without waiting for a device."""
     return bool(tensor.device.type == "cpu")
@@ -254,7 +277,6 @@ class _Packer:
         if tensor.layout != torch.strided or tensor.is_quantized:
             self._refuse(path, f"torch.Tensor with layout {tensor.layout}")
             return None
-        device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
         name = str(tensor.dtype).removeprefix("torch.")
         data: Any
         if on_host(tensor) or self._fetch is None:
@@ -263,7 +285,7 @@ class _Packer:
             self.fetched = True
             host = self._fetch(tensor.contiguous())
             data = _Later(lambda: _bytes_in(torch, host))
-        found = [_MARK + "tensor", name, list(tensor.shape), device, data]
+        found = [_MARK + "tensor", name, list(tensor.shape), _role_of(tensor.device), data]
         # Products of matrices round by their layout.
         stride = list(tensor.stride())
         return [*found, stride] if not tensor.is_contiguous() and _fills(list(tensor.shape), stride) else found
@@ -319,8 +341,11 @@ def _unpack_tensor(items: list[Any]) -> Any:
         if not isinstance(stride, list) or [*map(type, stride)] != [int] * len(shape) or not _fills(shape, stride):
             raise DamagedStateError(f"rank state has a tensor of the shape {shape!r} with the strides {stride!r}")
         tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
+    kind = None if _own_device is None or _own_device.type == "cpu" else _own_device.type
+    if device == kind:
+        return tensor.to(_own_device)
     # A tensor of an accelerator that this process lacks stays on the CPU; load_state_dict moves it.
-    return tensor.to(device) if device != "cpu" and torch.cuda.is_available() else tensor
+    return tensor.to(device) if device.partition(":")[0] == kind else tensor
 
 
 def _check_room(shape: Any, item_bytes: int, data: Any) -> None:

@@ -1,7 +1,7 @@
 """States of random number generators, as plain values for a safe codec.
 
-No function here draws a number, initialises an accelerator or touches a device other than the current one, unless it
-says so.
+No function here draws a number, initialises a device, or touches one that is neither the current one nor this
+process's own, unless it says so.
 All functions act on the calling process and take no locks: a thread that draws at the same time makes the result
 meaningless, as it makes the training itself unrepeatable.
 """
@@ -17,9 +17,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from memckpt.state import codec
+
 RngState: TypeAlias = "dict[str, Any]"
-"""Result of `capture`: ``{"torch": bytes, "python": dict, "numpy": dict, "accelerator":
-{device index: bytes}}``.
+"""Result of `capture`: ``{"torch": bytes, "python": dict, "numpy": dict, "devices": {name: bytes}}``.
+
+The generator of this process's own device goes by its type (``cuda``), on whichever card the process comes back; that
+of another device by its index, too (``cuda:1``).
 
 Holds only dict, str, int, float, bytes and None. Never changed in place, so records may share it without a copy.
 """
@@ -39,7 +43,7 @@ _BIT_GENERATORS: dict[str, Any] = {
     each.__name__: each
     for each in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
-_STATE_KEYS = frozenset({"torch", "python", "numpy", "accelerator"})
+_STATE_KEYS = frozenset({"torch", "python", "numpy", "devices"})
 _PYTHON_WORDS_BYTES = 625 * array("I").itemsize
 _MT19937_KEY_BYTES = 624 * 4
 _LARGEST_PLAIN_INT = 2**63
@@ -47,27 +51,49 @@ _LARGEST_PLAIN_INT = 2**63
 _numpy_random: Any = np.random  # numpy's stub lacks the documented get_bit_generator
 
 
-def capture(also: int | None = None) -> RngState:
-    """The states of the global generators of torch (CPU), Python and numpy.
+def _accelerator() -> tuple[Any, torch.device]:
+    """Torch's module of the devices that have generators here (None: there are none), and this process's own device.
 
-    If an accelerator is already initialised in this process, the current device's generator is included, and that of
-    the device of index `also`: a model's device need not be the current one.
+    The own device is the session's; else it has no index.
     """
-    accelerator: dict[int, bytes] = {}
-    if is_initialized(module := accelerator_module()):
-        current = module.current_device()
-        for device in sorted({current, current if also is None else also}):
-            accelerator[device] = _tensor_bytes(module.get_rng_state(device))
+    own = codec.own_device()
+    if own is None or own.type == "cpu":
+        own = torch.accelerator.current_accelerator()
+    if own is None or not hasattr(module := torch.get_device_module(own), "is_initialized"):
+        return None, torch.device("cpu")
+    return module, own
+
+
+def _devices() -> dict[str, torch.device]:
+    """The devices whose generators are captured, by role: this process's own one, and the current one.
+
+    There are none before devices are initialised. Without a session the current device is the own one.
+    """
+    module, own = _accelerator()
+    if module is None or not module.is_initialized():
+        return {}
+    current = torch.device(own.type, module.current_device())
+    return {own.type: own} if own in (current, torch.device(own.type)) else {own.type: own, str(current): current}
+
+
+def device_generators() -> tuple[torch.Generator, ...]:
+    """The global generators of devices, where torch has objects for them."""
+    return tuple(getattr(_accelerator()[0], "default_generators", ()))
+
+
+def capture() -> RngState:
+    """The states of the global generators of torch (CPU), Python and numpy, and of initialised devices in use."""
+    module, _ = _accelerator()
     return {
         "torch": _tensor_bytes(torch.default_generator.get_state()),
         "python": _capture_python(random.getstate()),
         "numpy": _capture_global_numpy(),
-        "accelerator": accelerator,
+        "devices": {name: _tensor_bytes(module.get_rng_state(device)) for name, device in _devices().items()},
     }
 
 
 def restore(state: RngState) -> None:
-    """Set the global generators to `state`; that of a CUDA device takes effect when the device is initialised.
+    """Set the global generators to `state`; that of a device takes effect when the device is initialised.
 
     Raises ValueError: `state` did not come from `capture`, or it belongs to a device that this machine lacks. All that
     can be checked is checked before the first generator is changed.
@@ -81,34 +107,26 @@ def restore(state: RngState) -> None:
         raise ValueError(f"expected a torch RNG state of {expected} bytes, found {torch_state.numel()}")
     python_state = _python_state(state["python"])
     numpy_state = _numpy_state(state["numpy"])
-    device_states = _device_states(state["accelerator"])
+    device_states = _device_states(state["devices"])
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
     _restore_global_numpy(numpy_state)
-    for device, device_state in device_states.items():
-        accelerator_module().set_rng_state(device_state, device)
+    for device, device_state in device_states:
+        _accelerator()[0].set_rng_state(device_state, device)
 
 
 def library_states(state: RngState) -> dict[str, Any]:
-    """A captured state as Python, numpy and torch take it in their functions that set it. Raises ValueError."""
+    """A captured state as Python, numpy and torch take it in their functions that set it. Raises ValueError.
+
+    ``device`` is that of the rank's own device; None: it had none.
+    """
     name, key, *rest = _numpy_state(state["numpy"])
     return {
         "python": _python_state(state["python"]),
         "numpy": (name, np.array(key), *rest),
         "torch": _bytes_tensor(state["torch"], "torch"),
-        "accelerator": _tensors_by_device(state["accelerator"]),
+        "device": next((_bytes_tensor(own, name) for name, own in state["devices"].items() if ":" not in name), None),
     }
-
-
-def accelerator_module() -> Any:
-    """Torch's module of the accelerator that it is built for, such as ``torch.cuda``; None without one."""
-    built_for = torch.accelerator.current_accelerator()
-    return None if built_for is None else torch.get_device_module(built_for)
-
-
-def is_initialized(module: Any) -> bool:
-    """Whether this process has used the accelerator; one that cannot say so has no generators that are captured."""
-    return hasattr(module, "is_initialized") and bool(module.is_initialized())
 
 
 @contextmanager
@@ -132,8 +150,8 @@ def other_streams() -> Iterator[None]:
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        if is_initialized(module := accelerator_module()):
-            module.manual_seed(seed)
+        for device in _devices().values():
+            _accelerator()[0].set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), device)
         yield
 
 
@@ -274,24 +292,22 @@ def _restore_global_numpy(state: Any) -> None:
         raise ValueError(f"expected a state of the global numpy generator ({live}), found another: {error}") from error
 
 
-def _device_states(states: Any) -> dict[int, torch.Tensor]:
+def _device_states(states: Any) -> list[tuple[torch.device, torch.Tensor]]:
+    """Devices here and the states of their generators; that of the own device last, which another may be here."""
     if not isinstance(states, dict):
         raise ValueError(f"expected the RNG states of devices as a dict, found {type(states).__name__}")
-    if not states:
-        return {}
-    module = accelerator_module()
-    count = 0 if module is None else module.device_count()
-    for device in states:
-        if not isinstance(device, int) or not 0 <= device < count:
+    found = []
+    module, own = _accelerator()
+    count = module.device_count() if states and module is not None else 0
+    for name, data in sorted(states.items(), reverse=True):
+        device = torch.device(name)
+        if (device.index or 0) >= count:
             raise ValueError(
-                f"expected an RNG state of one of {count} devices, found one of device {device!r}; "
+                f"expected an RNG state of one of {count} {device.type} devices, found one of {name}; "
                 "an exact resume needs the devices of the run it continues"
             )
-    return _tensors_by_device(states)
-
-
-def _tensors_by_device(states: dict[int, Any]) -> dict[int, torch.Tensor]:
-    return {device: _bytes_tensor(data, f"device {device}") for device, data in states.items()}
+        found.append((own if name == own.type else device, _bytes_tensor(data, name)))
+    return found
 
 
 def _encode(value: Any) -> Any:

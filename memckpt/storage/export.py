@@ -48,7 +48,7 @@ class ExportedState:
         optimizers: for each optimizer the argument of its ``load_state_dict``.
         provided: values given to the first rank's session with ``provide`` and ``register``.
         generators: by rank, the arguments of `random.setstate` (``python``), `numpy.random.set_state` (``numpy``) and
-            `torch.set_rng_state` (``torch``); ``accelerator``: by device.
+            `torch.set_rng_state` (``torch``); ``device``: of the rank's own device, or None.
     """
 
     step: int

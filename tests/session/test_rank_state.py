@@ -32,7 +32,7 @@ class Counter:
 @pytest.fixture
 def rank_state() -> RankState:
     live: Any = None  # not used by what is tested here
-    return RankState(live, HostCopier(), torch.device("cpu"))
+    return RankState(live, HostCopier())
 
 
 def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,7 +48,7 @@ def test_the_held_names_are_loaded_and_nothing_is_said(rank_state: RankState, ca
 def test_attributes_of_a_protected_optimizer_are_refused_with_what_carries_them() -> None:
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1) for _ in range(2)]
     live: Any = SimpleNamespace(optimizers=optimizers[:1])
-    rank_state = RankState(live, HostCopier(), torch.device("cpu"))
+    rank_state = RankState(live, HostCopier())
     for each in optimizers:
         vars(each)["boost"] = 1.0
     with pytest.raises(ConfigurationError, match=r"the optimizer SGD, .* redo='snapshot'"):

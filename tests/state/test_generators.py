@@ -12,7 +12,7 @@ import torch
 from memckpt.state import codec, rng
 
 
-@pytest.mark.promise("global generators of torch, numpy, Python; of CUDA (current device)")
+@pytest.mark.promise("global generators of torch, numpy, Python; of the rank's own accelerator, on whichever card")
 def test_generators_repeat_after_restore() -> None:
     def draw() -> list[float]:
         return [torch.rand(()).item(), random.random(), random.gauss(0, 1), float(np.random.randn())]
@@ -35,7 +35,7 @@ def test_generators_repeat_after_restore() -> None:
         ("python", {}, "version, words and gauss"),
         ("python", {"version": 3, "words": b"", "gauss": None}, "2500 bytes, found 0 bytes"),
         ("numpy", {"name": "PCG64"}, "of an MT19937, found 'PCG64'"),
-        ("accelerator", {99: b""}, "found one of device 99"),
+        ("devices", {"cuda:99": b""}, "found one of cuda:99"),
     ],
 )
 def test_a_damaged_state_changes_nothing(key: str, value: Any, message: str) -> None:

@@ -51,7 +51,7 @@ def names(case: Case) -> str:
     "buffers and parameters, also replaced, resized, tied or late ones in modules that a new process has; "
     "averaged models outside the model"
 )
-@pytest.mark.promise("global generators of torch, numpy, Python; of CUDA (current device)")
+@pytest.mark.promise("global generators of torch, numpy, Python; of the rank's own accelerator, on whichever card")
 @pytest.mark.promise("the loss of every later step")
 @pytest.mark.promise("LR schedulers, gradient scaler")
 @pytest.mark.promise("CPU, fp32 or fp64")

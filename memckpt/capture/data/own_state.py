@@ -343,7 +343,7 @@ def changed(before: OwnState, now: OwnState) -> Progress:
 def _global_generators() -> Iterator[object]:
     """The generators that every capture of the global ones carries."""
     yield torch.default_generator
-    yield from getattr(rng.accelerator_module(), "default_generators", ())
+    yield from rng.device_generators()
     yield random.getstate.__self__  # type: ignore[attr-defined]  # the module's own instance
     yield np.random.get_state.__self__  # type: ignore[attr-defined]  # likewise
 

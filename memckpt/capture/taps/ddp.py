@@ -246,7 +246,7 @@ class BucketTap(Tap):
 
     def _hold_bucket(self, bucket: GradBucket, layout: list[list[int]]) -> torch.futures.Future[torch.Tensor]:
         devices: list[int | str | torch.device] | None = (
-            [bucket.buffer().device] if bucket.buffer().device.type == "cuda" else None
+            [bucket.buffer().device] if bucket.buffer().device.type != "cpu" else None
         )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._held.append(_HeldBucket(bucket.parameters(), bucket.gradients(), bucket.buffer(), future))

@@ -166,7 +166,7 @@ class Witness:
         if not self._copier.asynchronous:
             _compare(kept, found)
             return
-        kept.found = torch.empty_like(kept.held, pin_memory=found.is_cuda)
+        kept.found = torch.empty_like(kept.held, pin_memory=found.device.type != "cpu")
         self._copier.copy(kept.found, found)
 
     # At the commit
