@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from memckpt.state import codec, rng
 from tests.support.cluster.processes import run_child
 from tests.support.late import device as late
 
@@ -138,7 +139,34 @@ def memory_that_is_freed_under_a_reader_is_found() -> None:
     assert "the next owner of freed memory on stream 0 writes" in late.races()[0]
 
 
+def a_rank_comes_back_on_another_card() -> None:
+    def draws(device: torch.device) -> list[list[float]]:
+        other = torch.device("late", 1 - device.index)
+        return [torch.rand(3, device=each).tolist() for each in (device, other, torch.device("cpu"))]
+
+    was, now = torch.device("late", 1), torch.device("late", 0)
+    codec.use_device(was)
+    held = codec.encode(rng.capture())
+    rate = codec.encode({"lr": torch.tensor(0.5, device=was)})
+    first = draws(was)
+    codec.use_device(now)
+    rng.restore(codec.decode(held))
+    again = draws(now)
+    assert again[0] == first[0]
+    assert again[2] == first[2]
+    assert codec.decode(rate)["lr"].device == now
+    with rng.preserved(), rng.other_streams():
+        assert draws(now)[0] != draws(now)[0]
+    state = rng.capture()
+    with rng.other_streams():
+        assert not {tuple(each) for each in draws(now)} & {tuple(each) for each in again}
+    assert rng.capture() == state
+    codec.use_device(None)
+    assert codec.decode(rate)["lr"].device.type == "cpu"
+
+
 BODIES = [
+    a_rank_comes_back_on_another_card,
     kernels_are_late_and_exact,
     operators_of_a_model,
     random_numbers_repeat_from_a_state,
