@@ -19,10 +19,10 @@ from memckpt.memory.slots import SlotRing
 from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state import codec
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import rebuild_from_spec
+from memckpt.state.optimizers import dtype_name, rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients, chunks, tensor_at
-from memckpt.state.tensors import ulp_distance
+from memckpt.state.tensors import Distance, allowed_rounding
 
 #: Replicas of one agent take turns: together they may use as many threads as one.
 _turn = threading.Lock()
@@ -309,7 +309,7 @@ class Replica:
         """Overwrite the pieces that this record anchors; measure first by how much they had drifted."""
         missing = set(meta.missing)
         plain: dict[int, dict[int, dict[str, Any]]] = codec.decode(meta.plain) if meta.plain else {}
-        worst, where = 0.0, ""
+        worst, where, rounded = 0.0, "", True
         base = self._layout.slot_offset(meta.record)
         for piece in self._layout.due(meta.record):
             redo_target = self._redo_targets[piece.param]
@@ -323,7 +323,7 @@ class Replica:
                     state = redo_target.states.setdefault(owner.optimizer, {})
                     if (piece.param, owner.optimizer, spec.key) in missing:
                         if isinstance(state.get(spec.key), torch.Tensor):
-                            worst, where = float("inf"), f"{name} ({spec.key} is gone)"
+                            worst, where, rounded = float("inf"), f"{name} ({spec.key} is gone)", False
                             del state[spec.key]
                         continue
                     dtype, cut = spec.dtype, spec.elementwise
@@ -331,13 +331,16 @@ class Replica:
                         state[spec.key] = home
                 target = home.view(-1)[piece.start : piece.stop] if cut else home
                 anchor = tensor_at(self._slots_map, base + offset, tuple(target.shape), dtype)
-                distance = ulp_distance(anchor, target)
-                if distance:
+                distance = Distance()
+                distance.add(target, anchor)
+                if distance.differing:
                     target.copy_(anchor)
-                    if distance > worst:
-                        worst, where = distance, name if spec is None else f"{name} ({spec.key})"
+                    is_rounding = distance.relative <= allowed_rounding(dtype_name(target.dtype))
+                    if (not is_rounding, distance.ulp) > (not rounded, worst):
+                        worst, where = distance.ulp, name if spec is None else f"{name} ({spec.key})"
+                        rounded = is_rounding
             for optimizer, values in plain.get(piece.param, {}).items():
                 redo_target.states.setdefault(optimizer, {}).update(values)
         if worst:
             since = meta.record - self._layout.spec.period
-            self._notify(Drift(meta.record, worst, where, self._generation, since))
+            self._notify(Drift(meta.record, worst, where, self._generation, since, rounded=rounded))

@@ -243,7 +243,8 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     tensor: str
     generation: int = 0
     since: int = 0  #: record that carries the earlier anchor. In between redo has gone wrong.
-    sure: bool = False  #: whether rounding does not explain it
+    sure: bool = False  #: whether rounding does not explain it, on whatever device
+    rounded: bool = False  #: whether the rounding of another device's kernels would explain it
     steps: tuple[int, int] = (0, 0)  #: the framework's numbers, about, of the first and the last step in between
     problem: str = ""  #: what redo has raised, in words; empty if it has not
 

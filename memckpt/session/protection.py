@@ -27,9 +27,6 @@ _log = logging.getLogger("memckpt")
 _MOST_BROKEN = 3
 #: Records of a generation after which all ranks have got past its begin.
 SETTLED_RECORDS = 8
-#: Drift beyond the rounding of other kernels: a first finding of so many ulp, or a growth by so large a factor.
-_MUCH_ULP = 1 << 16
-_JUMP = 1024
 
 
 class Protection:
@@ -233,7 +230,7 @@ class DriftReports:
         before, self.largest_ulp = self.largest_ulp, max(self.largest_ulp, drift.max_ulp)
         if drift.max_ulp <= 0:
             return False
-        if drift.sure or self._exact or drift.max_ulp > (_JUMP * before if before else _MUCH_ULP):
+        if drift.sure or self._exact or not drift.rounded:
             return True
         if not before:
             _log.info(

@@ -14,6 +14,7 @@ from memckpt.errors import ForeignStateError
 from memckpt.recovery.comparison import Difference, Findings
 from memckpt.state.layout import SNAPSHOTS, Layout
 from memckpt.state.spec import StateSpec
+from memckpt.state.tensors import allowed_rounding
 from memckpt.user_messages import short_number
 
 _log = logging.getLogger("memckpt")
@@ -27,8 +28,7 @@ VERDICT_VALUES: dict[Verdict, float] = {
     "rounding": 0.5,
     "different": -1.0,
 }
-#: Largest difference, relative to a tensor's largest value, that counts as rounding on an accelerator, by dtype.
-_ROUNDING = {"float32": 1e-4, "float64": 1e-4}
+#: The same for products of TF32 and for losses that a framework has rounded.
 _COARSE_ROUNDING = 2e-2
 #: Kinds whose differences may be rounding.
 _TENSORS = ("parameter", "state", "buffer", "frozen", "logged values", "gradient")
@@ -319,7 +319,7 @@ def _allowed(one: Difference) -> float:
         return _COARSE_ROUNDING
     if one.dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
         return _COARSE_ROUNDING
-    return _ROUNDING.get(one.dtype, _COARSE_ROUNDING)
+    return allowed_rounding(one.dtype)
 
 
 def _counts(everybody: Sequence[Findings]) -> str:
