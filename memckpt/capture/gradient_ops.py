@@ -99,7 +99,7 @@ def _install() -> None:
     def unscale(original: Any) -> Any:
         def wrapper(self: Any, optimizer: Any, inv_scale: torch.Tensor, found_inf: Any, allow_fp16: bool) -> Any:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            with _telling("mul", inv_scale, params):
+            with _telling("unscale", inv_scale, params):
                 return original(self, optimizer, inv_scale, found_inf, allow_fp16)
 
         return wrapper

@@ -37,7 +37,8 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
 class GradientOp(msgspec.Struct, frozen=True, array_like=True):
     """An in-place change of gradients between backward and the optimizer's step."""
 
-    kind: str  #: ``"mul"``, ``"clamp"``, or ``"div"``: the scale that a fused step itself divides by
+    #: ``"mul"``, ``"clamp"``, ``"unscale"``: by a gradient scaler; or ``"div"``: by the scale, in a fused step.
+    kind: str
     value: bytes  #: codec encoding of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``
     params: tuple[int, ...]  #: indices of the parameters it applies to
 

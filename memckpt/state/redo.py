@@ -107,12 +107,13 @@ def change_values(kind: str, operand: Any, values: torch.Tensor) -> torch.Tensor
     room = torch.empty_like(values)  # without it a factor would promote values without dimensions
     if kind == "clamp":
         return torch.clamp(values, operand[0], operand[1], out=room)
-    factor: torch.Tensor = operand.to(values.device).reshape(())
-    if kind == "mul":
+    # A device rounds a factor in its memory to the gradient's dtype first, and one of the host not. Scalers do not.
+    factor: torch.Tensor = operand.to("cpu" if kind == "unscale" else values.device).reshape(())
+    if kind in ("mul", "unscale"):
         return torch.mul(values, factor, out=room)
     if kind == "div":
         return torch.div(values, factor, out=room)
-    raise ValueError(f"gradient operation: expected 'mul', 'div' or 'clamp', found {kind!r}")
+    raise ValueError(f"gradient operation: expected 'mul', 'unscale', 'div' or 'clamp', found {kind!r}")
 
 
 def _with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
