@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -243,6 +243,10 @@ UNKNOWN = (
 _log = logging.getLogger("memckpt")
 
 
+#: A parameter whose gradient is looked at; changes of it in the last record, if none has come since the commit.
+_Look: TypeAlias = "tuple[torch.Tensor, int | None]"
+
+
 class LeftGradients:
     """Whether gradients that a step has used are dropped or zeroed before the next backward, as far as observed.
 
@@ -259,7 +263,13 @@ class LeftGradients:
         self.known = False
         self._looked: set[Hashable] = set()
         self._looks = 0
+        #: By the `id` of the parameter: its gradient's version at the last commit, and changes since the commit before.
         self._versions: dict[int, int] = {}
+        self._moves: dict[int, int] = {}
+        #: Changes in a record at whose end a gradient was zero.
+        self._zeroed: dict[int, int] = {}
+        #: Norms on their way from a device: what they are of, and the event behind them.
+        self._asked: tuple[list[_Look], torch.Tensor, torch.Event] | None = None
         #: By family, the parameter that got the first gradient of the last backward; its gradient at the last commit.
         self._first: dict[Hashable, torch.Tensor] = {}
         self._was: dict[Hashable, tuple[Callable[[], torch.Tensor | None], int]] = {}
@@ -289,6 +299,7 @@ class LeftGradients:
 
     def committed(self, versions: Mapping[int, int]) -> None:
         """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter."""
+        self._moves = {key: count - self._versions.get(key, 0) for key, count in versions.items()}
         self._versions = dict(versions)
         self._looked.clear()
         large = [(family, one.grad) for family, one in self._first.items() if id(one) in versions]
@@ -300,6 +311,9 @@ class LeftGradients:
             return
         if not self._looked:
             self._looks += 1
+            if self._asked is not None and self._asked[2].query():
+                (looks, norms, _), self._asked = self._asked, None
+                self._judge(looks, norms)
             self._look_at(self._strangers())
         self._looked.add(family)
         self.known = True
@@ -307,9 +321,11 @@ class LeftGradients:
         held, counted = self._was.get(family, (_nothing, 0))
         if self._first.get(family) is fired and held() is _grad(fired):
             # Its new gradient has been added to what was there: to zeros, if those of the others are zeros.
-            others = {id(one) for one in members if one.grad is not None and one is not fired}
+            others = {id(one): version(one.grad) for one in members if one.grad is not None and one is not fired}
             kept = {id(self._live.parameter(name)) for name in self.kept}
-            if version(_grad(fired)) == counted + 1 or not others or others & kept:
+            as_at_commit = all(self._versions.get(one, count) == count for one, count in others.items())
+            alike = as_at_commit and self._moves.get(id(fired)) in {self._moves.get(one) for one in others}
+            if not others or others.keys() & kept or (version(_grad(fired)) == counted + 1 and not alike):
                 self._keep([fired])
         self._first[family] = fired
 
@@ -325,9 +341,33 @@ class LeftGradients:
         there = [param for param in there if id(param) in self._versions]
         # Reading values takes a while: where all have been zeroed in place, they most probably are again.
         if there and self._looks & (self._looks - 1):
-            there = [param for param in there if self._versions[id(param)] == version(_grad(param))]
-        norms = torch._foreach_norm([_grad(param) for param in there], torch.inf) if there else []
-        self._keep([param for param, norm in zip(there, norms, strict=True) if norm.item()])
+            there = [param for param in there if self._is_as_at_commit(param) and not self._is_zeroed_again(param)]
+        if not there:
+            return
+        norms = torch.stack(torch._foreach_norm([_grad(param) for param in there], torch.inf))
+        looks = [(one, self._moves[id(one)] if self._is_as_at_commit(one) else None) for one in there]
+        if self._looks <= 2 or norms.device.type == "cpu":
+            self._judge(looks, norms)
+            return
+        # The host must not wait for the device in each step: it reads the norms at a later look.
+        host = torch.empty_like(norms, device="cpu", pin_memory=True).copy_(norms, non_blocking=True)
+        self._asked = looks, host, torch.accelerator.current_stream(norms.device).record_event()
+
+    def _judge(self, looks: Sequence[_Look], norms: torch.Tensor) -> None:
+        kept = []
+        for (param, moves), norm in zip(looks, norms.tolist(), strict=True):
+            if norm:
+                kept.append(param)
+            elif moves is not None:
+                self._zeroed[id(param)] = moves
+        self._keep(kept)
+
+    def _is_as_at_commit(self, param: torch.Tensor) -> bool:
+        return self._versions[id(param)] == version(_grad(param))
+
+    def _is_zeroed_again(self, param: torch.Tensor) -> bool:
+        """Whether its gradient was zero behind a record that changed it as often as the last one has."""
+        return self._zeroed.get(id(param)) == self._moves[id(param)]
 
     def _keep(self, params: list[torch.Tensor]) -> None:
         names = {id(param): name for name, param in self._live.named_parameters()}

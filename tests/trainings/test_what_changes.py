@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from memckpt.capture.live_state import LiveState
+from memckpt.state.tensors import version
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Process, in_child, process_of, survives
 from tests.support.trainings.resume_history import journal_of
@@ -320,6 +321,23 @@ class Wide(Changing):
 @pytest.mark.parametrize("change", [nothing, clipped], ids=lambda one: one.__name__)
 def test_gradients_that_nobody_zeroes(lab: Lab, change: Change, kind: type[Changing]) -> None:
     survives(lab, lambda process: process.train(change, zero=False), KILLS, "off", kind=kind)
+
+
+@pytest.mark.parametrize("zeroed", [6, 12])
+def test_gradients_zeroed_before_the_commit_are_kept_once_they_are_not(zeroed: int) -> None:
+    """In place, for so many records: what is read is not read again until a record changes them less often."""
+    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {})
+    params = list(model.parameters())
+    for record in range(zeroed + 2):
+        for param in reversed(params):
+            param.grad = torch.ones_like(param) if param.grad is None else param.grad.add_(1.0)
+            live.left.compare_gradients("all", params, params[-1])
+        if record < zeroed:
+            model.zero_grad(set_to_none=False)
+        live.left.committed({id(param): version(param.grad) for param in params if param.grad is not None})
+        assert record > zeroed or not live.left.kept
+    assert live.left.kept == dict(model.named_parameters()).keys()
 
 
 def test_a_layer_that_is_pruned_is_said_to_end_resumes(caplog: pytest.LogCaptureFixture) -> None:
