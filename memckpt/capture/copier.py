@@ -107,8 +107,9 @@ class HostCopier:
 class AcceleratorCopier:
     """Copies on a side stream into page-locked slots.
 
-    Small tensors are gathered into buckets of :attr:`BUCKET_BYTES` before they are launched, so that the streams
-    synchronize once per layer and not once per parameter (REFT's tiny buckets). Large ones are cut: what the user's
+    Tensors are gathered into buckets of :attr:`BUCKET_BYTES` before they are launched, so that the streams synchronize
+    once per layer and not once per parameter (REFT's tiny buckets). A launch takes 100 us of the host; what the last
+    bucket delays is 0.3 ms at 50 GB/s. Large ones are cut: what the user's
     program reads from the device meanwhile waits for one part only.
 
     Until a stream has been made to wait for the copies of what was made on it, references keep its memory from being
@@ -124,11 +125,13 @@ class AcceleratorCopier:
 
     asynchronous = True
     caveat = ""
-    BUCKET_BYTES = 4 << 20
+    BUCKET_BYTES = 16 << 20
     PART_BYTES = 32 << 20
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
+        #: Torch takes twice as long to find the stream of a device that is given as an object.
+        self._index = device.index
         self._module = module = torch.get_device_module(device) if module is None else module
         self._stream = module.Stream(device)
         #: Makes the device the current one: leaving a stream would open a context on one that has none.
@@ -159,7 +162,7 @@ class AcceleratorCopier:
             return
         with self._lock:
             self._bucket.append((destination, source))
-            self._sources.add(self._module.current_stream(self._device))
+            self._sources.add(self._module.current_stream(self._index))
             self._bucket_bytes += source.nbytes
             if self._bucket_bytes >= self.BUCKET_BYTES:
                 self._launch()
@@ -200,7 +203,7 @@ class AcceleratorCopier:
             return  # recorded work runs later, and a graph cannot wait for streams outside of it
         with self._lock:
             self._launch()
-            current = self._module.current_stream(self._device)
+            current = self._module.current_stream(self._index)
             for stream in self._made_on | {current}:
                 stream.wait_stream(self._stream)
             self._held.clear()
@@ -211,7 +214,7 @@ class AcceleratorCopier:
 
     @contextlib.contextmanager
     def behind_training(self) -> Iterator[None]:
-        current = self._module.current_stream(self._device)
+        current = self._module.current_stream(self._index)
         others = self._changing - {current}
         for other in others:
             current.wait_stream(other)
