@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from memckpt.capture.modules import fsdp1_wrappers
 from memckpt.state.optimizers import dtype_name, dtype_of
 from memckpt.state.tensors import give_gradient, is_dtensor, version
 
@@ -172,6 +173,10 @@ class PendingGradients:
         self._assumed.clear()
         self._blocked = 0
 
+    def waits(self, param: torch.Tensor) -> bool:
+        """Whether the parameter's gradient is one of those that were left over at the end of the last batch."""
+        return self._families.get(id(param)) in self._left
+
     def _leave(self, family: Family, assumed: bool) -> None:
         if assumed:
             self._assumed.add(family)
@@ -234,11 +239,20 @@ GRADIENTS = "memckpt_gradients"
 FEW_BYTES = 64 << 10
 #: Bytes of gradients that are carried until it is known what becomes of them.
 UNKNOWN_BYTES = 16 << 20
-#: Said of a record whose gradients were too large for that.
-UNKNOWN = (
-    "the run was killed before it was known whether gradients are dropped or zeroed before the next backward; they are "
-    "zeros now"
+#: Said where gradients are used that no record holds.
+_USED = (
+    "gradients of the resumed step were {}, and no record holds them: they are zeros. Keep what you need of them in a "
+    "buffer, or in an object that is registered, before the commit"
 )
+_READ = _USED.format("read before the next backward")
+_LEFT = _USED.format("neither dropped nor zeroed before the next backward")
+#: What :class:`_Dropped` may be given to without that its values are used. Most attributes are harmless, too.
+_HARMLESS = frozenset(
+    {"__set__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"}
+    | {"is_contiguous", "data_ptr", "get_device", "is_floating_point", "is_complex", "detach_", "requires_grad_"}
+)
+_OVERWRITES = frozenset({"zero_", "_foreach_zero_", "fill_"})
+_VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
 _log = logging.getLogger("memckpt")
 
@@ -254,13 +268,17 @@ class LeftGradients:
         live: the live state.
 
     Attributes:
-        known: whether a backward has begun since a commit.
+        has_committed: whether a record has ended, in this process or in one that it continues.
+        known: whether a backward has begun behind it.
         kept: names of parameters whose gradients are copied by value.
+        dropped: stands for gradients that were not restored, up to the next backward or commit.
     """
 
     def __init__(self, live: LiveState) -> None:
         self._live = live
         self.known = False
+        self.dropped: DroppedGradients | None = None
+        self.has_committed = False
         self._looked: set[Hashable] = set()
         self._looks = 0
         #: By the `id` of the parameter: its gradient's version at the last commit, and changes since the commit before.
@@ -299,6 +317,7 @@ class LeftGradients:
 
     def committed(self, versions: Mapping[int, int]) -> None:
         """Note that a record has ended, with the version counters of large gradients by the `id` of the parameter."""
+        self.has_committed = True
         self._moves = {key: count - self._versions.get(key, 0) for key, count in versions.items()}
         self._versions = dict(versions)
         self._looked.clear()
@@ -307,6 +326,8 @@ class LeftGradients:
 
     def compare_gradients(self, family: Hashable, members: Sequence[torch.Tensor], fired: torch.Tensor) -> None:
         """Look at the gradients of parameters that are about to get new ones; `fired` has just got the first one."""
+        if self.dropped is not None:
+            self.dropped.end(None if self.known else _LEFT)
         if family in self._looked:
             return
         if not self._looked:
@@ -316,7 +337,7 @@ class LeftGradients:
                 self._judge(looks, norms)
             self._look_at(self._strangers())
         self._looked.add(family)
-        self.known = True
+        self.known = self.known or self.has_committed
         self._look_at(members, fired)
         held, counted = self._was.get(family, (_nothing, 0))
         if self._first.get(family) is fired and held() is _grad(fired):
@@ -395,6 +416,8 @@ def _grad(param: torch.Tensor) -> torch.Tensor:
 
 def describe_gradients(live: LiveState) -> dict[str, Any]:
     """Input of :func:`restore_gradients`, for the rank state: the common case, and exceptions by name."""
+    if live.left.dropped is not None:
+        live.left.dropped.end()
     present: list[str] = []
     absent: list[str] = []
     others: list[list[Any]] = []
@@ -423,7 +446,6 @@ def describe_gradients(live: LiveState) -> dict[str, Any]:
         ]
     # Runs for each gradient of each step: a counter is read without a call.
     live.left.committed({} if nbytes <= FEW_BYTES else {id(param): one._version for _, param, one in dense})
-    found["unknown"] = not few and not live.left.known
     return found
 
 
@@ -433,13 +455,80 @@ def _kind(gradient: torch.Tensor) -> Kind:
     return ["dense", dtype_name(gradient.dtype)]
 
 
+class DroppedGradients:
+    """Zeros that stand for gradients whose values no record holds: it finds out whether they are used.
+
+    Args:
+        live: the live state, which has it up to the next backward or commit.
+        params: the parameters.
+        tell: called with the reason why the resume is not exact, where they are used.
+    """
+
+    def __init__(self, live: LiveState, params: Sequence[torch.Tensor], tell: Callable[[str], None]) -> None:
+        self._live = live
+        self._params = params
+        self._tell = tell
+        self._overwritten: set[int] = set()
+        for param in params:
+            param.grad = self.marked(_grad(param))
+        live.left.dropped = self
+
+    def marked(self, gradient: torch.Tensor) -> _Dropped:
+        """The same memory, as a tensor that says how it is used."""
+        marked = torch.Tensor._make_subclass(_Dropped, gradient)
+        marked.owner = self
+        return marked
+
+    def asked(self, gradients: Sequence[_Dropped], function: str, attribute: str) -> None:
+        """Note a call of torch that is given some of them."""
+        if self._live.left.dropped is not self:
+            return
+        if function in _OVERWRITES:
+            self._overwritten.update(each.data_ptr() for each in gradients)
+        elif function not in _HARMLESS and (function != "__get__" or attribute in _VIEWS):
+            self.end(_READ)
+
+    def end(self, used: str | None = None) -> None:
+        """Put plain tensors in their place; `used` says how those are used that nobody has dropped or zeroed."""
+        self._live.left.dropped = None
+        left = [param for param in self._params if isinstance(param.grad, _Dropped)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if used and any(_grad(param).data_ptr() not in self._overwritten for param in left):
+                self._tell(used)
+            for param in left:
+                param.grad = _grad(param).detach()
+
+
+class _Dropped(torch.Tensor):
+    """A gradient of :class:`DroppedGradients`."""
+
+    owner: DroppedGradients
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            given = [one for each in args for one in (each if isinstance(each, (list, tuple)) else (each,))]
+            marked = [one for one in given if isinstance(one, cls)]
+            name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", "")
+            if not marked:
+                return found
+            if name == "detach" or (name, attribute) == ("__get__", "data"):
+                return marked[0].owner.marked(found)
+            marked[0].owner.asked(marked, name, attribute)
+        return found
+
+
 @torch.no_grad()
-def restore_gradients(live: LiveState, described: dict[str, Any]) -> None:
-    """Give every parameter that had a gradient its values, or zeros if they were dropped, and None to every other."""
+def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.Tensor]:
+    """Give every parameter that had a gradient its values, or zeros if no record has them, and None to every other.
+
+    Returns the parameters whose gradients are such zeros.
+    """
     unusual = set(described["unusual"])
     others = dict(described["others"])
     carried = {name: (values, at) for names, values in described.get("values", ()) for name, at in _places(live, names)}
-    kept = live.left.kept
+    kept, dropped = live.left.kept, list[torch.Tensor]()
     for name, param in live.named_parameters():
         if name in others:
             kind = others[name]
@@ -451,8 +540,11 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> None:
         if name in carried and gradient is not None:
             values, at = carried[name]
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
+        elif name not in kept and type(gradient) is torch.Tensor and not gradient.is_sparse:
+            dropped.append(param)
         give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
-    live.left.known = described.get("known", False)
+    live.left.has_committed, live.left.known = True, described.get("known", False)
+    return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
 
 
 def _places(live: LiveState, names: Sequence[str]) -> Iterable[tuple[str, int]]:

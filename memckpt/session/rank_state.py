@@ -13,7 +13,7 @@ from memckpt.capture.attributes import AttributesOf, FoundObjects, GeneratorStat
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import describe_groups, describe_hooked, scaler_state
-from memckpt.capture.presence import UNKNOWN, describe_gradients
+from memckpt.capture.presence import describe_gradients
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import codec, rng
@@ -156,17 +156,15 @@ class RankState:
         self._look_for_schedulers()
         for reason in self._live.not_carried:
             self.inexact(reason)
-        gradients = describe_gradients(self._live)
-        unknown = [UNKNOWN] if gradients["unknown"] else []
         state = {
             "rng": rng.capture(),
             **groups,
             "reduction": reduction,
-            "gradients": gradients,
+            "gradients": describe_gradients(self._live),
             "pending": pending,
             "provided": {name: capture() for name, capture in self._captures.items()},
             "unrepeatable": self.unrepeatable or self.never_repeatable,
-            "inexact": [*self._inexact, *unknown],
+            "inexact": [*self._inexact],
             "views": self._live.views(),
             "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.presence import DroppedGradients
 from tests.support.trainings.engine_child import config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_steps import (
+    READ_GRADIENTS,
     SPARSE_ZEROED_IN_PLACE,
     TWO_PACES,
     ZEROED_IN_PLACE,
@@ -57,6 +62,69 @@ def test_gradients_wait_whose_reduction_is_put_off(lab: Lab, kind: str) -> None:
 def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo: str) -> None:
     # Before the layer was used for the first time, and behind its use.
     lab.survives(case, config(redo), [("after commit", 2), ("after commit", 5), ("forward", 11)])
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
+def test_gradients_that_are_read_before_they_are_zeroed(lab: Lab, redo: str) -> None:
+    """At first they are carried, whatever becomes of them. Later that is said at the read."""
+    lab.survives(READ_GRADIENTS, config(redo), [("after commit", 1)])
+    lab.stop()
+    settings = config(redo, resume_check="off")
+    lab.train(READ_GRADIENTS, settings, actions={("after commit", 8): kill_self})
+    resumed = lab.train(READ_GRADIENTS, settings)
+    assert resumed.restored_step == 8
+    assert "training does not go on exactly: gradients of the resumed step were read" in resumed.log
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+#: Ways in which training deals with gradients, and whether that uses their values.
+WAYS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], object], bool]] = {
+    "set to None": (lambda model, optimizer: optimizer.zero_grad(), False),
+    "zeroed": (lambda model, optimizer: optimizer.zero_grad(set_to_none=False), False),
+    "zeroed by the module": (lambda model, optimizer: model.zero_grad(set_to_none=False), False),
+    "zeroed by hand": (lambda model, optimizer: [one.data.zero_() for one in gradients_of(model)], False),
+    "detached and zeroed": (lambda model, optimizer: [one.detach_().zero_() for one in gradients_of(model)], False),
+    "looked at": (lambda model, optimizer: [(one.shape, one.dtype, one.numel()) for one in gradients_of(model)], False),
+    "norm": (lambda model, optimizer: nn.utils.get_total_norm(gradients_of(model)), True),
+    "mean of one": (lambda model, optimizer: gradients_of(model)[0].data.mean(), True),
+    "copied": (lambda model, optimizer: torch.zeros(2, 3).copy_(gradients_of(model)[0]), True),
+    "stepped with": (lambda model, optimizer: optimizer.step(), True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    live, told = LiveState(model, [optimizer], {}), list[str]()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    DroppedGradients(live, list(model.parameters()), told.append)
+    use, reads = WAYS[way]
+    use(model, optimizer)
+    live.left.known = True
+    model(torch.ones(1, 3)).sum().backward()
+    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    assert len(told) == reads
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))  # type: ignore[arg-type]  # there is one
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_gradients_that_are_added_to_where_no_record_holds_them(zeroed: bool) -> None:
+    """It was not known yet whether they are dropped or zeroed."""
+    model = nn.Linear(3, 2)
+    live, told = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {}), list[str]()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    DroppedGradients(live, list(model.parameters()), told.append)
+    model.zero_grad(set_to_none=False) if zeroed else None
+    model(torch.ones(1, 3)).sum().backward()
+    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    assert len(told) == (not zeroed)
 
 
 @pytest.mark.parametrize("how", ["none", "zero", "by hand"])

@@ -200,7 +200,7 @@ class ResumeProof:
 
     def begin_comparison(self, chosen: Chosen) -> None:
         """Begin the comparison, after the restore of tensors and gradients."""
-        dataloader.departures.append(self._depart)
+        dataloader.departures.append(self.depart)
         if isinstance(chosen, ChosenInMemory):
             self._following = chosen.following
         if self.repetition is not None:
@@ -214,8 +214,8 @@ class ResumeProof:
             if self._witness.waits:
                 self._recorder.compare_gradients(self._witness.gradient)
 
-    def _depart(self, reason: str) -> None:
-        """Correct the report: a loader has gone on with other data than it was left at."""
+    def depart(self, reason: str) -> None:
+        """Correct the report: training has gone on with other data or gradients than it was left at."""
         if self.report is not None:
             self.report.because(reason)
             self._rank_state.carry([EARLIER + reason])
@@ -300,8 +300,8 @@ class ResumeProof:
 
     def close(self) -> None:
         """Release states and gradients that were not compared."""
-        if self._depart in dataloader.departures:
-            dataloader.departures.remove(self._depart)
+        if self.depart in dataloader.departures:
+            dataloader.departures.remove(self.depart)
         self._witness = None
         repetition, self.repetition = self.repetition, None
         if repetition is not None:

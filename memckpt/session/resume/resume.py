@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from memckpt.capture.presence import restore_gradients
+from memckpt.capture.presence import DroppedGradients, restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps.tap import Tap
 from memckpt.config import RedoMode, ResumeChoice
@@ -476,9 +476,10 @@ class Resumption:
         )
         self._pending.regroup()
         if "gradients" in chosen.state:
-            # Zeros stand for gradients that there were; pending ones are marked.
-            restore_gradients(self._live, chosen.state["gradients"])
+            # Zeros stand for gradients that no record holds; pending ones are marked.
+            dropped = restore_gradients(self._live, chosen.state["gradients"])
             self._pending.resume(chosen.state["pending"])
+            DroppedGradients(self._live, [one for one in dropped if not self._pending.waits(one)], self._proof.depart)
         if self._ranks.rank == 0:
             what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
             self._link.tell_journal(Recovered(*what, report.exact, report.repeated))

@@ -298,6 +298,21 @@ class RareLayer(Training):
         return super().loss(step)
 
 
+class ReadGradients(Training):
+    """The norm of a step's gradients, more than are carried, decides about the next step before they are zeroed."""
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, 500), nn.Tanh(), nn.Linear(500, CLASSES))
+
+    def batch(self, step: int) -> float:
+        gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
+        if gradients:
+            self.optimizers[0].param_groups[0]["weight_decay"] = float(
+                torch.stack(torch._foreach_norm(gradients)).sum()
+            )
+        return super().batch(step)
+
+
 class RareSparseLayer(RareLayer):
     """The same with sparse gradients."""
 
@@ -621,6 +636,7 @@ ANNOUNCED = case_of("announced-accumulation", AnnouncedAccumulation)
 LIED = case_of("lied-accumulation", AnnouncedAccumulation, lies=True)
 TWO_PACES = case_of("two-paces", TwoPaces)
 ZEROED_IN_PLACE = case_of("zeros-in-place", RareLayer)
+READ_GRADIENTS = case_of("read-gradients", ReadGradients)
 SPARSE_ZEROED_IN_PLACE = case_of("sparse-zeros-in-place", RareSparseLayer)
 
 
