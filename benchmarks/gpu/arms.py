@@ -199,7 +199,7 @@ def async_save(size: Size, device: torch.device) -> Figures:
 
         trainee.step()
         try:
-            figures.step_ms = [seconds_of(step, device) * 1e3 for _ in range(3)][1:]
+            figures.step_ms = [seconds_of(step, device) * 1e3 for _ in range(2)][1:]
         finally:
             saver.wait()
         figures.state_bytes = trainee.state_bytes
