@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from memckpt.errors import UnsupportedError
 from memckpt.memory.region import Region
+
+_log = logging.getLogger("memckpt")
+#: Offset in a region, and length, in bytes.
+Part: TypeAlias = "tuple[int, int]"
 
 
 class Copier(Protocol):
@@ -58,8 +64,15 @@ class Copier(Protocol):
     def done(self) -> int:
         """The highest ticket whose copies are known to be done. Never blocks."""
 
-    def adopt(self, region: Region) -> None:
-        """Prepare a region as a destination of copies."""
+    def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
+        """Prepare a region as a destination of copies; beforehand they are slower.
+
+        Args:
+            region: the region.
+            parts: offsets and lengths of what is copied to, in whole pages, those that are due first first; each copy
+                goes to one of them. Empty: one part, all of it.
+            at_once: bytes to prepare before this returns; None: all.
+        """
 
     def release(self, region: Region) -> None:
         """Undo :meth:`adopt`; call before the region is closed."""
@@ -97,7 +110,7 @@ class HostCopier:
     def done(self) -> int:
         return 0
 
-    def adopt(self, region: Region) -> None:
+    def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
         return
 
     def release(self, region: Region) -> None:
@@ -149,7 +162,11 @@ class AcceleratorCopier:
         #: Streams that have changed sources since the last commit, or, until one does, before it.
         self._changing: set[Any] = set()
         self._is_committed = False
-        self._registered: dict[int, int] = {}
+        #: By region.
+        self._locks: dict[int, PageLock] = {}
+        self._page_locks = getattr(module, "cudart", None) is not None
+        if not self._page_locks:
+            self.caveat = f"copies from {device.type} wait for it, as torch page-locks no shared memory for it"
         #: Events recorded after each launch whose copies are not known to be done, oldest first.
         self._launched: deque[Any] = deque()
         self._done = 0
@@ -246,28 +263,102 @@ class AcceleratorCopier:
                 self._done += 1
             return self._done
 
-    def adopt(self, region: Region) -> None:
-        """Page-lock the mapping: copies from the device to pageable memory would block without notice."""
-        address = torch.frombuffer(region.map, dtype=torch.uint8).data_ptr()
-        with self._at():
-            result = self._module.cudart().cudaHostRegister(address, region.nbytes, 0)
-        if int(result) != 0:
-            _take_error(self._device)
-            raise UnsupportedError(
-                f"cudaHostRegister of {region.nbytes / 2**20:.0f} MiB failed with error {int(result)}; "
-                "raise the locked-memory limit (ulimit -l) of this process"
-            )
-        self._registered[id(region)] = address
+    def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
+        """Page-lock the region, in a thread: copies to other memory are right, and block their caller."""
+        if not self._page_locks:
+            return
+        lock = self._locks.get(id(region))
+        if lock is None:
+            cudart = self._module.cudart()
+            self._locks[id(region)] = lock = PageLock(cudart, self._at, region, parts or [(0, region.nbytes)])
+        lock.wait(region.nbytes if at_once is None else at_once)
 
     def release(self, region: Region) -> None:
-        address = self._registered.pop(id(region), None)
-        if address is not None:
+        lock = self._locks.pop(id(region), None)
+        if lock is not None:
             self._launch()  # the bucket may hold copies into this region
             self._stream.synchronize()
+            lock.undo()
+
+
+class PageLock:
+    """Page-locked parts of a region: a thread locks them one by one, and unlocks them at the end.
+
+    A second and more for 10 GB is too long for the training thread. CUDA keeps errors for the thread that made them:
+    those of this one reach no launch of the user's.
+
+    Args:
+        cudart: torch's CUDA or HIP runtime.
+        at: makes the device the current one: that of a new thread is the first one.
+        region: the region.
+        parts: as in :meth:`Copier.adopt`; CUDA refuses copies to what is locked only in part.
+    """
+
+    _told = False
+
+    def __init__(self, cudart: Any, at: Callable[[], Any], region: Region, parts: Sequence[Part]) -> None:
+        self._cudart, self._at = cudart, at
+        self._address = torch.frombuffer(region.map, dtype=torch.uint8).data_ptr()
+        self._parts = parts
+        self._changed = threading.Condition()
+        #: Bytes that were locked; or all, where locking was refused.
+        self._locked_bytes = 0.0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="memckpt-page-lock", daemon=True)
+        self._thread.start()
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until so many bytes are locked, or all of them, or the rest is refused."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._locked_bytes >= min(nbytes, sum(length for _, length in self._parts)))
+
+    def undo(self) -> None:
+        """Unlock all parts; nothing may be copied to them any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        locked = []
+        try:
             with self._at():
-                result = self._module.cudart().cudaHostUnregister(address)
-            if int(result) != 0:
-                _take_error(self._device)
+                for start, length in self._parts:
+                    if self._ended or not self._lock(start, length):
+                        break
+                    locked.append(start)
+        finally:
+            self._advance(math.inf)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+        with self._at():
+            for start in locked:
+                result = self._cudart.cudaHostUnregister(self._address + start)
+                if int(result) != 0:
+                    _log.warning("memckpt: %s", self._refusal("cudaHostUnregister", result))
+
+    def _lock(self, start: int, length: int) -> bool:
+        result = self._cudart.cudaHostRegister(self._address + start, length, 0)
+        if int(result) == 0:
+            self._advance(length)
+        elif not PageLock._told:
+            PageLock._told = True
+            _log.warning(
+                "memckpt: %d KiB of host memory could not be page-locked: %s. Steps wait for copies to it, which are "
+                "slower, and as exact",
+                length >> 10,
+                self._refusal("cudaHostRegister", result),
+            )
+        return int(result) == 0
+
+    def _refusal(self, function: str, result: Any) -> str:
+        name = getattr(self._cudart, "cudaGetErrorString", lambda result: "without a name")(result)
+        return f"{function} failed with error {int(result)} ({name})"
+
+    def _advance(self, nbytes: float) -> None:
+        with self._changed:
+            self._locked_bytes += nbytes
+            self._changed.notify_all()
 
 
 def _copy_in_parts(destination: torch.Tensor, source: torch.Tensor, part_bytes: int) -> None:
@@ -275,12 +366,6 @@ def _copy_in_parts(destination: torch.Tensor, source: torch.Tensor, part_bytes: 
     elements = part_bytes // source.itemsize
     for to, part in zip(destination.view(-1).split(elements), source.reshape(-1).split(elements), strict=True):
         to.copy_(part, non_blocking=True)
-
-
-def _take_error(device: torch.device) -> None:
-    """Clear CUDA's last error: it would be reported to the next kernel launch, which is the user's."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
 
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:

@@ -22,6 +22,9 @@ from memckpt.state.redo import tensor_at
 from memckpt.state.spec import ITEM_BYTES, encoded_parts, is_ours
 from memckpt.state.tensors import local
 
+#: Bytes of slots that are page-locked at once: first a part of this size, then the others while training goes on.
+LOCKED_BYTES = 1 << 30
+
 #: Places by parameter in one sub-step; None where there is none for a dense gradient of this rank.
 Row = list[torch.Tensor | None]
 
@@ -248,13 +251,13 @@ class SlotWriter:
                 raise LayoutChangedError(f"{name} has been replaced")
         self._bind(tensors)
 
-    def use_all_slots(self) -> None:
-        """Allow records to be staged: all slots are reserved now.
+    def use_all_slots(self, record: int = 0) -> None:
+        """Allow records to be staged, of which `record` is the next: all slots are reserved now.
 
         Before that, nothing is page-locked or populated, which would allocate unreserved memory. So an accelerator's
         start is copied to pageable memory.
         """
-        self._copier.adopt(self._slots)
+        self._copier.adopt(self._slots, self.layout.slot_parts(record, LOCKED_BYTES), LOCKED_BYTES)
         self._slots.populate_in_background()
         self.whole = True
 

@@ -299,6 +299,21 @@ class Layout:
                 merged.append((start, stop))
         return [(start, stop - start) for start, stop in merged]
 
+    def slot_parts(self, record: int, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, length) of parts of the slots' region, by when they are due from `record` on.
+
+        Each part is whole slots of at least `nbytes`, but for the last ones of the ring and the by-value slots.
+        """
+        count = max(1, min(self.ring, -(-nbytes // self.slot_bytes)))
+        due = self.slot_number(record) // count * count
+        starts = range(0, self.ring, count)
+        parts = [
+            (start * self.slot_bytes, min(count, self.ring - start) * self.slot_bytes)
+            for start in [*(one for one in starts if one >= due), *(one for one in starts if one < due)]
+        ]
+        by_value = self.slots_bytes - self.slot_bytes * self.ring
+        return [parts[0], (self.slot_bytes * self.ring, by_value), *parts[1:]] if by_value else parts
+
     @property
     def numel(self) -> int:
         """Elements of all stepped parameters."""

@@ -146,7 +146,7 @@ def check_locked_memory(limit: int | None, cuda: bool) -> Check:
         return Check("locked memory", "ok", "unlimited")
     if not cuda:
         return Check("locked memory", "ok", f"{nbytes_text(limit)}; it matters with CUDA only")
-    text = f"{nbytes_text(limit)}: slots may not be page-locked for CUDA, and then nothing is protected"
+    text = f"{nbytes_text(limit)}: slots may not be page-locked for CUDA, and then steps wait for their copies"
     return Check("locked memory", "warning", text, "ulimit -l unlimited; for a container --ulimit memlock=-1")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from memckpt.capture import copier as copier_module
-from memckpt.capture.copier import AcceleratorCopier
-from memckpt.errors import UnsupportedError
+from memckpt.capture.copier import AcceleratorCopier, PageLock, copier_for
 from memckpt.memory.region import Region
+from memckpt.state.layout import PAGE
 
 DEVICE = torch.device("cuda", 0)
 
@@ -59,10 +59,12 @@ class Device:
         self.host = Timeline()
         self.current = self.Stream(DEVICE)
         self.recording = False
-        self.registered: list[int] = []
+        #: Sizes of what is page-locked, by address; the calls that succeed at once, and the most bytes of one call.
+        self.registered: dict[int, int] = {}
+        self.room = threading.Semaphore(0)
+        self.most_bytes = 1 << 40
         #: Sources whose memory its stream was given back before its copies.
         self.freed_early: list[int] = []
-        self.refuses = False
 
     def Stream(self, device: torch.device) -> Timeline:
         return Timeline(device=self)
@@ -91,12 +93,18 @@ class Device:
         return self
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.registered.append(address)
-        return 2 if self.refuses else 0
+        self.room.acquire()
+        if nbytes > self.most_bytes:
+            return 2
+        self.registered[address] = nbytes
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.registered.remove(address)
+        del self.registered[address]
         return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return {2: "out of memory"}[error]
 
 
 class Source:
@@ -220,23 +228,55 @@ def test_nothing_is_waited_for_in_a_graph() -> None:
     assert copier.recording_graph()
 
 
-def test_regions_are_page_locked_and_let_go_when_nothing_goes_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[torch.device] = []
-    monkeypatch.setattr(copier_module, "_take_error", taken.append)
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create("test", 8 * PAGE)
+    yield region
+    region.close()
+
+
+PARTS = [(4 * PAGE, 2 * PAGE), (6 * PAGE, 2 * PAGE), (0, 4 * PAGE)]
+
+
+def test_what_is_due_first_is_page_locked_first_and_the_rest_meanwhile(region: Region) -> None:
     device = Device()
+    device.room.release(2)
     copier = AcceleratorCopier(DEVICE, device)
-    region = Region.create("test", 4096)
-    try:
-        copier.adopt(region)
-        assert len(device.registered) == 1
-        source = Source(device, 4)
-        copier.copy(Slot(device), source)  # type: ignore[arg-type]
+    copier.adopt(region, PARTS, at_once=3 * PAGE)  # the last part is not locked yet
+    start = min(device.registered) - 4 * PAGE
+    assert list(device.registered.items()) == [(start + offset, length) for offset, length in PARTS[:2]]
+    device.room.release()
+    copier.adopt(region, PARTS)
+    assert list(device.registered.items()) == [(start + offset, length) for offset, length in PARTS]
+    source = Source(device, 4)
+    copier.copy(Slot(device), source)  # type: ignore[arg-type]
+    copier.release(region)
+    assert device.registered == {}
+    assert ("copied", source.number) in device.host.done  # before its destination was let go
+
+
+def test_training_goes_on_where_page_locking_is_refused(
+    region: Region, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PageLock, "_told", False)
+    device = Device()
+    device.most_bytes = 3 * PAGE
+    for _ in range(2):
+        device.room.release(3)
+        copier = AcceleratorCopier(DEVICE, device)
+        copier.adopt(region, PARTS)
+        assert len(device.registered) == 2  # these are of use all the same
         copier.release(region)
-        assert device.registered == []
-        assert ("copied", source.number) in device.host.done
-        device.refuses = True
-        with pytest.raises(UnsupportedError, match="ulimit -l"):
-            copier.adopt(region)
-        assert taken == [DEVICE]
-    finally:
-        region.close()
+    (told,) = caplog.messages  # once
+    assert (
+        "16 KiB of host memory could not be page-locked: cudaHostRegister failed with error 2 (out of memory)" in told
+    )
+
+
+def test_devices_without_streams_or_page_locking_are_named() -> None:
+    device = Device()
+    assert AcceleratorCopier(DEVICE, device).caveat == ""
+    device.cudart = None  # type: ignore[method-assign, assignment]
+    assert "page-locks no shared memory" in AcceleratorCopier(DEVICE, device).caveat
+    assert "torch has no streams for it" in copier_for(torch.device("meta")).caveat
+    assert copier_for(torch.device("cpu")).caveat == ""

@@ -104,7 +104,7 @@ class Notes:
 
     def _writer(self) -> Any:
         return SimpleNamespace(
-            whole=False, generation=1, spec=self.switch.request, use_all_slots=lambda: None, close=lambda: None
+            whole=False, generation=1, spec=self.switch.request, use_all_slots=lambda record: None, close=lambda: None
         )
 
     def _begin(self, writer: Any, record: int) -> None:

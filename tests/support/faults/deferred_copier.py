@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -82,7 +82,7 @@ class DeferredCopier:
     def recording_graph(self) -> bool:
         return False
 
-    def adopt(self, region: Region) -> None:
+    def adopt(self, region: Region, parts: Sequence[tuple[int, int]] = (), at_once: int | None = None) -> None:
         return
 
     def release(self, region: Region) -> None:
