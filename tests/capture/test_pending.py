@@ -64,6 +64,10 @@ def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo:
     lab.survives(case, config(redo), [("after commit", 2), ("after commit", 5), ("forward", 11)])
 
 
+@pytest.mark.promise(
+    "larger gradients of the last step that are read after a resume, before the next backward: no record holds their "
+    "values once a step has used them"
+)
 @pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 def test_gradients_that_are_read_before_they_are_zeroed(lab: Lab, redo: str) -> None:
     """At first they are carried, whatever becomes of them. Later that is said at the read."""

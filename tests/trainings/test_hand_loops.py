@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -237,6 +238,39 @@ def test_a_look_at_the_data_before_the_loop_is_no_batch_fetched_ahead(lab: Lab) 
             process.step()
             process.session.commit()
             process.at("committed")
+        process.session.close()
+
+    assert "not be exact" not in survives(lab, loop, [("committed", 3), ("committed", 2)], "off")
+
+
+@pytest.mark.promise("a loader in `itertools.cycle`, which hands out again the batches that it has kept")
+@pytest.mark.parametrize("how", ["zip", "alone"])
+def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, how: str) -> None:
+    """A resumed process keeps only the batches behind the one that it resumes at."""
+
+    def body(dies: tuple[str, int] | None) -> None:
+        process = process_of(lab, dies, "off")
+        one, other = process.session.loader(make("shuffle", NONE)), process.session.loader(DataLoader(Augmented(6), 3))
+        report = process.session.restore()
+        assert report is None or "itertools.cycle" in report.reasons[0]
+        pairs = zip(one, itertools.cycle(other), strict=False) if how == "zip" else itertools.cycle(one)
+        for batch in itertools.islice(pairs, 4):
+            process.take("batch", batch)
+        process.session.close()
+
+    first = in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
+    assert f"loader {int(how == 'zip')}: itertools.cycle" in first
+    assert "second loop" not in first + in_child(lab, lambda: body(None))
+
+
+def test_a_function_that_names_a_cycle_of_something_else_is_not_told(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        names = itertools.cycle("ab")
+        process.session.restore()
+        for epoch in process.session.epochs(2):
+            for number, batch in enumerate(loader, start=process.session.batch):
+                process.take(f"batch {epoch}.{number}{next(names) * 0}", batch)
         process.session.close()
 
     assert "not be exact" not in survives(lab, loop, [("committed", 3), ("committed", 2)], "off")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
@@ -137,6 +141,10 @@ _MIXED = (
     "batches of several iterations wait for their steps at a time, and a restart goes back in the newest one only; "
     "commit before the next batches are fetched"
 )
+_CYCLED = (
+    "itertools.cycle hands out again the batches that it has kept, and a restart keeps only those behind it; iterate "
+    "the loader anew each time: a generator function with `while True: yield from loader`"
+)
 
 
 class CountsIterations(Protocol):
@@ -158,6 +166,7 @@ class Iteration(Iterator[Any]):
         taken: number of batches that the user has taken since the last record.
         counted: how many of them were taken before the last call of commit().
         steps: number of commits before which the user has taken a batch.
+        may_cycle: whether its first batch tells if ``itertools.cycle`` asks for it.
     """
 
     def __init__(self, follower: Follower, inner: Iterator[Any], held: dict[str, Any] | None, number: int) -> None:
@@ -170,6 +179,7 @@ class Iteration(Iterator[Any]):
         self.left = False
         self.taken = self.counted = 0
         self.steps = 0
+        self.may_cycle = False
 
     def __next__(self) -> Any:
         return self._follower.next_batch(self)
@@ -217,6 +227,7 @@ class Follower:
         self._taken_to_the_end = 0
         self._at = (0, 0)
         self._ended = False
+        self._cycled = False
         self._record_of(loader).around = self._open
 
     @staticmethod
@@ -264,7 +275,7 @@ class Follower:
     def place(self) -> Place:
         """The user's position in it."""
         iteration = self._iteration
-        if iteration is None:
+        if iteration is None or self._cycled:
             return Place(self._at, False, self._ended)
         return Place(self._at, True, iteration.left or iteration.batches >= self._length())
 
@@ -335,7 +346,7 @@ class Follower:
 
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""
-        reason = dataloader.unreplayable(self.loader) or self._prefetch.doubt
+        reason = dataloader.unreplayable(self.loader) or (_CYCLED if self._cycled else self._prefetch.doubt)
         if not reason and self._prefetch.ahead and (len(self._running) > 1 or self._at[1] < self._prefetch.ahead):
             reason = _MIXED
         return f"{self.name}: {reason}" if reason else None
@@ -386,6 +397,7 @@ class Follower:
             # Code that ran since `hold` may have moved the loader's own generators.
             self._resume(held)
         iteration = Iteration(self, make(), held, self._iterations)
+        iteration.may_cycle = _may_cycle(sys._getframe(2))  # the caller of the loader's __iter__
         self._iterations += 1
         self._known = [reference for reference in self._known if reference() is not None]
         self._known.append(weakref.ref(iteration))
@@ -421,6 +433,9 @@ class Follower:
             self._held = [each for each in self._held if each is not iteration.held]
             if not _fetched(iteration.held):
                 self._training.on_live()
+        if iteration.may_cycle:
+            iteration.may_cycle = False
+            self._cycled = self._cycled or any(type(one) is itertools.cycle for one in gc.get_referrers(iteration))
         try:
             batch = next(iteration.inner)
         except StopIteration:
@@ -456,6 +471,11 @@ class Followers(FollowedLoaders[Follower]):
         """Follow a loader until :meth:`release`; once, however often it is given. Raises as :class:`Follower`."""
         if all(each.loader is not loader for each in self._all):
             self._all.append(Follower(loader, counter, f"loader {len(self._all)}", self))
+
+
+def _may_cycle(frame: FrameType) -> bool:
+    """Whether the code of a frame names ``itertools.cycle``: a look at all objects takes a while."""
+    return any(name == "cycle" or frame.f_globals.get(name) is itertools.cycle for name in frame.f_code.co_names)
 
 
 def _ahead(state: dict[str, Any]) -> int:
