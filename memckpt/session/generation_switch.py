@@ -33,6 +33,11 @@ from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import Changes, RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
+#: What follows where redo was found to be wrong for the first time.
+_AT_STEP = (
+    "Each step waits for the copy of its gradients now. If it comes again, the whole state is copied. "
+    'redo="snapshot" does that from the start'
+)
 
 
 class SwitchState(enum.Enum):
@@ -73,6 +78,8 @@ class GenerationSwitch:
         self._seldom = Seldom()
         #: Number of the newest generation in which the audit has found something.
         self._distrusted = 0
+        #: Whether a restore refuted what the held generation gave.
+        self._resumed_refuted = False
         self.after: int | None = None
         self.began = 0
         self.use_mode()
@@ -102,10 +109,13 @@ class GenerationSwitch:
         Raises:
             MemoryBudgetError: there is no room for the slots of the held generation.
         """
-        if self._live.spec(self.request) == writer.spec and not anew:
+        if self._live.spec(self.request) == writer.spec and not anew and not self._resumed_refuted:
             self.begin_record(record + 1)
             return
-        # Other settings than the last attempt's, or a state that has grown, or peers that need all of it.
+        if self._resumed_refuted:
+            self._distrusted = writer.generation  # what the audit has found in it is the same
+        # Other settings than the last attempt's, or a state that has grown, or peers that need all of it; or some of
+        # its steps were not redone as they were.
         self._recorder.begin_record(None, record + 1)
         same = (writer.spec.mode, writer.spec.every) == (self.request.mode, self.request.every)
         self.after = self._turn(record + 1) if same else record + 1
@@ -146,12 +156,22 @@ class GenerationSwitch:
         if self._recorder.streams and self._mode.mode != "snapshot":
             self._tap.take_at_step(
                 f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "
-                "a change of gradients that nobody saw. Each step waits for the copy of its gradients now. If it comes "
-                'again, the whole state is copied. redo="snapshot" does that from the start'
+                f"a change of gradients that nobody saw. {_AT_STEP}"
             )
             self._recorder.fail(found)
         else:
             self._mode.distrust(found)
+
+    def distrust_resumed(self, refuted: str) -> None:
+        """Act upon a held state that a restore refuted, as upon a finding; on all ranks, before training goes on."""
+        if self._mode.mode == "snapshot":
+            return
+        self._resumed_refuted = True
+        if any(self._ranks.gather(self._recorder.streams)):
+            self._tap.take_at_step(f"{refuted}. {_AT_STEP}")
+        else:
+            self._mode.cannot_redo(refuted)
+            self.use_mode()
 
     def rejoin(self, record: int) -> None:
         """Go on with a new agent, which holds nothing. Ranks that share slots wait for its order."""

@@ -164,7 +164,7 @@ class ModeChoice:
                 self.mode, self.reason = self._redone
         for mode, reason in self._ranks.gather((held, not_redoable)):
             if reason:
-                self._cannot_redo(reason)
+                self.cannot_redo(reason)
                 return
             if self._test is not None and mode is not None and mode != "snapshot":
                 self._redo()
@@ -199,14 +199,14 @@ class ModeChoice:
         if self._find_compiled(compiled) or self._find_distrusted(record):
             return True
         if changing and self.mode != "snapshot" and self._ranks.world_size == 1:
-            self._cannot_redo(changing)
+            self.cannot_redo(changing)
             return True
         if self._test is None:
             return False
         verdicts = self._ranks.gather(self._test.after_record())
         failure = next((verdict for verdict in verdicts if verdict), None)
         if failure is not None:
-            self._cannot_redo(failure)
+            self.cannot_redo(failure)
             return True
         if all(verdict == "" for verdict in verdicts):
             self._redo()
@@ -222,7 +222,7 @@ class ModeChoice:
         if self.mode == "snapshot" and self._test is None:
             return False
         if self._live.not_redoable and not self._live.sharded:  # found while training runs, on all replicas alike
-            self._cannot_redo(next(iter(self._live.not_redoable.values())))
+            self.cannot_redo(next(iter(self._live.not_redoable.values())))
             return True
         if not self._asked:
             everybody = self._ranks.gather(compiled)
@@ -231,7 +231,7 @@ class ModeChoice:
         elif self._ranks.world_size > 1:
             return False
         if compiled:
-            self._cannot_redo(f"the step of {compiled} is compiled (torch.compile)")
+            self.cannot_redo(f"the step of {compiled} is compiled (torch.compile)")
         return bool(compiled)
 
     def _find_distrusted(self, record: int) -> bool:
@@ -240,10 +240,11 @@ class ModeChoice:
             return False
         reason = self._ranks.first_reason(self._distrusted)
         if reason:
-            self._cannot_redo(reason)
+            self.cannot_redo(reason)
         return bool(reason)
 
-    def _cannot_redo(self, reason: str) -> None:
+    def cannot_redo(self, reason: str) -> None:
+        """Capture state in place of redo from now on, on all ranks; `reason` is told to the user."""
         said = self.mode == "snapshot" and self._test is None  # by caveats()
         self.remove_test()
         self.mode, self.reason, self.every = "snapshot", reason, self._config.snapshot_every_steps

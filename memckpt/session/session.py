@@ -272,6 +272,8 @@ class Session:
         if filled.start is not None:
             self._recorder.begin_record(None, filled.start.record)
             self._switch.start(filled.start.record)
+        if filled.refuted:
+            self._switch.distrust_resumed(filled.refuted)
         report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._resumption.restoration.record_redo_seconds)
         self._rank_state.take_over(chosen.state)

@@ -91,12 +91,14 @@ class Start:
 class Filled:
     """A state that the live tensors have, and its comparison with its record's sample; None where there is none.
 
-    `start` is another beginning of the attempt than was chosen; None where that stays.
+    `start` is another beginning of the attempt than was chosen; None where that stays. `refuted` says what redo got
+    wrong in the first state of memory that was refuted; empty if none was.
     """
 
     chosen: Chosen
     proof: Proof | None
     start: Start | None = None
+    refuted: str = ""
 
 
 class Resumption:
@@ -365,9 +367,18 @@ class Resumption:
         Raises:
             DamagedStateError: no state proves itself, and the chosen one cannot be made; on every rank.
         """
-        told, fill, start = any(self._ranks.gather(told)), self.restoration.fill, None
+        told, start, refuted = any(self._ranks.gather(told)), None, ""
         newest, first = self.state_after_repetition, self.chosen
         assert first is not None
+
+        def fill(state: Chosen) -> Proof | None:
+            nonlocal refuted
+            found = self.restoration.fill(state)
+            redone = isinstance(state, ChosenInMemory) and state.spec.mode != "snapshot"
+            if redone and found is not None and found.differs and not found.broken:
+                refuted = refuted or found.line
+            return found
+
         # What the repeated step led to is put back behind it, and proven before.
         proof = None if newest is None else fill(newest)
         if newest is not None and proof is not None and proof.differs:
@@ -384,12 +395,12 @@ class Resumption:
             first, self.state_after_repetition = self.state_after_repetition, None
             self.chosen, proof = first, fill(first)
         if proof is None or not proof.differs:
-            return Filled(first, proof, start)
+            return Filled(first, proof, start, refuted)
         for other in self._others() if not told else ():
             found = fill(other)
             if found is not None and not found.differs:
                 _log.warning("memckpt: %s; step %d is resumed from %s", proof.line, other.held.step, other.held.tier)
-                return Filled(other, found, self._change_to(other))
+                return Filled(other, found, self._change_to(other), refuted)
         if proof.broken:
             raise DamagedStateError(
                 f"restore: expected to go on behind step {first.held.step} or an older one that proves itself, found: "
@@ -397,7 +408,7 @@ class Resumption:
                 "starts over"
             )
         fill(first)  # nothing proves itself: this one is the nearest, and its report says what differs
-        return Filled(first, proof, start)
+        return Filled(first, proof, start, refuted)
 
     def _others(self) -> Iterator[Chosen]:
         """Older states that can be restored in place of the chosen one, nearest first; collective.
