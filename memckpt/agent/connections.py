@@ -231,6 +231,8 @@ class Connections:
         """Send a message, with descriptors. A receiver that is gone or does not read is dropped, but not here: what it
         has sent by then counts, and is read before its end.
         """
+        if connection.channel.fileno() not in self._open:
+            return
         try:
             connection.channel.send(message, fds or (), timeout=5.0)
         except AgentGoneError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -45,6 +46,8 @@ class Group:
         #: What the present attempt has gone on from; None: it has not, or not yet.
         self._resumed: ResumedState | None = None
         self._wanted = SlotsWanted()
+        #: Whom to answer once the memory of a generation is reserved, or the kernel has refused it.
+        self._awaiting: list[tuple[Generation, Callable[[MemckptError | None], None]]] = []
         #: Timelines, oldest first; the last one is that of the newest record.
         self.history: tuple[Branch, ...] = ()
         self.saver = Saver(name, ranks, host, siblings)
@@ -80,6 +83,7 @@ class Group:
         self._pending.begin_attempt()
         self._resumed = self.generations.redo_limit = None
         self._wanted.clear()
+        self._awaiting.clear()
 
     def inventory(self, fingerprint: tuple[str, ...] | None) -> HeldRecords:
         """Its part of the recovery plan; `fingerprint` is of a rank that holds the same tensors, where there is one."""
@@ -93,7 +97,9 @@ class Group:
     # What trainers say
 
     def prepare(self, rank: int, message: said.Prepare) -> Generation:
-        """The generation that a rank is to write."""
+        """The generation that a rank is to write, as soon as it is reserved (:meth:`when_reserved`)."""
+        if not self._pending.is_for(rank, message):
+            self._finish_reserving()  # what it replaces is of no use, and other ranks still wait for it
         differing = self._pending.ask(rank, message)
         if differing is not None:
             self._bring_together(message.record, differing)
@@ -102,6 +108,34 @@ class Group:
         if fresh and (not self.history or self.history[-1].timeline != message.timeline):
             self.history = (Branch(message.timeline, None),) if self.held is None else self.history
         return generation
+
+    def when_reserved(self, generation: Generation, answer: Callable[[MemckptError | None], None]) -> None:
+        """Call `answer` as soon as a generation's memory is reserved; with the error where there is no room."""
+        if generation.regions.reserving:
+            self._awaiting.append((generation, answer))
+        else:
+            answer(None)
+
+    def memory_reserved(self, number: int) -> None:
+        """Go on with a generation whose memory is reserved, or was refused."""
+        if (generation := self._generation(number)) is not None:
+            self._finish_reserving(generation)
+
+    def _finish_reserving(self, only: Generation | None = None) -> None:
+        """Wait until memory is reserved, of one generation or (None) of all that ranks wait for."""
+        awaiting = [one for one in self._awaiting if only in (None, one[0])]
+        self._awaiting = [one for one in self._awaiting if one not in awaiting]
+        for generation in {only} if only is not None else {one for one, _ in awaiting}:
+            error = None
+            try:
+                generation.regions.finish_reserving()
+            except MemckptError as refused:
+                error = refused
+                if generation is self._pending.generation:
+                    self._pending.drop_generation()
+            for one, answer in awaiting:
+                if one is generation:
+                    answer(error)
 
     def _bring_together(self, record: int, differing: Difference) -> None:
         """Order one generation of ranks that are about to begin differing ones, of which none could be complete.
@@ -157,7 +191,13 @@ class Group:
 
         def make() -> Generation:
             held = Allowance(self._beside() + self.generations.nbytes, budget)
-            return make_generation(number, spec, held, threads=1, notify=lambda _: None)
+            made = make_generation(number, spec, held, threads=1, notify=lambda _: None)
+            try:
+                made.regions.finish_reserving()
+            except MemckptError:
+                made.close()
+                raise
+            return made
 
         try:
             return make()
@@ -209,6 +249,8 @@ class Group:
         if generation is None:
             self._answer_slots(said.SlotsMade(number, dropped=True))
             return
+        if generation.regions.reserving:
+            return
         known: bool | None = True
         if not generation.regions.whole:
             # One that has asked has written its part, and has let go of the old one's memory.
@@ -220,25 +262,30 @@ class Group:
                     return
                 if known:
                     self.generations.drop_older()
-        problem = ""
         try:
             self._make_whole(generation, or_gap=known is False and attempt.all_connected)
         except MemckptError as error:
-            problem = str(error)
-            _log.error("generation %d has room for its start and for no record: %s", number, problem)
-        self._answer_slots(said.SlotsMade(number, problem=problem))
+            self._slots_made(number, error)
+        else:
+            self.when_reserved(generation, partial(self._slots_made, number))
+
+    def _slots_made(self, number: int, error: MemckptError | None) -> None:
+        if error is not None:
+            _log.error("generation %d has room for its start and for no record: %s", number, error)
+        if self._wanted.number == number:
+            self._answer_slots(said.SlotsMade(number, problem="" if error is None else str(error)))
 
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
         """With `or_gap` the old one goes where both do not fit. Not so while ranks die: it may be what counts."""
         try:
-            generation.regions.make_whole(self._beside() + self.nbytes - generation.nbytes)
+            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
         except MemckptError as error:
             if not or_gap or not self.generations.before:
                 raise
             _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
             self.generations.drop_older()
             self._tell_trainers(said.Gap(str(error)))
-            generation.regions.make_whole(self._beside() + self.nbytes - generation.nbytes)
+            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
     def _answer_slots(self, answer: said.SlotsMade) -> None:
         self._wanted.clear()
@@ -343,7 +390,6 @@ class ResumedState:
             earlier=self._earlier,
             not_repeated=self._not_repeated,
             following=self._following,
-            whole=held.regions.whole,
         )
 
 

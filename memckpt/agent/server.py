@@ -26,11 +26,11 @@ from memckpt.agent.metrics import Metrics, measure
 from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peer_tier import Peers
 from memckpt.agent.status import describe
-from memckpt.errors import AgentError, RunBusyError
+from memckpt.errors import AgentError, MemckptError, RunBusyError
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.generation import Generation
 from memckpt.memory.life import LifePage, look_seconds
-from memckpt.memory.redo_news import RedoNews, ReplicaCopied
+from memckpt.memory.redo_news import MemoryReserved, RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.control import relieve
@@ -246,6 +246,9 @@ class Agent:
         group = self._groups.get(ranks)
         if group is None:
             return  # it was dropped meanwhile
+        if isinstance(message, MemoryReserved):
+            group.memory_reserved(message.generation)
+            return
         if isinstance(message, ReplicaCopied):
             group.saver.state_copies.copied(message)
             return
@@ -347,9 +350,8 @@ class Agent:
                 if message.discard:
                     self._groups.discard(attempt)
                 generation = group.prepare(trainer.rank, message)
-                whole = generation.regions.whole
-                prepared = said.Prepared(generation.number, generation.spec, whole=whole, begins=message.record)
-                self._send_regions(connection, prepared, generation)
+                prepared = said.Prepared(generation.number, generation.spec, begins=message.record)
+                group.when_reserved(generation, partial(self._send_regions, connection, prepared, generation))
             case said.Observed():
                 group.saver.schedule.observe(message)
             case said.NeedSlots():
@@ -358,7 +360,7 @@ class Agent:
             case said.Resume():
                 generation, prepared = group.resume(message)
                 prepared = msgspec.structs.replace(prepared, drift=generation.drift)
-                self._send_regions(connection, prepared, generation)
+                group.when_reserved(generation, partial(self._send_regions, connection, prepared, generation))
                 if generation.drift is not None:
                     self._connections.answer(connection, generation.drift)  # nothing may have been done about it yet
             case said.Checked():
@@ -432,8 +434,14 @@ class Agent:
         # pass the record without a backward that needs the asker.
         self._connections.answer(asker, order)
 
-    def _send_regions(self, connection: Connection, message: said.Prepared, generation: Generation) -> None:
-        self._connections.answer(connection, message, [region.fd for region in generation.regions])
+    def _send_regions(
+        self, connection: Connection, message: said.Prepared, generation: Generation, error: MemckptError | None
+    ) -> None:
+        if error is not None:
+            self._connections.refuse(connection, error)
+            return
+        prepared = msgspec.structs.replace(message, whole=generation.regions.whole)
+        self._connections.answer(connection, prepared, [region.fd for region in generation.regions])
 
     def _save_record(self, connection: Connection, message: SaveRecord) -> None:
         def answer(saved: Saved | SaveFailed) -> None:

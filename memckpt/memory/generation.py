@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.ledger import Ledger, RankStates
-from memckpt.memory.redo_news import RedoNews
+from memckpt.memory.redo_news import MemoryReserved, RedoNews
 from memckpt.memory.region import Allowance, GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.protocol.storing import LogRecord
@@ -36,13 +36,20 @@ class Generation(ABC):
     MemoryBudgetError: there is no room.
 
     No other generation has its `number`. `begins`: the record after which it begins. Then only what its start takes is
-    reserved, until its regions are made whole. None: all of it is.
+    reserved, until it is made whole. None: all of it is. A thread reserves much memory, and calls `notify` at its end.
     """
 
     #: Redoes steps as they are committed; only an :class:`EagerGeneration` has one.
     replica: Replica | None = None
 
-    def __init__(self, number: int, spec: StateSpec, allowance: Allowance, begins: int | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        spec: StateSpec,
+        allowance: Allowance,
+        begins: int | None,
+        notify: Callable[[RedoNews], None],
+    ) -> None:
         self.number = number
         self.spec = spec
         self.layout = Layout(spec)
@@ -52,7 +59,8 @@ class Generation(ABC):
             )
         #: The record after which it begins, if only its start was reserved at first.
         self.begins = begins
-        self.regions = GenerationRegions.create(self.layout, allowance, begins)
+        self._reserved = lambda: notify(MemoryReserved(number))
+        self.regions = GenerationRegions.create(self.layout, allowance, begins, self._reserved)
         try:
             self.ring = SlotRing(self.regions.slots, self.layout, number)
         except BaseException:  # raised again; they have no other owner
@@ -77,6 +85,10 @@ class Generation(ABC):
     def nbytes(self) -> int:
         """Bytes of memory that are reserved for it."""
         return self.regions.nbytes
+
+    def make_whole(self, held_bytes: int) -> None:
+        """As :meth:`GenerationRegions.make_whole`."""
+        self.regions.make_whole(held_bytes, self._reserved)
 
     def close(self) -> None:
         self.regions.close()
@@ -305,10 +317,10 @@ class EagerGeneration(Generation):
         spec: StateSpec,
         allowance: Allowance,
         begins: int | None,
-        threads: int,
         notify: Callable[[RedoNews], None],
+        threads: int,
     ) -> None:
-        super().__init__(number, spec, allowance, begins)
+        super().__init__(number, spec, allowance, begins, notify)
         from memckpt.memory.replica import Replica  # imports torch, which agents without replicas do without
 
         assert self.regions.replica is not None
@@ -460,12 +472,11 @@ def make_generation(
     """Reserve the memory of a generation in the mode of its spec. Raises MemoryBudgetError: there is no room."""
     made: Generation
     if spec.mode == "eager":
-        made = EagerGeneration(number, spec, allowance, begins, threads, notify)
+        made = EagerGeneration(number, spec, allowance, begins, notify, threads)
     elif spec.mode == "lazy":
-        made = LazyGeneration(number, spec, allowance, begins)
+        made = LazyGeneration(number, spec, allowance, begins, notify)
     else:
-        made = SnapshotGeneration(number, spec, allowance, begins)
-    made.regions.populate_in_background()
+        made = SnapshotGeneration(number, spec, allowance, begins, notify)
     return made
 
 

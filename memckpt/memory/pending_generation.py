@@ -56,15 +56,21 @@ class PendingGeneration:
             _not_in_all([frozenset(spec.apart) for spec in specs]),
         )
 
+    def is_for(self, rank: int, message: Prepare) -> bool:
+        """Whether a rank that has asked is to write the generation that there is."""
+        one = self.generation
+        return (
+            one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank)
+        )
+
     def allocate(self, rank: int, message: Prepare, held_bytes: int, beside: int = 0) -> tuple[Generation, bool]:
         """The generation for a rank that has asked, and whether it is a new one.
 
         Ranks prepare one after the other: the first may have written its part before the last one asks. The held
         generation of `held_bytes` goes if need be; what others hold on this node, `beside`, stays.
         """
-        one = self.generation
-        if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
-            return one, False
+        if self.generation is not None and self.is_for(rank, message):
+            return self.generation, False
         self.drop_generation()
         self._begins = message.record
         self.next_number()

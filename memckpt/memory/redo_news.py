@@ -1,4 +1,4 @@
-"""News of a replica's redo thread to the event loop of its agent; they stay within the process."""
+"""News of a generation's threads to the event loop of its agent; they stay within the process."""
 
 from __future__ import annotations
 
@@ -23,4 +23,11 @@ class ReplicaCopied:
     problem: str = ""
 
 
-RedoNews = Credit | Drift | Alarm | ReplicaCopied
+@dataclass(frozen=True)
+class MemoryReserved:
+    """The memory of a generation is reserved, or the kernel has refused it."""
+
+    generation: int
+
+
+RedoNews = Credit | Drift | Alarm | ReplicaCopied | MemoryReserved

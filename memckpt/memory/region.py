@@ -14,7 +14,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memckpt.errors import MemoryBudgetError
@@ -70,23 +70,31 @@ class Region:
         _live.add(self)
 
     @classmethod
-    def create(cls, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None) -> Region:
-        """Reserve anonymous memory. Raises MemoryBudgetError: the kernel has no room for it.
+    def lay_out(cls, name: str, nbytes: int) -> Region:
+        """Map anonymous memory, to be touched once a :class:`Reservation` has reserved it.
 
-        `ranges`: offsets and lengths, in bytes, of the parts to reserve now; None: all. Other parts must not be touched
-        before :meth:`reserve` has returned.
+        Raises MemoryBudgetError: a limit forbids it.
         """
         fd = -1
         try:
             fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
-            for start, length in [(0, nbytes)] if ranges is None else ranges:
-                os.posix_fallocate(fd, start, length)
             return cls(fd, nbytes)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
             raise no_room(name, nbytes, error) from error
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Region:
+        """Reserve anonymous memory. Raises MemoryBudgetError: the kernel has no room for it."""
+        region = cls.lay_out(name, nbytes)
+        try:
+            os.posix_fallocate(region.fd, 0, nbytes)
+        except OSError as error:
+            region.close()
+            raise no_room(name, nbytes, error) from error
+        return region
 
     @classmethod
     def open(cls, fd: int) -> Region:
@@ -107,13 +115,6 @@ class Region:
                 os.close(fd)
             raise
         return opened
-
-    def reserve(self, name: str) -> None:
-        """Reserve what :meth:`create` has left out; content stays. Raises MemoryBudgetError: there is no room."""
-        try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
-        except OSError as error:
-            raise no_room(name, self.nbytes, error) from error
 
     @property
     def taken_bytes(self) -> int:
@@ -170,60 +171,67 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+#: The largest memory that is reserved while the caller waits, in bytes; it takes some milliseconds.
+AT_ONCE_BYTES = 64 << 20
 #: Bytes that a reservation asks for in one call.
 CHUNK_BYTES = 256 << 20
 _fallocate = os.posix_fallocate
+_in_progress: weakref.WeakSet[Reservation] = weakref.WeakSet()
+
+
+def bytes_being_reserved() -> int:
+    """Bytes that reservations of this process are yet to take: the available memory still counts them."""
+    return sum(one.nbytes - one.reserved for one in list(_in_progress) if not one.over)
 
 
 class Reservation:
-    """A region in the making, reserved by a thread. Owns its memory until :meth:`take_region`; :meth:`close` it."""
+    """Reserves parts of regions, in a thread. :meth:`close` it before the regions, which others own.
 
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.nbytes = nbytes
+    Args:
+        name: what the memory is for.
+        parts: regions, each with an offset and a length in bytes.
+        ended: called in the thread at the end, unless it was closed.
+    """
+
+    def __init__(
+        self, name: str, parts: Sequence[tuple[Region, int, int]], ended: Callable[[], None] = lambda: None
+    ) -> None:
+        self.nbytes = sum(length for _, _, length in parts)
         #: Bytes reserved so far.
         self.reserved = 0
-        self._name = name
-        self._fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
+        #: Whether the reservation has succeeded or failed.
+        self.over = False
+        self._name, self._parts, self._ended = name, parts, ended
         self._problem: OSError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memckpt-reserve", daemon=True)
+        _in_progress.add(self)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            os.ftruncate(self._fd, self.nbytes)
-            for start in range(0, self.nbytes, CHUNK_BYTES):
-                if self._closing.is_set():
-                    return
-                _fallocate(self._fd, start, min(CHUNK_BYTES, self.nbytes - start))
-                self.reserved = min(start + CHUNK_BYTES, self.nbytes)
-        except OSError as error:  # raised by `take_region`
+            for region, offset, length in self._parts:
+                for start in range(offset, offset + length, CHUNK_BYTES):
+                    if self._closing.is_set():
+                        return
+                    chunk = min(CHUNK_BYTES, offset + length - start)
+                    _fallocate(region.fd, start, chunk)
+                    self.reserved += chunk
+        except OSError as error:  # raised by `finish`
             self._problem = error
+        self.over = True
+        self._ended()
 
-    @property
-    def over(self) -> bool:
-        """Whether the reservation has succeeded or failed."""
-        return not self._thread.is_alive()
-
-    def take_region(self) -> Region:
-        """Wait for the region, which the caller then owns. Raises MemoryBudgetError: the kernel has no room for it."""
+    def finish(self) -> None:
+        """Wait for the end. Raises MemoryBudgetError: the kernel has no room for it."""
         self._thread.join()
-        fd, self._fd = self._fd, -1
-        try:
-            if self._problem is not None:
-                raise no_room(self._name, self.nbytes, self._problem) from self._problem
-            return Region(fd, self.nbytes)
-        except BaseException:  # raised again; the descriptor has no other owner
-            os.close(fd)
-            raise
+        if self._problem is not None:
+            raise no_room(self._name, self.nbytes, self._problem) from self._problem
 
     def close(self) -> None:
-        """Stop after the chunk in progress, and free the memory unless it was taken. Idempotent."""
+        """Stop after the chunk in progress. Idempotent."""
         self._closing.set()
         self._thread.join()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 # A generation
@@ -247,28 +255,43 @@ class GenerationRegions:
     def __init__(self, layout: Layout, slots: Region, static: Region | None, replica: Region | None) -> None:
         self.layout = layout
         self.slots, self.static, self.replica = slots, static, replica
-        #: Bytes of the slots that are not reserved yet.
+        #: Bytes of the slots that are not reserved yet, nor being reserved.
         self._later_bytes = 0
+        #: Bytes among them before the reservation in progress.
+        self._before_bytes = 0
+        self._reservation: Reservation | None = None
         self._budget: int | None = None
 
     @classmethod
-    def create(cls, layout: Layout, allowance: Allowance, begins: int | None = None) -> GenerationRegions:
-        """Reserve the memory, or only what a start after `begins` takes. Raises MemoryBudgetError: there is no room."""
-        start = None if begins is None else layout.start_ranges(begins)
-        later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
+    def create(
+        cls,
+        layout: Layout,
+        allowance: Allowance,
+        begins: int | None = None,
+        reserved: Callable[[], None] = lambda: None,
+    ) -> GenerationRegions:
+        """Reserve the memory, or only what a start after `begins` takes. Raises MemoryBudgetError: there is no room.
+
+        A thread reserves much of it, calls `reserved` at its end, and is :attr:`reserving` until then.
+        """
+        start = [(0, layout.slots_bytes)] if begins is None else layout.start_ranges(begins)
+        later = layout.slots_bytes - sum(length for _, length in start)
         detail = _in_words(layout)
         if later:
             after = allowance.held_bytes - allowance.given_back
-            check_budget(layout.total_bytes, after, allowance.budget, detail, allowance.given_back)
-        check_budget(layout.total_bytes - later, allowance.held_bytes, allowance.budget, detail)
-        regions = cls(layout, Region.create("slots", layout.slots_bytes, start), None, None)
+            _check_budget(layout.total_bytes, after, allowance.budget, detail, allowance.given_back)
+        _check_budget(layout.total_bytes - later, allowance.held_bytes, allowance.budget, detail)
+        regions = cls(layout, Region.lay_out("slots", layout.slots_bytes), None, None)
+        regions._later_bytes = regions._before_bytes = later
+        regions._budget = allowance.budget
         try:
-            regions.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
-            regions.replica = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
+            regions.static = Region.lay_out("static", layout.static_bytes) if layout.static_bytes else None
+            regions.replica = Region.lay_out("replica", layout.replica_bytes) if layout.replica_bytes else None
+            parts = [(regions.slots, *each) for each in start]
+            regions._reserve(parts + [(one, 0, one.nbytes) for one in regions if one is not regions.slots], reserved)
         except BaseException:  # raised again; they have no other owner
             regions.close()
             raise
-        regions._later_bytes, regions._budget = later, allowance.budget
         return regions
 
     @classmethod
@@ -286,7 +309,7 @@ class GenerationRegions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are reserved."""
+        """Bytes of memory that are reserved, or being reserved."""
         return self.layout.total_bytes - self._later_bytes
 
     @property
@@ -294,25 +317,51 @@ class GenerationRegions:
         """Whether all of the slots are there, and not only what the start takes."""
         return not self._later_bytes
 
-    def make_whole(self, held_bytes: int) -> None:
-        """Reserve the rest of the slots beside `held_bytes` of the node. Raises MemoryBudgetError: there is no room."""
-        if self.whole:
-            return
-        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self.layout))
-        self.slots.reserve("slots")
-        self._later_bytes = 0
-        self.slots.populate_in_background()
+    @property
+    def reserving(self) -> bool:
+        """Whether a thread reserves them, so that they must not be touched before :meth:`finish_reserving`."""
+        return self._reservation is not None
 
-    def populate_in_background(self) -> None:
-        """Touch every page that is reserved from a thread, so that no step pays for a first touch."""
+    def _reserve(self, parts: Sequence[tuple[Region, int, int]], reserved: Callable[[], None]) -> None:
+        at_once = sum(length for _, _, length in parts) <= AT_ONCE_BYTES
+        self._reservation = Reservation("base and log", parts, (lambda: None) if at_once else reserved)
+        if at_once:
+            self.finish_reserving()
+
+    def finish_reserving(self) -> None:
+        """Wait until the memory is reserved, if it is not yet. Raises MemoryBudgetError: the kernel has no room."""
+        reservation, self._reservation = self._reservation, None
+        if reservation is None:
+            return
+        try:
+            reservation.finish()
+        except MemoryBudgetError:
+            self._later_bytes = self._before_bytes
+            raise
+        # From a thread, so that no step pays for a first touch.
         for region in self:
             if self.whole or region is not self.slots:
                 region.populate_in_background()
 
+    def make_whole(self, held_bytes: int, reserved: Callable[[], None] = lambda: None) -> None:
+        """Reserve the rest of the slots beside `held_bytes` of the node, as :meth:`create` does."""
+        if self.whole:
+            return
+        _check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, _in_words(self.layout))
+        self._before_bytes, self._later_bytes = self._later_bytes, 0
+        self._reserve([(self.slots, 0, self.slots.nbytes)], reserved)
+
     def close(self) -> None:
         """Unmap and close them. Idempotent."""
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            reservation.close()
         for region in self:
             region.close()
+
+
+def _check_budget(needed: int, held: int, budget: int | None, detail: str, given_back: int = 0) -> None:
+    check_budget(needed, held, budget, detail, given_back, bytes_being_reserved())
 
 
 def _in_words(layout: Layout) -> str:

@@ -177,15 +177,20 @@ class AgentConnection:
             raise AgentGoneError(f"it has not answered for {limit:g} s (stopped or overloaded?)")
         return received
 
-    def request(self, message: TrainerToAgent, expected: type[Answer]) -> tuple[Answer, list[int]]:
+    def request(
+        self, message: TrainerToAgent, expected: type[Answer], patient: bool = False
+    ) -> tuple[Answer, list[int]]:
         """Send a message, and wait for its answer as :meth:`receive_answer` does."""
         self.send(message)
-        return self.receive_answer(expected)
+        return self.receive_answer(expected, patient)
 
-    def receive_answer(self, expected: type[Answer]) -> tuple[Answer, list[int]]:
-        """Wait for an answer of a type; other messages are kept. A refusal raises the error that it stands for."""
+    def receive_answer(self, expected: type[Answer], patient: bool = False) -> tuple[Answer, list[int]]:
+        """Wait for an answer of a type; other messages are kept. A refusal raises the error that it stands for.
+
+        `patient`: wait as long as the agent's loop runs, as for memory that a thread of it reserves.
+        """
         while True:
-            received = self.poll(self._config.start_seconds)
+            received = self.receive() if patient else self.poll(self._config.start_seconds)
             if received is None:
                 raise AgentGoneError(f"no answer within {self._config.start_seconds:.0f} s")
             answer, fds = received

@@ -205,7 +205,7 @@ class AgentLink:
 
     def _request_regions(self, message: trainer.Prepare | trainer.Resume) -> PreparedRegions:
         connection = self.connection
-        answer, fds = connection.request(message, trainer.Prepared)
+        answer, fds = connection.request(message, trainer.Prepared, patient=True)
         connection.applied = max(connection.applied, answer.record - (answer.before is not None))
         return PreparedRegions(answer, Region.open_all(fds))
 

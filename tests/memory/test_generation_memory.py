@@ -13,11 +13,10 @@ from torch import nn
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import AgentConfig
-from memckpt.errors import MemoryBudgetError
-from memckpt.memory.region import Region
 from memckpt.protocol.trainer import GenerationCommit, NeedSlots
 from memckpt.session.connection import AgentConnection
 from memckpt.session.link import AgentLink
+from tests.support.faults.full_memory import refuse_slots
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
@@ -165,25 +164,12 @@ def test_a_death_in_any_phase_loses_nothing(lab: Lab, redo: str, phase: str) -> 
 # No room
 
 
-def fail_to_reserve(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The agents that are forked from now on find no memory for slots so many times."""
-    original, failures = Region.reserve, [None] * times
-
-    def reserve(self: Region, name: str) -> None:
-        if failures:
-            failures.pop()
-            raise MemoryBudgetError("expected memory for slots, found less (a test's)")
-        original(self, name)
-
-    monkeypatch.setattr(Region, "reserve", reserve)
-
-
 @pytest.mark.promise("a new base whose slots cannot be reserved is kept, and the gap is reported")
 @REDO
 def test_where_the_slots_cannot_be_had_that_is_said_and_the_start_is_kept(
     lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_to_reserve(monkeypatch, 1)
+    refuse_slots(monkeypatch, 1)
     lab.start_agent()
     settings = config(redo)
     died = lab.train(CASE, settings, actions={("before step", 12): kill_self})
@@ -201,7 +187,7 @@ def test_a_start_without_slots_is_resumed_and_gets_them_then(
     lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or does not, once more: then the resumed training is not protected, and says so."""
-    fail_to_reserve(monkeypatch, 2)
+    refuse_slots(monkeypatch, 2)
     lab.start_agent()
     settings = config(redo)
     died = lab.train(CASE, settings, prepare=die(AgentConnection, "ask_for_life"), actions={("forward", 9): kill_self})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.agent.groups import Groups
-from memckpt.errors import MemoryBudgetError
+from memckpt.errors import MemckptError, MemoryBudgetError
+from memckpt.memory import region
 from memckpt.memory.generation import Generation
-from memckpt.memory.region import Region
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.channel import Message
 from memckpt.protocol.trainer import (
@@ -33,6 +36,7 @@ from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from tests.support.cluster.host import QuietHost
 from tests.support.cluster.storage_node import spec_of
+from tests.support.faults.full_memory import refuse_slots
 
 Units = list[tuple[int, ...]]
 
@@ -255,22 +259,87 @@ def test_no_memory_for_slots_is_said_to_all_and_the_start_stays(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = node([(0, 1)])
-    failing = [True]
-    original = Region.reserve
-
-    def reserve(self: Region, name: str) -> None:
-        if failing:
-            raise MemoryBudgetError("none left")
-        original(self, name)
-
-    monkeypatch.setattr(Region, "reserve", reserve)
+    refuse_slots(monkeypatch, 1)
     one.all_begin(1)
-    assert one.heard[0, 1][-1] == SlotsMade(1, problem="none left")
+    told = one.heard[0, 1][-1]
+    assert isinstance(told, SlotsMade)
+    assert "found less (a test's)" in told.problem
     assert one.held(0) == [1]
-    failing.clear()
     one.all_begin(3)
     assert one.heard[0, 1][-1] == SlotsMade(2)
     assert one.held(0) == [3]
+
+
+# Much memory, which a thread reserves
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Memory is reserved in threads, as soon as this is set."""
+    there = threading.Event()
+
+    def fallocate(fd: int, start: int, nbytes: int) -> None:
+        assert there.wait(60)
+        os.posix_fallocate(fd, start, nbytes)
+
+    monkeypatch.setattr(region, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(region, "_fallocate", fallocate)
+    yield there
+    there.set()
+
+
+def test_ranks_get_a_generation_and_its_slots_once_they_are_reserved(
+    node: Callable[..., Node], slow: threading.Event
+) -> None:
+    one = node([(0, 1)])
+    group = one.groups[0, 1]
+    said: list[MemckptError | None] = []
+    for rank in (0, 1):
+        group.when_reserved(one.prepares(rank, 1), said.append)
+    assert said == []
+    slow.set()
+    group.memory_reserved(1)
+    assert said == [None, None]
+    slow.clear()
+    one.all_begin(1)
+    group.make_slots(one.attempt, lambda record: True)
+    assert one.waiting == {0, 1}
+    slow.set()
+    group.memory_reserved(1)
+    assert one.heard[0, 1][-1] == SlotsMade(1)
+    assert group.held is not None
+    assert group.held.regions.whole
+
+
+def test_a_rank_that_waits_for_memory_has_its_answer_before_another_generation_takes_its_place(
+    node: Callable[..., Node], slow: threading.Event
+) -> None:
+    one = node([(0, 1)])
+    said: list[MemckptError | None] = []
+    one.groups[0, 1].when_reserved(one.prepares(0, 1), said.append)
+    threading.Timer(0.1, slow.set).start()
+    one.prepares(1, 2)
+    assert said == [None]
+    one.groups[0, 1].memory_reserved(1)  # late news
+    assert said == [None]
+
+
+def test_all_ranks_that_wait_for_memory_hear_that_there_is_none(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, slow: threading.Event
+) -> None:
+    def refuse(fd: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "a test's")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(region, "_fallocate", refuse)
+        one = node([(0, 1)])
+        said: list[MemckptError | None] = []
+        for rank in (0, 1):
+            one.groups[0, 1].when_reserved(one.prepares(rank, 1), said.append)
+        one.groups[0, 1].memory_reserved(1)
+    assert [str(each).count("found less (a test's)") for each in said] == [1, 1]
+    slow.set()
+    assert one.prepares(0, 1).number == 2  # a new one, if they ask again
 
 
 def test_slots_of_a_generation_that_was_dropped_are_asked_for_in_vain(node: Callable[..., Node]) -> None:

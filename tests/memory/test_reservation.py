@@ -5,18 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
+import memckpt
+from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory import region as region_module
-from memckpt.memory.region import Reservation
+from memckpt.memory.region import Region, Reservation, bytes_being_reserved
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
 from memckpt.replication.keeping import fragment_store
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.replicator_node import Node
+from tests.support.trainings.engine_cases import PLAIN
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
 
 CHUNK = 4096
 
@@ -50,50 +58,53 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     kernel.go_on()
 
 
+def reserve(region: Region, nbytes: int) -> Reservation:
+    return Reservation("x", [(region, 0, nbytes)])
+
+
 @pytest.mark.promise(
     "a replicator keeps answering its peers while it reserves much memory, or while its agent makes a replica"
 )
 def test_memory_comes_in_chunks_and_says_how_far_it_is(kernel: Kernel) -> None:
-    made = Reservation("x", 5 * CHUNK + 1)
-    with closing(made):
+    with (
+        closing(Region.lay_out("x", 6 * CHUNK)) as region,
+        closing(Reservation("x", [(region, 0, 5 * CHUNK + 1)])) as made,
+    ):
         kernel.go_on(2)
         wait_for(lambda: made.reserved == 2 * CHUNK, "two chunks are there")
         assert not made.over
+        assert bytes_being_reserved() == 3 * CHUNK + 1
         kernel.go_on()
         wait_for(lambda: made.over, "all of it is there")
         assert made.reserved == 5 * CHUNK + 1
+        assert bytes_being_reserved() == 0
         assert kernel.chunks == [*((number * CHUNK, CHUNK) for number in range(5)), (5 * CHUNK, 1)]
-        with closing(made.take_region()) as region:
-            assert region.nbytes == 5 * CHUNK + 1
+        made.finish()
 
 
-def test_what_the_kernel_does_not_have_is_an_error_when_it_is_taken(kernel: Kernel) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+def test_what_the_kernel_does_not_have_is_an_error_at_the_end(kernel: Kernel) -> None:
     kernel.room = 3 * CHUNK
     kernel.go_on()
-    made = Reservation("fragments", 5 * CHUNK)
-    wait_for(lambda: made.over, "the kernel has said no")
-    with pytest.raises(MemoryBudgetError, match="of memory for fragments"):
-        made.take_region()
-    made.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    with closing(Region.lay_out("x", 5 * CHUNK)) as region:
+        made = reserve(region, region.nbytes)
+        with pytest.raises(MemoryBudgetError, match="of memory for x"):
+            made.finish()
 
 
 def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    made = Reservation("x", 100 * CHUNK)
-    assert kernel.asked.wait(60)
-    closer = threading.Thread(target=made.close)
-    closer.start()
-    wait_for(made._closing.is_set, "it is to end")
-    kernel.go_on(1)
-    closer.join()
-    assert len(kernel.chunks) == 1
-    assert set(os.listdir("/proc/self/fd")) == before
+    with closing(Region.lay_out("x", 100 * CHUNK)) as region:
+        made = reserve(region, region.nbytes)
+        assert kernel.asked.wait(60)
+        closer = threading.Thread(target=made.close)
+        closer.start()
+        wait_for(made._closing.is_set, "it is to end")
+        kernel.go_on(1)
+        closer.join()
+        assert len(kernel.chunks) == 1
 
 
 def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragment_store, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(fragment_store, "AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
         node.fragment_store._rooms = node.replicator._memory
         opened = Open(node.window("a"))
@@ -106,17 +117,54 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
         assert isinstance(again, NotStored)
         assert len(node.replicator._memory._reserving) == 1
         kernel.go_on()
-        wait_for(lambda: node.replicator._memory._reserving[0].over, "it is there")
+        wait_for(lambda: node.replicator._memory._reserving[0][1].over, "it is there")
         assert node.says("a", opened) == []
         assert node.keep("a", 3) == [Stored((0,), "ga", 3)]
         assert not node.replicator._memory._reserving
 
 
 def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fragment_store, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(fragment_store, "AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
         node.fragment_store._rooms = node.replicator._memory
         node.says("a", Open(node.window("a")))
         kernel.go_on()
         node.replicator._leave_attempt()
         assert not node.replicator._memory._reserving
+
+
+def test_an_agent_answers_while_it_reserves_and_a_training_waits_for_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than an answer may take: first the memory of a start, then that of the other slots."""
+    steps_read, steps_write = os.pipe()
+    asked_read, asked_write = os.pipe()
+
+    def fallocate(fd: int, start: int, nbytes: int) -> None:
+        os.write(asked_write, b"x")
+        os.read(steps_read, 1)
+        os.posix_fallocate(fd, start, nbytes)
+
+    monkeypatch.setattr(region_module, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(region_module, "_fallocate", fallocate)
+    lab.start_agent()
+
+    def body() -> None:
+        training = PLAIN.build()
+        settings = config("lazy", agent=AgentConfig(start_seconds=2.0))
+        session = memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=settings)
+        session.restore()
+        for step in (1, 2):
+            training.batch(step)
+            assert session.commit(step)
+        session.close()
+
+    child = lab.fork(body, "training")
+    os.read(asked_read, 1)
+    time.sleep(2.5)  # longer than start_seconds
+    assert ask_status(AgentAddress.of(lab.run_dir)) is not None
+    os.write(steps_write, b"x" * 1000)
+    assert child.wait() == 0, child.log.read_text()
+    assert "trying again" not in child.log.read_text()
+    for fd in (steps_read, steps_write, asked_read, asked_write):
+        os.close(fd)

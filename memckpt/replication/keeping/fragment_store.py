@@ -9,7 +9,7 @@ import msgspec
 
 from memckpt.errors import MemckptError
 from memckpt.memory.budget import check_budget
-from memckpt.memory.region import Region, Reservation
+from memckpt.memory.region import AT_ONCE_BYTES, Region, Reservation, bytes_being_reserved
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, check
@@ -205,10 +205,6 @@ class FragmentStore:
         return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())
 
 
-#: The largest memory that is reserved while the loop waits, in bytes; it takes some milliseconds.
-_AT_ONCE_BYTES = 64 << 20
-
-
 class _RegionRoom:
     """Memory for fragments. Owns the region."""
 
@@ -254,7 +250,7 @@ class FragmentMemory:
         self._channel = channel
         #: Rooms that were given out; those that are closed since are dropped at the next reservation.
         self._rooms: list[_RegionRoom] = []
-        self._reserving: list[Reservation] = []
+        self._reserving: list[tuple[Region, Reservation]] = []
         #: Rooms of the replicator before this one, by window and slot, until this node's name is known.
         self._inherited: dict[tuple[RankGroup, str], dict[int, tuple[KeepRoom, _RegionRoom]]] = {}
 
@@ -277,22 +273,29 @@ class FragmentMemory:
             BeingReservedError: it is not there yet, and is to be asked for again.
             MemoryBudgetError: there is none.
         """
-        one = next((each for each in self._reserving if each.nbytes == nbytes), None)
+        one = next((each for each in self._reserving if each[0].nbytes == nbytes), None)
         if one is None:
             self._rooms = [room for room in self._rooms if room.nbytes]
-            kept = sum(room.nbytes for room in self._rooms) + sum(each.nbytes for each in self._reserving)
-            check_budget(nbytes, self.own_bytes + kept, self.budget, "fragments of other nodes' records")
-        if nbytes <= _AT_ONCE_BYTES:
-            return _RegionRoom.populated(Region.create("fragments", nbytes))
-        if one is None:
-            one = Reservation("fragments", nbytes)
+            kept = sum(room.nbytes for room in self._rooms) + sum(region.nbytes for region, _ in self._reserving)
+            held, detail = self.own_bytes + kept, "fragments of other nodes' records"
+            check_budget(nbytes, held, self.budget, detail, coming=bytes_being_reserved())
+            if nbytes <= AT_ONCE_BYTES:
+                return _RegionRoom.populated(Region.create("fragments", nbytes))
+            region = Region.lay_out("fragments", nbytes)
+            one = region, Reservation("fragments", [(region, 0, nbytes)])
             self._reserving.append(one)
-        if not one.over:
+        region, reservation = one
+        if not reservation.over:
             raise BeingReservedError(
-                f"memory for it is being reserved: {one.reserved / 2**30:.1f} of {nbytes / 2**30:.1f} GiB"
+                f"memory for it is being reserved: {reservation.reserved / 2**30:.1f} of {nbytes / 2**30:.1f} GiB"
             )
         self._reserving.remove(one)
-        return _RegionRoom.populated(one.take_region())
+        try:
+            reservation.finish()
+        except MemckptError:
+            region.close()
+            raise
+        return _RegionRoom.populated(region)
 
     # Of the replicator before
 
@@ -325,8 +328,9 @@ class FragmentMemory:
 
     def halt(self) -> None:
         """Reserve no more of what is on its way."""
-        for one in self._reserving:
-            one.close()
+        for region, reservation in self._reserving:
+            reservation.close()
+            region.close()
         self._reserving.clear()
 
     def close(self) -> None:
