@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -65,7 +66,7 @@ class Copier(Protocol):
         """The highest ticket whose copies are known to be done. Never blocks."""
 
     def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
-        """Prepare a region as a destination of copies; beforehand they are slower.
+        """Prepare a region as a destination of copies, until it is closed; beforehand they are slower.
 
         Args:
             region: the region.
@@ -73,9 +74,6 @@ class Copier(Protocol):
                 goes to one of them. Empty: one part, all of it.
             at_once: bytes to prepare before this returns; None: all.
         """
-
-    def release(self, region: Region) -> None:
-        """Undo :meth:`adopt`; call before the region is closed."""
 
 
 class HostCopier:
@@ -111,9 +109,6 @@ class HostCopier:
         return 0
 
     def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
-        return
-
-    def release(self, region: Region) -> None:
         return
 
 
@@ -162,8 +157,7 @@ class AcceleratorCopier:
         #: Streams that have changed sources since the last commit, or, until one does, before it.
         self._changing: set[Any] = set()
         self._is_committed = False
-        #: By region.
-        self._locks: dict[int, PageLock] = {}
+        self._locks: weakref.WeakKeyDictionary[Region, PageLock] = weakref.WeakKeyDictionary()
         self._page_locks = getattr(module, "cudart", None) is not None
         if not self._page_locks:
             self.caveat = f"copies from {device.type} wait for it, as torch page-locks no shared memory for it"
@@ -267,18 +261,12 @@ class AcceleratorCopier:
         """Page-lock the region, in a thread: copies to other memory are right, and block their caller."""
         if not self._page_locks:
             return
-        lock = self._locks.get(id(region))
+        lock = self._locks.get(region)
         if lock is None:
             cudart = self._module.cudart()
-            self._locks[id(region)] = lock = PageLock(cudart, self._at, region, parts or [(0, region.nbytes)])
+            self._locks[region] = lock = PageLock(cudart, self._at, region, parts or [(0, region.nbytes)])
+            region.before_close.append(lock.undo)
         lock.wait(region.nbytes if at_once is None else at_once)
-
-    def release(self, region: Region) -> None:
-        lock = self._locks.pop(id(region), None)
-        if lock is not None:
-            self._launch()  # the bucket may hold copies into this region
-            self._stream.synchronize()
-            lock.undo()
 
 
 class PageLock:

@@ -267,8 +267,7 @@ class SlotWriter:
         self._anchor_copies.clear()
         if self.landings is not None:
             self.landings.close()
-        for region in self._regions:
-            self._copier.release(region)
+        self._copier.token()()  # copies to them may be on their way
         self._regions.close()
 
     def params_outside(self, number: int, optimizer: Optimizer) -> list[torch.Tensor] | None:
@@ -485,6 +484,7 @@ class SlotWriter:
         self._follow()
         missing, plain = self._fill(region)
         self._by_value.copy(region, self.layout.state_bytes)
+        self._copier.wait_before_changes()  # user code may change anything from here on, and put it back unseen
         return missing, plain
 
     def _fill(self, region: Region) -> tuple[Missing, bytes]:

@@ -67,6 +67,8 @@ class Region:
         self.map.madvise(mmap.MADV_DONTFORK)
         self._populating: threading.Thread | None = None
         self._closing = threading.Event()
+        #: Called by :meth:`close` before the memory is unmapped.
+        self.before_close: list[Callable[[], object]] = []
         _live.add(self)
 
     @classmethod
@@ -143,6 +145,8 @@ class Region:
         self._closing.set()
         if self._populating is not None:
             self._populating.join()
+        while self.before_close:
+            self.before_close.pop()()
         fd, self.fd = self.fd, -1
         os.close(fd)
         # A tensor may still view the mapping; the mmap object then unmaps with the last of them.

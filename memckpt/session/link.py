@@ -255,11 +255,19 @@ class AgentLink:
         """Send a message that has no answer."""
         self.connection.send(message)
 
-    def send_later(self, make: Callable[[], TrainerToAgent]) -> None:
-        """Make and send a message in a thread, as `make` waits for copies from an accelerator."""
+    def send_later(self, make: Callable[[], TrainerToAgent], behind: bool = False) -> None:
+        """Make and send a message in a thread, as `make` waits for copies from an accelerator.
+
+        It waits for the last one to be sent, or has the thread do so, with `behind`.
+        """
         connection = self.connection
+        if not behind:
+            self.finish_sending()
+        last = self._sender
 
         def run() -> None:
+            if last is not None:
+                last.join()
             try:
                 connection.send(make())
             except AgentGoneError as error:
@@ -268,7 +276,6 @@ class AgentLink:
                 _log.exception("memckpt: a commit could not be made")
                 self._send_problem = AgentGoneError(f"a commit could not be made: {type(error).__name__}: {error}")
 
-        self.finish_sending()
         self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
         self._sender.start()
 
@@ -292,9 +299,14 @@ class AgentLink:
             except AgentGoneError as error:
                 _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
 
+    @property
+    def order(self) -> CopyOrder | None:
+        """The order for a copy at a later record; None if there is none."""
+        return self._connection.order if self._connection is not None else None
+
     def take_order(self, record: int) -> CopyOrder | None:
         """The order for a copy after `record` or an earlier one; the caller closes it. None if there is none."""
-        order = self._connection.order if self._connection is not None else None
+        order = self.order
         if order is None or order.record > record:
             return None
         self.connection.order = None

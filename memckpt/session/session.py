@@ -445,8 +445,13 @@ class Session:
         """Copy the state for a checkpoint, if the agent has ordered one."""
         order = self._link.take_order(point.record)
         if order is not None:
-            self._link.finish_sending()
-            self._link.send(self._staging.copy_rank_part(order, point))
+            finish = self._staging.copy_rank_part(order, point)
+            if self._copier.asynchronous:
+                self._link.send_later(finish, behind=True)
+            else:
+                self._link.send(finish())
+        elif (coming := self._link.order) is not None:
+            self._staging.expect_copy(coming)
 
     def _end_step(self, point: RestorePoint) -> None:
         """Close this step's counters before the record is delivered.

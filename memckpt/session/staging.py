@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -274,30 +275,52 @@ class Staging:
         commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
-    def copy_rank_part(self, order: CopyOrder, point: RestorePoint) -> RankPartCopied:
-        """Copy this rank's part of the state for a checkpoint; `missed` in the reply: the record was another one."""
-        record = point.record
+    def expect_copy(self, order: CopyOrder) -> None:
+        """Prepare the memory of a copy that is due at a later record."""
+        self._copier.adopt(order.region, at_once=0)
+
+    def copy_rank_part(self, order: CopyOrder, point: RestorePoint) -> Callable[[], RankPartCopied]:
+        """Copy this rank's part of the state for a checkpoint.
+
+        Returns a function that waits for the copies, lets go of the region and makes the reply; `missed` in it: the
+        record was another one. Later work of the device waits for the copies, and this thread does not.
+        """
         started = time.perf_counter()
-        writer = self.writer
-        taken = RankPartCopied(order.record, order.number, 0.0, missed=True)
-        if writer is not None and order.record == record and order.region.nbytes == writer.layout.copy_bytes:
-            self._copier.adopt(order.region)
-            try:
-                with torch.no_grad():
-                    missing, plain = writer.copy_rank_part(order.region)
-                self._copier.token()()
-            except LayoutChangedError:
-                pass  # replied as `missed`: the agent asks again, and the next record shows the change
-            else:
-                parts = (missing, plain) if writer.leads else ((), b"")
-                beside = self._completed(point, writer, True).encode() if writer.snapshots else b""
-                seconds = time.perf_counter() - started
-                taken = RankPartCopied(record, order.number, seconds, False, *parts, rank_state=beside)
-            finally:
-                self._copier.release(order.region)
-        order.region.close()
+        missed = RankPartCopied(order.record, order.number, 0.0, missed=True)
+        parts = self._copy_rank_part(order, point)
+        copied = self._copier.token()
         self._clock.state_copy += time.perf_counter() - started
-        return taken
+
+        def finish() -> RankPartCopied:
+            copied()
+            seconds = time.perf_counter() - started
+            if self._copier.asynchronous:  # unlocking pages takes a while
+                threading.Thread(target=order.region.close, name="memckpt-close", daemon=True).start()
+            else:
+                order.region.close()
+            if parts is None:
+                return missed
+            missing, plain, beside = parts
+            rank_state = beside.encode() if beside is not None else b""
+            return RankPartCopied(point.record, order.number, seconds, False, missing, plain, rank_state)
+
+        return finish
+
+    def _copy_rank_part(
+        self, order: CopyOrder, point: RestorePoint
+    ) -> tuple[tuple[tuple[int, int, str], ...], bytes, codec.Packed | None] | None:
+        """Begin to copy. None where that cannot be: the agent asks again, and the next record shows a change."""
+        writer = self.writer
+        if writer is None or order.record != point.record or order.region.nbytes != writer.layout.copy_bytes:
+            return None
+        self._copier.adopt(order.region)
+        try:
+            with torch.no_grad():
+                missing, plain = writer.copy_rank_part(order.region)
+        except LayoutChangedError:
+            return None
+        beside = self._completed(point, writer, True) if writer.snapshots else None
+        return (missing, plain, beside) if writer.leads else ((), b"", beside)
 
 
 class Changes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -248,11 +249,8 @@ def test_what_is_due_first_is_page_locked_first_and_the_rest_meanwhile(region: R
     device.room.release()
     copier.adopt(region, PARTS)
     assert list(device.registered.items()) == [(start + offset, length) for offset, length in PARTS]
-    source = Source(device, 4)
-    copier.copy(Slot(device), source)  # type: ignore[arg-type]
-    copier.release(region)
+    region.close()
     assert device.registered == {}
-    assert ("copied", source.number) in device.host.done  # before its destination was let go
 
 
 def test_training_goes_on_where_page_locking_is_refused(
@@ -263,10 +261,10 @@ def test_training_goes_on_where_page_locking_is_refused(
     device.most_bytes = 3 * PAGE
     for _ in range(2):
         device.room.release(3)
-        copier = AcceleratorCopier(DEVICE, device)
-        copier.adopt(region, PARTS)
+        again = Region.open(os.dup(region.fd))
+        AcceleratorCopier(DEVICE, device).adopt(again, PARTS)
         assert len(device.registered) == 2  # these are of use all the same
-        copier.release(region)
+        again.close()
     (told,) = caplog.messages  # once
     assert (
         "16 KiB of host memory could not be page-locked: cudaHostRegister failed with error 2 (out of memory)" in told

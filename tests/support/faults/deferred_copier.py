@@ -85,9 +85,6 @@ class DeferredCopier:
     def adopt(self, region: Region, parts: Sequence[tuple[int, int]] = (), at_once: int | None = None) -> None:
         return
 
-    def release(self, region: Region) -> None:
-        return
-
 
 class LateThread:
     """A thread that runs only when somebody waits for it."""
