@@ -95,7 +95,7 @@ class RestoreTarget:
         """Uninitialised room for state, about to be overwritten. A DTensor if it is element-wise and `param` is one."""
         dtype = getattr(torch, spec.dtype)
         if spec.elementwise:
-            return torch.empty_like(param, dtype=dtype, requires_grad=False)
+            return torch.empty_like(param, dtype=dtype, device="cpu" if spec.on_cpu else None, requires_grad=False)
         return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
 
     def bring_home(self, redo_target: RedoTarget) -> None:
