@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from memckpt.compression.reduction import Bucket, Encoded, Reducer, behind, drop_unless_finite, pack, spread, unpack
+from memckpt.compression.reduction import (
+    Averaged,
+    Bucket,
+    Encoded,
+    Reducer,
+    behind,
+    drop_unless_finite,
+    pack,
+    spread,
+    unpack,
+)
 from memckpt.config import HalfPrecision, Quantized8, RandomK, TopK
 from memckpt.state.encodings import decode, quantized_parts, sparse_parts
 from memckpt.state.optimizers import dtype_name
@@ -26,7 +36,7 @@ _AverageRows = Callable[[torch.Tensor], Encoded]
 class _GatheringReducer(Reducer):
     """Gathers what each rank makes of its gradients, and has all ranks average it alike; sums the other gradients."""
 
-    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Averaged]:
         compressed = [at for at, param in enumerate(bucket.params) if self.compresses(param)]
         rest = [gradient for at, gradient in enumerate(bucket.gradients) if at not in set(compressed)]
         rows, futures = None, []
@@ -46,7 +56,7 @@ class _GatheringReducer(Reducer):
                 found[at] = parts
             return found
 
-        return behind(futures, bucket.buffer.device, averaged)
+        return behind(futures, bucket.buffer, averaged)
 
     @abstractmethod
     def _compress(self, bucket: Bucket, compressed: Sequence[int]) -> tuple[torch.Tensor, _AverageRows]:
@@ -113,7 +123,7 @@ class HalfReducer(Reducer):
             return None
         return GradientEncoding("half", dtype=dtype_name(_HALF_TYPES[self._config.dtype]))
 
-    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Averaged]:
         small = bucket.buffer.to(_HALF_TYPES[self._config.dtype]).div_(self._world_size)
         starts = bucket.starts
 
@@ -124,7 +134,7 @@ class HalfReducer(Reducer):
                 for start, one, param in zip(starts, bucket.gradients, bucket.params, strict=True)
             ]
 
-        return behind([self._sum(small)], bucket.buffer.device, averaged)
+        return behind([self._sum(small)], bucket.buffer, averaged)
 
 
 class _SparseReducer(Reducer):
@@ -260,7 +270,7 @@ class RandomKReducer(_SparseReducer):
         drawn: torch.Tensor = torch.randint(param.numel(), (self._count(param.numel()),), generator=numbers).unique()
         return drawn
 
-    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Averaged]:
         chosen: list[torch.Tensor | None] = []
         sent: list[torch.Tensor] = []
         for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
@@ -291,4 +301,4 @@ class RandomKReducer(_SparseReducer):
                 found.append(sparse_parts(gradient.numel(), padded[0], padded[1], count))
             return found
 
-        return behind([self._sum(together)], bucket.buffer.device, averaged)
+        return behind([self._sum(together)], bucket.buffer, averaged)

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from memckpt.compression.elements import HalfReducer, QuantizedReducer, RandomKReducer, TopKReducer
 from memckpt.compression.power_sgd import PowerSgdReducer
-from memckpt.compression.reduction import Bucket, Encoded, Reducer
+from memckpt.compression.reduction import Averaged, Bucket, Reducer
 from memckpt.config import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
 
@@ -94,7 +94,7 @@ def hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
     buffer = mine.buffer
     done = state.average(mine, bucket.is_last())
 
-    def averaged(done: torch.futures.Future[Encoded]) -> torch.Tensor:
+    def averaged(done: torch.futures.Future[Averaged]) -> torch.Tensor:
         done.value()  # raises if the reduction failed
         return buffer
 

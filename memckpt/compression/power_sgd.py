@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from memckpt.compression.reduction import Bucket, Encoded, Reducer, drop_unless_finite, spread
+from memckpt.compression.reduction import Averaged, Bucket, Encoded, Reducer, drop_unless_finite, spread
 from memckpt.config import PowerSGD
 from memckpt.state.encodings import product
 from memckpt.state.spec import GradientEncoding
@@ -31,7 +31,7 @@ class _Pending(NamedTuple):
     totals: dict[int, torch.Tensor]
     lefts: dict[int, torch.Tensor]
     whole: torch.Tensor
-    result: torch.futures.Future[Encoded]
+    result: torch.futures.Future[Averaged]
 
 
 class PowerSgdReducer(Reducer):
@@ -86,7 +86,7 @@ class PowerSgdReducer(Reducer):
             self._rights[id(param)] = param, self._draw(param).to(param.device)
         return self._rights[id(param)][1]
 
-    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Averaged]:
         if any(bucket.params[0] is one for pending in self._begun for one in pending.bucket.params):
             self._begun, self._sums = [], []  # left by a backward that raised
         totals, lefts, rest = {}, {}, []
@@ -97,8 +97,8 @@ class PowerSgdReducer(Reducer):
             totals[at] = self._total(param, gradient).view(param.shape[0], -1)
             lefts[at] = totals[at] @ self._right(param)
         whole = torch.cat([*rest, *(left.view(-1) for left in lefts.values())])
-        device = bucket.buffer.device
-        result: torch.futures.Future[Encoded] = torch.futures.Future(devices=[device] if device.type != "cpu" else None)
+        on = bucket.buffer.device
+        result: torch.futures.Future[Averaged] = torch.futures.Future(devices=[on] if on.type != "cpu" else None)
         self._begun.append(_Pending(bucket, totals, lefts, whole, result))
         self._sums.append(self._sum(whole))
         if last:
@@ -123,7 +123,7 @@ class PowerSgdReducer(Reducer):
                 rights.append((pending.totals[at].t() @ left).view(-1))
         if not rights:
             for pending in begun:
-                pending.result.set_result([None] * len(pending.bucket.params))
+                pending.result.set_result(Averaged([None] * len(pending.bucket.params), pending.bucket.buffer))
             return
         together = torch.cat(rights)
         self._sum(together).then(partial(self._report, begun, together))
@@ -154,7 +154,7 @@ class PowerSgdReducer(Reducer):
                 found[at] = [left.view(-1), found_right.reshape(-1)]
                 # An overflow, whose step a scaler skips, must not spoil all steps to come.
                 right.copy_(torch.where(found_right.isfinite().all(), found_right, right))
-            pending.result.set_result(found)
+            pending.result.set_result(Averaged(found, pending.bucket.buffer))
 
 
 def _orthonormalize(matrix: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,15 @@ import torch.distributed as dist
 from memckpt.config import CompressionConfig, LossyConfig
 from memckpt.state.spec import GradientEncoding
 
-_Result = TypeVar("_Result")
 #: Parts of the encoding of each gradient in a bucket; None: the gradient is recorded as it is.
 Encoded = list[list[torch.Tensor] | None]
+
+
+class Averaged(NamedTuple):
+    """The value of a bucket's future. Torch has streams wait for the tensors in it, and for no others."""
+
+    encoded: Encoded
+    buffer: torch.Tensor
 
 
 class Bucket(NamedTuple):
@@ -86,7 +92,7 @@ class Reducer(ABC):
             residual.zero_()
 
     @abstractmethod
-    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Encoded]:
+    def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Averaged]:
         """Average a bucket, if `last` the last one of its backward, in place and without blocking.
 
         The future has the parts of each gradient's encoding, or None; it is done when the buffer has the average.
@@ -127,28 +133,28 @@ class Reducer(ABC):
 
 
 def behind(
-    futures: Sequence[torch.futures.Future[Any]], device: torch.device, action: Callable[[], _Result]
-) -> torch.futures.Future[_Result]:
-    """Run an action once all collectives, at least one, are done; what one of them has raised is the result's.
+    futures: Sequence[torch.futures.Future[Any]], buffer: torch.Tensor, action: Callable[[], Encoded]
+) -> torch.futures.Future[Averaged]:
+    """Fill a bucket's buffer once all collectives, at least one, are done; what one has raised is the result's.
 
-    If their tensors are on an accelerator (`device`), the action runs on a stream of its own, which waits for them; a
+    If their tensors are on an accelerator, the action runs on a stream of its own, which waits for them; a
     future of torch's that collects others knows no device, and would have the caller's stream wait.
     """
     first, *others = futures
-    if others and device.type == "cpu":  # a callback that waited would keep a thread that the others need
+    if others and buffer.device.type == "cpu":  # a callback that waited would keep a thread that the others need
 
-        def collected(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> _Result:
+        def collected(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> Averaged:
             for one in done.value():
                 one.value()
-            return action()
+            return Averaged(action(), buffer)
 
         return torch.futures.collect_all(list(futures)).then(collected)
 
-    def finished(done: torch.futures.Future[Any]) -> _Result:
+    def finished(done: torch.futures.Future[Any]) -> Averaged:
         done.value()
         for one in others:
             one.wait()
-        return action()
+        return Averaged(action(), buffer)
 
     return first.then(finished)
 

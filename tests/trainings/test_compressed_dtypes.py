@@ -49,7 +49,7 @@ def averaged(reducer: Reducer, params: list[Any], step: int) -> list[torch.Tenso
     buffer = torch.cat([torch.randn(one.numel(), generator=numbers).to(one.dtype) for one in params])
     gradients = list(buffer.split([one.numel() for one in params]))
     for param, gradient, parts in zip(
-        params, gradients, reducer.average(Bucket(params, gradients, buffer), True).wait(), strict=True
+        params, gradients, reducer.average(Bucket(params, gradients, buffer), True).wait().encoded, strict=True
     ):
         encoding = reducer.encoding(param)
         assert (parts is None) is (encoding is None)

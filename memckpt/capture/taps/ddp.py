@@ -20,7 +20,7 @@ from memckpt.capture.taps.tap import OncePerBackward, Tap, survives
 from memckpt.capture.taps.torch_hooks import PlainBucket, half_type, takes_any_bucket
 from memckpt.compression.hook import hook as compressed_hook
 from memckpt.compression.hook import of_bucket as of_ddp
-from memckpt.compression.reduction import Bucket, Encoded, Reducer
+from memckpt.compression.reduction import Averaged, Bucket, Encoded, Reducer
 from memckpt.errors import UnsupportedError
 
 _log = logging.getLogger("memckpt")
@@ -212,8 +212,8 @@ class BucketTap(Tap):
         """Average a bucket in compressed form, and stage the compressed average."""
         done = reducer.average(bucket, last)
 
-        def staged(done: torch.futures.Future[Encoded]) -> torch.Tensor:
-            self._stage_encoded(bucket, done.value())  # raises if the reduction failed: the user must see that
+        def staged(done: torch.futures.Future[Averaged]) -> torch.Tensor:
+            self._stage_encoded(bucket, done.value().encoded)  # raises if the reduction failed: the user must see that
             return bucket.buffer
 
         return done.then(staged)
@@ -272,8 +272,8 @@ class BucketTap(Tap):
             bucket = Bucket([param for param, _ in found], each, flat)
             done = self._average_bucket(bucket, index, positions is layout[-1])
             begun.append((bucket, [gradient for _, gradient in found], done))
-        for bucket, targets, encoded in begun:
-            parts_of = encoded.wait()
+        for bucket, targets, averaged in begun:
+            parts_of = averaged.wait().encoded
             for param, target, source, parts in zip(bucket.params, targets, bucket.gradients, parts_of, strict=True):
                 target.copy_(source.view(target.shape))
                 with self._recorder.clock.in_hook():
@@ -284,7 +284,7 @@ class BucketTap(Tap):
         for one in held:
             one.future.set_result(one.buffer)
 
-    def _average_bucket(self, bucket: Bucket, index: int, last: bool) -> torch.futures.Future[Encoded]:
+    def _average_bucket(self, bucket: Bucket, index: int, last: bool) -> torch.futures.Future[Averaged]:
         """Average a bucket in place, without blocking."""
         if self._reducer is not None:
             return self._reducer.average(bucket, last)
@@ -298,11 +298,11 @@ class BucketTap(Tap):
             assert work is not None
             done = work.get_future()
 
-        def averaged(done: torch.futures.Future[Any]) -> Encoded:
+        def averaged(done: torch.futures.Future[Any]) -> Averaged:
             flat = _first(done)  # raises if the reduction failed
             if flat.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(flat.view(-1))
-            return [None] * len(bucket.params)
+            return Averaged([None] * len(bucket.params), bucket.buffer)
 
         return done.then(averaged)
 
