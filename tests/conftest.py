@@ -27,7 +27,7 @@ _SLOW_SECONDS = 1500
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where the trainings of tests/gpu run: cpu (a few), or cuda (all)")
+    parser.addoption("--device", default="late", help="where trainings of tests/gpu run: late (of threads), cpu, cuda")
     parser.addoption("--share", default="1/1", metavar="K/N", help="one of N shares of the tests")
     parser.addoption("--cases", default="all", metavar="N", help="at most N cases of each slow test")
     parser.addoption("--draw", type=int, default=date.today().toordinal(), help="which cases; default: others each day")

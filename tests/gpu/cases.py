@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memckpt.state import rng
+from tests.support.late import process_group
 from tests.support.trainings.engine_cases import SHAPE_CASES
 from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
 from tests.support.trainings.engine_steps import ACCUMULATION, UNKNOWN_CHANGE_CASES
@@ -17,7 +18,10 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Train
 def alone(device: str | None = None) -> None:
     """A job of one rank, with the own backend of `device` (by default of where tensors are made)."""
     if not dist.is_initialized():
-        backend = "gloo" if (device or torch.get_default_device().type) == "cpu" else "cpu:gloo,cuda:nccl"
+        kind = device or torch.get_default_device().type
+        if kind == "late":
+            process_group.register()
+        backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "late": process_group.BACKEND}[kind]
         with torch.device("cpu"):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -58,7 +62,7 @@ class Inductor(Training):
     """The model is compiled, with the compiler that a GPU is trained with."""
 
     def watch_points(self) -> None:
-        backend = "eager" if self.device_type == "cpu" else "inductor"
+        backend = "inductor" if self.device_type == "cuda" else "eager"
         self.compiled = torch.compile(self.model, backend=backend)
 
     def loss(self, step: int) -> Tensor:
@@ -79,14 +83,14 @@ class Capturable(Training):
 
 
 class Replayed(Training):
-    """Forward and backward in a CUDA graph; the step outside of it. On a CPU as if there were none."""
+    """Forward and backward in a CUDA graph; the step outside of it. On others as if there were none."""
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, 256), nn.ReLU(), nn.Linear(256, CLASSES))
 
     def begin(self, step: int) -> None:
         self.graph = None
-        if self.device_type == "cpu":
+        if self.device_type != "cuda":
             return
         with rng.preserved():
             self.record()

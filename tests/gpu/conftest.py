@@ -1,4 +1,4 @@
-"""Tests for an accelerator, which run on a CPU as well: `make test` runs a small part there, so that no line is new.
+"""Tests for an accelerator: on the late device, which is made of threads, unless ``--device`` says cuda or cpu.
 
 The pytest process never touches the device: it forks the trainings, and a fork of a process that has would be broken.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+from tests.support.late.device import RACE, UnavailableError, library
 from tests.support.trainings.engine_harness import Lab
 
 
@@ -18,7 +20,12 @@ from tests.support.trainings.engine_harness import Lab
 def device(pytestconfig: pytest.Config) -> str:
     """Where trainings run."""
     chosen: str = pytestconfig.getoption("--device")
-    if chosen != "cpu":
+    if chosen == "late":
+        try:
+            library()
+        except UnavailableError as error:
+            pytest.skip(str(error))
+    elif chosen != "cpu":
         probe = "import torch; torch.zeros(1, device='cuda'); print(torch.cuda.get_device_name(), torch.__version__)"
         found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
         if found.returncode:
@@ -30,7 +37,9 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture
-def gpu_lab(lab: Lab, device: str) -> Lab:
-    """A lab whose trainings make everything on the device, with deterministic algorithms."""
+def gpu_lab(lab: Lab, device: str) -> Iterator[Lab]:
+    """A lab whose trainings make everything on the device, with deterministic algorithms, and do not race."""
     lab.device = device
-    return lab
+    yield lab
+    races = [line for log in lab.directory.glob("*.log") for line in log.read_text().splitlines() if RACE in line]
+    assert not races, "\n".join(races[:20])

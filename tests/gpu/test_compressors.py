@@ -18,6 +18,8 @@ from memckpt.compression.reduction import Bucket
 from memckpt.state.encodings import decode
 from memckpt.state.tensors import bits_of
 from tests.gpu.cases import alone
+from tests.gpu.unsynchronized import no_waits
+from tests.support.trainings.engine_child import use_device
 from tests.support.trainings.engine_harness import Lab
 
 COMPRESSORS = [
@@ -33,6 +35,8 @@ SHAPES = [(300, 500), (64, 3, 3, 3), (2048,), (70_001,), (8,)]
 
 
 def compress(config: CompressionConfig, device: str) -> None:
+    use_device(device)
+    torch.set_default_device("cpu")
     alone(device)
     params = [torch.zeros(shape, device=device) for shape in SHAPES]
     reducer = reducer_for(config, params)
@@ -40,12 +44,9 @@ def compress(config: CompressionConfig, device: str) -> None:
     for step in range(4):
         buffer = torch.randn(sum(sizes), device=device)
         bucket = Bucket(params, buffer.split(sizes), buffer)
-        if device != "cpu" and step > 1:  # tensors that stay are made in the first steps
-            torch.cuda.set_sync_debug_mode("error")
-        done = reducer.average(bucket, last=True)
-        if device != "cpu":
-            torch.cuda.set_sync_debug_mode("default")
-        for param, used, parts in zip(params, bucket.gradients, done.wait(), strict=True):
+        with no_waits(device, step > 1):  # tensors that stay are made in the first steps
+            done = reducer.average(bucket, last=True)
+        for param, used, parts in zip(params, bucket.gradients, done.wait().encoded, strict=True):
             encoding = reducer.encoding(param)
             assert (parts is None) == (encoding is None)
             if parts is None or encoding is None:
@@ -62,6 +63,6 @@ def compress(config: CompressionConfig, device: str) -> None:
 
 
 @pytest.mark.parametrize("config", COMPRESSORS, ids=lambda one: f"{type(one).__name__}-{getattr(one, 'dtype', '')}")
-def test_records_decode_to_what_is_used(lab: Lab, device: str, config: CompressionConfig) -> None:
-    child = lab.fork(lambda: compress(config, device), "compress")
+def test_records_decode_to_what_is_used(gpu_lab: Lab, device: str, config: CompressionConfig) -> None:
+    child = gpu_lab.fork(lambda: compress(config, device), "compress")
     assert child.wait() == 0, child.log.read_text()[-4000:]

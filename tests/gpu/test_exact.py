@@ -18,15 +18,6 @@ from tests.support.trainings.engine_training import Case
 
 #: A commit from a device is sent a little later than it is made: a kill right behind it may lose it.
 BEFORE = [("before step", 9)]
-#: So few of the borrowed ones run on a CPU that it costs next to nothing; they are tested there elsewhere.
-ON_CPU = {"accumulation", "scaler-fused"}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        on_cpu = metafunc.config.getoption("--device") == "cpu"
-        cases = [case for case in BORROWED if not on_cpu or case.name in ON_CPU] + OWN
-        metafunc.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def point_of(case: Case) -> list[tuple[str, int]]:
@@ -36,7 +27,8 @@ def point_of(case: Case) -> list[tuple[str, int]]:
 
 
 @pytest.mark.promise("CUDA")
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("case", [*BORROWED, *OWN], ids=lambda case: case.name)
 def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None:
     if case.name == "inductor":
         importlib.import_module("torch._dynamo")  # takes seconds, which children then need not spend

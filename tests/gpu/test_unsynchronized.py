@@ -23,20 +23,13 @@ KINDS = {
 }
 #: Their own step waits for the device: torch asks whether gradients are finite before it steps.
 WAITS = {"fp16-clip"}
-ON_CPU = {"fp16-fused", "step-tap"}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        on_cpu = metafunc.config.getoption("--device") == "cpu"
-        metafunc.parametrize("name", [name for name in KINDS if not on_cpu or name in ON_CPU])
-
-
-def result_of(lab: Lab, name: str, redo: str, device: str) -> dict[str, Any]:
-    report = lab.directory / "result"
-    width = 64 if device == "cpu" else 3072
+def result_of(gpu_lab: Lab, name: str, redo: str, device: str) -> dict[str, Any]:
+    report = gpu_lab.directory / "result"
+    width = 3072 if device == "cuda" else 64
     watch = name not in WAITS and redo == "lazy"
-    child = lab.fork(lambda: train(KINDS[name], device, width, lab.run_dir, redo, watch, report), name)
+    child = gpu_lab.fork(lambda: train(KINDS[name], device, width, gpu_lab.run_dir, redo, watch, report), name)
     code, log = child.wait(), child.log.read_text()
     assert code == 0, log[:4000] + "..." + log[-4000:]
     assert "commit could not be made" not in log
@@ -44,17 +37,19 @@ def result_of(lab: Lab, name: str, redo: str, device: str) -> dict[str, Any]:
     return found
 
 
-def test_bits_without_a_wait(lab: Lab, device: str, name: str) -> None:
-    found = result_of(lab, name, "lazy", device)
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_bits_without_a_wait(gpu_lab: Lab, device: str, name: str) -> None:
+    found = result_of(gpu_lab, name, "lazy", device)
     assert found["problems"] == []
     assert found["resumed"] == [0, *STOPS[:-1]]
     assert found["differing"] == []
 
 
-def test_drift_of_a_replica_on_the_cpu(lab: Lab, device: str) -> None:
+def test_drift_of_a_replica_on_the_cpu(gpu_lab: Lab, device: str) -> None:
     """Eager: exact where the replica is redone by the kernels that train, and off by rounding elsewhere."""
-    lab.start_agent()
-    found = result_of(lab, "fp32-fused", "eager", device)
+    gpu_lab.start_agent()
+    found = result_of(gpu_lab, "fp32-fused", "eager", device)
     assert found["resumed"] == [0, *STOPS[:-1]]
     print(f"drift: {found['drift']:g} ulp; largest relative distance: {max(found['far'].values()):.2g}")
     if device == "cpu":

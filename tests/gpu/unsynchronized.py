@@ -22,6 +22,7 @@ from torch.nn import functional
 import memckpt
 from memckpt.config import MemckptConfig
 from memckpt.state.tensors import local
+from tests.support.late import device as late
 from tests.support.trainings.engine_child import use_device
 
 #: The host stops after these steps, and attaches anew.
@@ -119,6 +120,10 @@ def no_waits(device: str, forbidden: bool) -> Iterator[None]:
     if device == "cpu" or not forbidden:
         yield
         return
+    if device == "late":
+        with late.no_waits():
+            yield
+        return
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -152,7 +157,9 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
     del undisturbed
 
     resumed, problems, drift = [], [], 0.0
-    for stop in STOPS:
+    for index, stop in enumerate(STOPS):
+        if device == "late":
+            late.be_slow(*[(150, 0), (0, 600)][index % 2])  # computing, and copying
         run = Run(kind, device, width)
         session = attach(run, run_dir, redo)
         restored = session.restore()

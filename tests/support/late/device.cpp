@@ -19,6 +19,9 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -102,11 +105,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return query(mark);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    count_wait("stream.synchronize");
+    count_asked_wait("stream.synchronize");
     wait_on_host(static_cast<int>(stream.id()));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
-    count_wait("synchronize");
+    count_asked_wait("synchronize");
     for (int id = device * kStreamsEach; id < (device + 1) * kStreamsEach; ++id) wait_on_host(id);
   }
 
@@ -126,7 +129,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || query(mark_of(event)); }
   void synchronizeEvent(void* event) const override {
-    count_wait("event.synchronize");
+    count_asked_wait("event.synchronize");
     if (event) wait_on_host(mark_of(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
@@ -417,7 +420,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       stack->push_back(call.returned[i] < 0 ? results[i] : call.arguments[call.returned[i]]);
   };
   if (!made) {  // the host has to wait, and look
-    count_wait(name + " looks at its result");
+    count_hidden_wait(name + " looks at its result");
     launch(current_stream(), name, uses, [] {});
     wait_on_host(current_stream());
     op.callBoxed(&arguments);
@@ -447,7 +450,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 at::Scalar local_scalar(const Tensor& self) {
   c10::DeviceGuard guard(self.device());
-  count_wait("item");
+  count_hidden_wait("item");
   launch(current_stream(), "item", {bytes_of(self, false)}, [] {});
   wait_on_host(current_stream());
   return at::native::_local_scalar_dense_cpu(on_host(self));
@@ -459,29 +462,22 @@ Tensor copy_from(const Tensor& source, const Tensor& destination, bool non_block
   const bool between = is_late(source) && is_late(destination) && source.device() != destination.device();
   const int other = between ? current_streams[destination.device().index()] : stream;
   if (between) wait_on_stream(stream, record(other));
-  Tensor from = source, to = destination;
   std::string waits;
-  if (is_late(source)) {
-    from = on_host(source);
-  } else if (!is_page_locked(source.data_ptr())) {
-    from = source.clone();
-    if (!non_blocking) waits = "copy from the host";
-  } else {
-    from = on_host(source);
-    if (!non_blocking) waits = "copy from the host";
+  if (!is_late(source) && !non_blocking) waits = "copy from the host";
+  if (!is_late(destination)) {
+    if (!non_blocking) waits = "copy to the host";
+    else if (!is_page_locked(destination.data_ptr())) waits = "copy to pageable memory";
   }
-  if (!is_late(destination) && !non_blocking) waits = "copy to the host";
-  if (!is_late(destination) && non_blocking && !is_page_locked(destination.data_ptr())) waits = "copy to pageable memory";
-  to = on_host(destination);
+  if (!waits.empty()) count_hidden_wait(waits);
+  // What is not page-locked is taken at once, as it may go.
+  const Tensor from = is_late(source) || is_page_locked(source.data_ptr()) ? on_host(source) : source.clone();
+  const Tensor to = on_host(destination);
   launch(stream, "copy_", {bytes_of(source, false), bytes_of(destination, true)}, [from, to] {
     BelowAutograd below;
     to.copy_(from);
   });
   if (between) wait_on_stream(other, record(stream));
-  if (!waits.empty()) {
-    count_wait(waits);
-    wait_on_host(stream);
-  }
+  if (!waits.empty()) wait_on_host(stream);
   return destination;
 }
 
@@ -512,6 +508,18 @@ void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) 
   run_as("aten::convolution_backward", "", stack);
 }
 
+// The host's kernel wants means of the input's type, while those of the meta kernel are in full precision.
+void batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::vector<IValue> arguments = torch::jit::pop(*stack, 10);
+  const Tensor input = arguments[1].toTensor();
+  const auto weight = arguments[2].toOptional<Tensor>();
+  for (const size_t i : {5, 6})
+    if (const auto mean = arguments[i].toOptional<Tensor>(); mean && weight && weight->scalar_type() == input.scalar_type())
+      arguments[i] = mean->to(input.scalar_type());
+  for (IValue& one : arguments) stack->push_back(std::move(one));
+  run_operator(op, stack);
+}
+
 int64_t attention_of_its_parts(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                                std::optional<double>, bool) {
   return static_cast<int64_t>(sdp::SDPBackend::math);
@@ -531,6 +539,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", as_strided);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("unfold", at::native::unfold);
   m.impl("resize_", resize_tensor);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", set_whole_storage);
@@ -540,6 +551,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("native_dropout", native_dropout);
+  m.impl("native_batch_norm_backward", torch::CppFunction::makeFromBoxedFunction<&batch_norm_backward>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
@@ -565,13 +577,10 @@ void set_delays(int64_t compute_us, int64_t others_us) {
   for (int id = 0; id < kStreams; ++id) stream_of(id).delay_us = id % kStreamsEach ? others_us : compute_us;
 }
 
-c10::Dict<std::string, int64_t> take_waits(const std::vector<int64_t>& other_threads) {
+c10::Dict<std::string, int64_t> take_waits() {
   std::lock_guard<std::mutex> guard(ledger());
   c10::Dict<std::string, int64_t> found;
-  for (const auto& [key, count] : host_waits()) {
-    if (std::find(other_threads.begin(), other_threads.end(), key.first) != other_threads.end()) continue;
-    found.insert_or_assign(key.second, count + (found.contains(key.second) ? found.at(key.second) : 0));
-  }
+  for (const auto& [reason, count] : host_waits()) found.insert(reason, count);
   host_waits().clear();
   return found;
 }
@@ -579,6 +588,28 @@ c10::Dict<std::string, int64_t> take_waits(const std::vector<int64_t>& other_thr
 std::vector<std::string> races() {
   std::lock_guard<std::mutex> guard(ledger());
   return memory().races;
+}
+
+// Marks that the host sets.
+std::map<int64_t, MarkPtr> held;
+
+// Keep a stream from later work until go_on().
+int64_t hold(int64_t stream) {
+  static int64_t last = 0;
+  auto mark = std::make_shared<Mark>();
+  wait_on_stream(static_cast<int>(stream), mark);
+  std::lock_guard<std::mutex> guard(ledger());
+  held[++last] = mark;
+  return last;
+}
+
+void go_on(int64_t held_by) {
+  MarkPtr mark;
+  {
+    std::lock_guard<std::mutex> guard(ledger());
+    mark = held.extract(held_by).mapped();
+  }
+  mark->set();
 }
 
 std::vector<int64_t> memory_sizes() {
@@ -591,8 +622,11 @@ TORCH_LIBRARY(late, m) {
   m.def("device_count", [] { return static_cast<int64_t>(kDevices); });
   m.def("set_delays", set_delays);
   m.def("take_waits", take_waits);
+  m.def("forbid_waits", [](bool forbidden) { waits_are_errors = forbidden; });
   m.def("races", races);
   m.def("memory_sizes", memory_sizes);
+  m.def("hold", hold);
+  m.def("go_on", go_on);
   m.def("lock_pages", [](int64_t address, int64_t bytes) { lock_pages(static_cast<uintptr_t>(address), bytes); });
   m.def("unlock_pages", [](int64_t address) { return unlock_pages(static_cast<uintptr_t>(address)); });
   m.def("rng_state", [](int64_t device) { return default_generator(static_cast<int>(device)).get_state(); });

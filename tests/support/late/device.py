@@ -13,7 +13,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +23,10 @@ import torch
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]*"))
 _BUILDS = Path(__file__).parents[3] / "build" / "late"
+
+
+#: Begins what a process prints when it finds a race.
+RACE = "late: race:"
 
 
 class UnavailableError(Exception):
@@ -89,6 +93,8 @@ def _module() -> types.ModuleType:
     module.device_count = torch.ops.late.device_count
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
+    module.device = lambda device: torch.accelerator.device_index(torch.device(device).index)
+    module.cudart = _PageLocking
     module.synchronize = torch.accelerator.synchronize
     module.Stream = lambda device="late", priority=0: torch.Stream(device or "late", priority=priority)
     module.Event = lambda **settings: torch.Event("late", **settings)
@@ -111,6 +117,30 @@ def _stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
+class _PageLocking:
+    """CUDA's runtime, of which page-locking is used."""
+
+    seconds = 0.0
+    most_bytes = 1 << 62
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:
+        time.sleep(cls.seconds)
+        if nbytes > cls.most_bytes:
+            return 2
+        torch.ops.late.lock_pages(address, nbytes)
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:
+        return 0 if torch.ops.late.unlock_pages(address) else 1
+
+
+def limit_page_locking(seconds: float = 0.0, most_bytes: int = 1 << 62) -> None:
+    """Let each call that page-locks take so long, and refuse more than so many bytes."""
+    _PageLocking.seconds, _PageLocking.most_bytes = seconds, most_bytes
+
+
 def _index(device: Any) -> int:
     index = device if isinstance(device, int) else torch.device(device).index
     return -1 if index is None else index
@@ -128,13 +158,26 @@ def be_slow(compute: int = 0, others: int = 0) -> None:
 def take_waits() -> dict[str, int]:
     """How often the host has waited for the device since the last call, by what waited.
 
-    Threads of Python that are not the main one are left out; those of autograd are counted.
+    Other threads than the main one may wait for streams and events: those waits are not counted.
     """
-    main = threading.main_thread()
-    others = [
-        each for each in threading.enumerate() if each is not main and not isinstance(each, threading._DummyThread)
-    ]
-    return dict(torch.ops.late.take_waits([each.native_id for each in others]))
+    return dict(torch.ops.late.take_waits())
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Raise where the host waits without asking to, as ``set_sync_debug_mode`` does, and at the end if it has asked.
+
+    Raises:
+        AssertionError: the main thread has waited for a stream, an event or the device.
+    """
+    take_waits()
+    torch.ops.late.forbid_waits(True)
+    try:
+        yield
+    finally:
+        torch.ops.late.forbid_waits(False)
+    waits = take_waits()
+    assert not waits, f"host waits: {waits}"
 
 
 def races() -> list[str]:

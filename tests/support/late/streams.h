@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -151,15 +152,25 @@ inline void wait_on_host(const MarkPtr& mark) {
 
 inline void wait_on_host(int stream) { wait_on_host(record(stream)); }
 
-// Host waits, by what waited, for each host thread.
-inline std::map<std::pair<int64_t, std::string>, int64_t>& host_waits() {
-  static auto* waits = new std::map<std::pair<int64_t, std::string>, int64_t>;
+// Host waits by what waited. Another thread than the main one may ask to wait: such waits of it are not counted.
+inline std::map<std::string, int64_t>& host_waits() {
+  static auto* waits = new std::map<std::string, int64_t>;
   return *waits;
 }
 
-inline void count_wait(const std::string& reason) {
+inline std::atomic<bool> waits_are_errors{false};
+
+inline void count_asked_wait(const std::string& reason) {
+  if (gettid() != getpid()) return;
   std::lock_guard<std::mutex> guard(ledger());
-  ++host_waits()[{gettid(), reason}];
+  ++host_waits()[reason];
+}
+
+// A wait that another request includes. An error shows who made it.
+inline void count_hidden_wait(const std::string& reason) {
+  if (waits_are_errors) throw std::runtime_error("the host waits for the late device: " + reason);
+  std::lock_guard<std::mutex> guard(ledger());
+  ++host_waits()[reason];
 }
 
 // The calling host thread's device and streams.

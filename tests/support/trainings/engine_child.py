@@ -19,6 +19,7 @@ import memckpt
 from memckpt.config import AgentConfig, MemckptConfig
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import outcome
+from tests.support.late import device as late
 from tests.support.trainings.engine_training import Case, Training
 from tests.support.trainings.resume_history import commit, note_resume
 
@@ -137,6 +138,9 @@ def use_device(device: str) -> None:
     """Make all tensors there from now on, with kernels whose results do not depend on the order of threads."""
     if device == "cpu":
         return
+    if device == "late":
+        late.load()
+        late.be_slow(others=300)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first use of the device
     torch.use_deterministic_algorithms(True)
     torch.set_default_device(device)
