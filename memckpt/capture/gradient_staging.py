@@ -90,8 +90,6 @@ class GradientStaging:
         failed: called with the reason when the record cannot hold a gradient.
 
     Attributes:
-        accumulates: whether a later backward adds to the gradients of this one before a step: then they are not
-            copied. None: it never does.
         changed: name of a parameter whose gradient was changed in an unknown way after it was staged; None so far.
     """
 
@@ -99,7 +97,10 @@ class GradientStaging:
         self._live = live
         self._copier = copier
         self._failed = failed
-        self.accumulates: Callable[[], bool] | None = None
+        self._accumulates: Callable[[], bool] | None = None
+        #: Whether some gradients are not copied as they are made: accumulation is announced, or learned.
+        self._puts_off = False
+        self._learned = LearnedFirings() if copier.asynchronous else None
         self._asked_in = -1
         self._put_off = False
         self.changed: str | None = None
@@ -122,9 +123,15 @@ class GradientStaging:
         self._firings: list[int] = []
         self._landed = 0
 
+    def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
+        """Call `accumulates()` in each backward: whether a later one adds to its gradients before a step."""
+        self._accumulates, self._puts_off, self._learned = accumulates, True, None
+
     def begin_record(self, writer: SlotWriter | None, record: int) -> None:
         """Start with `record`, of which nothing is staged."""
         self._record = record
+        if self._learned is not None:
+            self._puts_off = writer is not None and self._learned.begin_record(writer)
         self._ops.clear()
         params = len(writer.params) if writer is not None else 0
         self._staged_after, self._held, self._counts = [0] * params, [None] * params, [0] * params
@@ -149,7 +156,7 @@ class GradientStaging:
         self._firings[index] = firing = self._firings[index] + 1
         if gradient.is_sparse:
             return  # settled at the optimizer's step
-        if self.accumulates is not None and self._is_put_off(self.accumulates):
+        if self._puts_off and self._is_put_off(index, firing):
             self._staged_after[index], self._held[index] = 0, None
             return
         if type(gradient) is not torch.Tensor or gradient.requires_grad:
@@ -222,14 +229,16 @@ class GradientStaging:
             self._in_flight.drop(index)
         landings[index] = 0
 
-    def _is_put_off(self, accumulates: Callable[[], bool]) -> bool:
-        """Whether gradients of the running backward need not be copied; asks once per backward.
+    def _is_put_off(self, index: int, firing: int) -> bool:
+        """Whether a gradient of the running backward need not be copied; asks once per backward.
 
         A wrong answer costs only a copy: gradients that a step uses and that are not staged are taken at the step.
         """
+        if self._accumulates is None:
+            return self._learned is not None and firing < self._learned.expected[index]
         running: int = torch._C._current_graph_task_id()
         if running == -1 or running != self._asked_in:
-            self._asked_in, self._put_off = running, accumulates()
+            self._asked_in, self._put_off = running, self._accumulates()
         return self._put_off
 
     def mark_landed(self) -> None:
@@ -271,6 +280,8 @@ class GradientStaging:
         """
         number = step.optimizer
         streamed: list[int] = []
+        if self._learned is not None and step.index == 0:
+            self._learned.note_step(number, writer.members[number], self._firings)
         params, staged_after, held, counts = writer.params, self._staged_after, self._held, self._counts
         for index in writer.members[number]:
             # The common case, without a call: staged, and the same gradient ever since.
@@ -366,6 +377,40 @@ class GradientStaging:
             if late:
                 ops.append(NotedOp(op.kind, op.operand, late))
         return ops
+
+
+class LearnedFirings:
+    """How often backward makes each gradient before its optimizer's first step, learned from two records alike.
+
+    With accumulation that nothing announces, copies of all but the last would be needless.
+
+    Attributes:
+        expected: number by parameter; 1 while it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
+        self._writer: SlotWriter | None = None
+        #: By optimizer: numbers of all parameters at its last step, and whether they are expected again.
+        self._last: dict[int, list[int]] = {}
+        self._known: set[int] = set()
+
+    def begin_record(self, writer: SlotWriter) -> bool:
+        """Start with a record; returns whether some gradients are made several times before a step."""
+        if writer is not self._writer:
+            self._writer, self.expected = writer, [1] * len(writer.params)
+            self._last, self._known = {}, set()
+        return bool(self._known)
+
+    def note_step(self, optimizer: int, members: Sequence[int], firings: Sequence[int]) -> None:
+        """Note the first step of an optimizer in a record: how often the gradients were made by then."""
+        before, now = self._last.get(optimizer), list(firings)
+        self._last[optimizer] = now
+        is_known = now == before and max(now, default=0) > 1
+        if is_known is not (optimizer in self._known):
+            for index in members:
+                self.expected[index] = now[index] if is_known else 1
+            self._known ^= {optimizer}
 
 
 class MarksInFlight:

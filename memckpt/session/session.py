@@ -239,7 +239,7 @@ class Session:
 
         If so, the gradients are not copied yet. A wrong answer costs time only: the step copies what is missing.
         """
-        self._recorder.gradients.accumulates = accumulates
+        self._recorder.gradients.announce_accumulation(accumulates)
 
     # Restore
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from memckpt.capture.gradient_staging import GradientStaging
 from memckpt.capture.param_groups import scaler_state
+from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import MemckptConfig
 from memckpt.session.session import Session
 from memckpt.state import codec
@@ -16,7 +18,7 @@ from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.faults.deferred_copier import DeferredCopier, defer, on_device
 from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_cases import SHAPE_CASES
-from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
 from tests.support.trainings.engine_steps import ACCUMULATION
@@ -86,6 +88,28 @@ def test_every_training(lab: Lab, case: Case, redo: str) -> None:
 def test_accumulation(lab: Lab) -> None:
     kills = [("after commit", 4), ("after commit", 9), ("before step", 15)]
     lab.survives(ACCUMULATION, config("lazy"), kills, expected=[3, 6, 9])
+
+
+def test_accumulation_that_nobody_announces_is_learned(lab: Lab) -> None:
+    """From two steps alike: then only the gradients of a step's last batch are copied."""
+
+    def prepare(control: Control) -> None:
+        original = GradientStaging.stage
+
+        def stage(staging: GradientStaging, writer: SlotWriter, param: torch.Tensor, gradient: torch.Tensor) -> None:
+            original(staging, writer, param, gradient)
+            copied = staging._staged_after[writer.index[id(param)]] > 0
+            control.journal.note("made", batch=control.step, copied=copied)
+
+        GradientStaging.stage = stage  # type: ignore[method-assign]
+
+    ended = lab.train(ACCUMULATION, config("lazy"), prepare=prepare)
+    lab.check_same(ACCUMULATION, ended)
+    made = ended.of("made")
+    early, late = range(4, 10), range(10, ACCUMULATION.steps + 1)  # nothing is staged before the first generation
+    expected = {*early, *(batch for batch in late if batch % 3 == 0)}
+    assert {one["batch"] for one in made if one["copied"]} == expected
+    assert {one["batch"] for one in made if not one["copied"]} == {*early, *late} - expected
 
 
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
