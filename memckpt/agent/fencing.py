@@ -8,7 +8,7 @@ has ended, and hear every few seconds whom they wait for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.lifetime import Lifetime
@@ -21,6 +21,9 @@ from memckpt.protocol.trainer import Fencing, Hello
 
 _log = logging.getLogger("memckpt.agent")
 _REPORT_SECONDS = 5.0
+#: Longer that a trainer on an accelerator may take for each byte held: its driver unlocks that memory first, at 10 GB/s
+#: alone, and slower where several do at the same time.
+_UNLOCK_SECONDS = 0.25 / 2**30
 
 
 class Fence:
@@ -88,10 +91,21 @@ class Fence:
 
 
 class Gate:
-    """Lets a new attempt in once no trainer of the last one lives. Its owner closes it."""
+    """Lets a new attempt in once no trainer of the last one lives. Its owner closes it.
 
-    def __init__(self, loop: EventLoop, connections: Connections, observer: Observer, lifetime: Lifetime) -> None:
+    `held_bytes` is the memory that trainers may have page-locked.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        connections: Connections,
+        observer: Observer,
+        lifetime: Lifetime,
+        held_bytes: Callable[[], int],
+    ) -> None:
         self._loop = loop
+        self._held_bytes = held_bytes
         self._connections = connections
         self._observer = observer
         self._lifetime = lifetime
@@ -112,7 +126,8 @@ class Gate:
             if not dying:
                 return True
             self._observer.fencing(dying)
-            self._fence = Fence(dying, hello.fence_seconds, self._loop)
+            locked = self._held_bytes() if any(trainer.accelerated for trainer in dying) else 0
+            self._fence = Fence(dying, hello.fence_seconds + locked * _UNLOCK_SECONDS, self._loop)
             self._lifetime.trainer_came()
         self._fence.waiting.append((connection, hello))
         return False

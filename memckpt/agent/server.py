@@ -88,7 +88,7 @@ class Agent:
         self._peers = Peers(self._loop, self._groups, self._peers_changed)
         self._auditing = Auditing(self._loop, self._handle_news)
         #: In front of the attempt that is about to begin, while trainers of the present one are dying.
-        self._gate = Gate(self._loop, self._connections, self._observer, self._lifetime)
+        self._gate = Gate(self._loop, self._connections, self._observer, self._lifetime, self._held_bytes)
         self._loop.each_turn(self._groups.look_at_clock, self._groups.deadline)
         self._loop.each_turn(self._tell_replicator, lambda: None)
         self._loop.each_turn(self._lifetime.look_at_clock, self._lifetime.deadline)
@@ -184,9 +184,12 @@ class Agent:
             if last and not self._gate.shut:
                 self._lifetime.trainers_left()
 
+    def _held_bytes(self) -> int:
+        return sum(one.nbytes for one in self._groups)
+
     def _tell_replicator(self) -> None:
         """Tell what memory is held; if a trainer goes on without us, others need not wait for this node."""
-        self._peers.tell_own(sum(one.nbytes for one in self._groups))
+        self._peers.tell_own(self._held_bytes())
         if self._attempt is None or self._gate.shut:
             return
         for trainer in self._attempt.deserters(self._loop.clock() - self._liveness_seconds):

@@ -52,7 +52,7 @@ class AgentConfig(Checked):
             (stopped, deadlocked). Training that waits for a hung agent goes on without it; a hung replicator is killed
             and replaced.
         fence_seconds: seconds that killed trainers of an earlier attempt may take to end before the new attempt is
-            refused; processes that use a GPU take longest.
+            refused. On an accelerator 0.25 s for each GiB held come on top, in which its driver unlocks that memory.
         niceness: added to the agent's CPU niceness, so that training has priority.
         metrics_port: TCP port at which the agent answers Prometheus; 0: any, which `memckpt status` shows; None: none.
         metrics_host: address or host name at which it does; ``"0.0.0.0"``: all of the node's addresses.

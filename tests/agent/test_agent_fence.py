@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from memckpt.agent.fencing import Fence
+from memckpt.agent.fencing import Fence, Gate
 from memckpt.errors import RunBusyError
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.event_loop import EventLoop
@@ -133,6 +136,20 @@ def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, loop: E
         fence.report()
     fence.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("accelerated", "seconds"), [(True, 180.0), (False, 60.0)])
+def test_a_trainer_on_an_accelerator_has_time_to_unlock_what_is_held(
+    victim: Victim, loop: EventLoop, accelerated: bool, seconds: float
+) -> None:
+    agent: Any = SimpleNamespace(fencing=lambda dying: None, trainer_came=lambda: None)
+    gate = Gate(loop, agent, agent, agent, held_bytes=lambda: 480 << 30)
+    trainer = dataclasses.replace(victim.trainer(GONE), accelerated=accelerated)
+    connection: Any = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
+    assert not gate.lets_in(connection, hello(), attempt(trainer))
+    assert gate._fence is not None
+    assert gate._fence._seconds == seconds
+    gate.close()
 
 
 def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, loop: EventLoop, clock: Clock) -> None:
