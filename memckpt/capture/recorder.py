@@ -19,7 +19,7 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.gradient_staging import GradientStaging, NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.phases import PhaseMarks, StallClock
-from memckpt.capture.presence import PendingGradients
+from memckpt.capture.presence import Family, PendingGradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck, unknown_change
 from memckpt.capture.watch import ParameterWatch
@@ -60,7 +60,9 @@ class Recorder:
         self.tap = ""
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
-        self.pending.first = live.left.compare_gradients
+        self.pending.first = self._first_gradient
+        #: Stages what the record still lacks of the state before it; None: nothing.
+        self._due: Callable[[], None] | None = None
         live.strangers.stepped = self.pending.stepped_by_another
         self.gradients = GradientStaging(live, copier, self.fail)
         self.compiled: str | None = None
@@ -90,6 +92,7 @@ class Recorder:
         self._sub_steps = []
         self._steps_taken = {}
         self._begun = {}
+        self._due = None
         self.gradients.begin_record(writer, record)
 
     def fail(self, reason: str) -> None:
@@ -146,6 +149,16 @@ class Recorder:
         """Call `compare` with each gradient as backward has made it: the resume check has others. None: do not."""
         self._compare_gradient = compare
 
+    def stage_at_first_gradient(self, stage: Callable[[], None]) -> None:
+        """Call `stage` once in this record, before a step: at the first gradient, or else at the step or the end."""
+        self._due = stage
+
+    def stage_due(self) -> None:
+        """Stage now what is due before a step."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+
     def mark_step_end_for_peers(self, record: int) -> None:
         """Mark for peers that the step of a record is over."""
         if self._marks is not None:
@@ -165,6 +178,13 @@ class Recorder:
         if self._marks is not None:
             self._marks.gradient_seen()
         return True
+
+    def _first_gradient(self, family: Family, members: list[torch.Tensor], param: torch.Tensor) -> None:
+        if self._due is not None:
+            before = self.clock.anchors
+            self.stage_due()
+            self.clock.hooks -= self.clock.anchors - before  # this hook measures it once more
+        self._live.left.compare_gradients(family, members, param)
 
     def gradient_seen(self, param: torch.Tensor | None) -> None:
         """Note a new gradient: from now on the record cannot end before the parameter's optimizer has stepped.
@@ -231,6 +251,7 @@ class Recorder:
             self.graphs.step = True
             return
         try:
+            self.stage_due()
             if number in self._begun:
                 self._fail_step(optimizer, "has begun twice: it raised an exception, or evaluates its closure again")
             if self._before_step is not None:
