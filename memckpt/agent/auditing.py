@@ -15,7 +15,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import AuditorProcess
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorToAgent, ForgetAudits
 from memckpt.protocol.status import AuditStatus
-from memckpt.protocol.trainer import Configure, Drift
+from memckpt.protocol.trainer import Cleared, Configure, Drift
 from memckpt.state.layout import Layout, Piece
 from memckpt.state.records import RankGroup
 from memckpt.state.spec import ITEM_BYTES, ParamSpec, StateSpec
@@ -65,6 +65,7 @@ class _Watched:
     hurried: bool  #: whether the first round is on, in which audits follow each other without a pause
     began: int | None = None  #: newest record when that began
     due: set[tuple[int, int]] = field(default_factory=set)  #: pieces that this round has still to audit
+    left: set[tuple[int, int]] = field(default_factory=set)  #: pieces of all that no audit has gone over yet
     running: dict[int, list[Piece]] = field(default_factory=dict)  #: by the record whose anchors they begin with
     sent: int = 0  #: newest record whose scalars the auditor has
     seen: int = 0
@@ -80,10 +81,10 @@ class _Watched:
 class Auditing:
     """Belongs to the agent's event loop. Owns the auditor's process; :meth:`close` it.
 
-    `found` is called with the ranks of a group, and what differs in its newest generation.
+    `found` is called with the ranks of a group, and what differs in its newest generation, or that nothing does.
     """
 
-    def __init__(self, loop: EventLoop, found: Callable[[RankGroup, Drift], None]) -> None:
+    def __init__(self, loop: EventLoop, found: Callable[[RankGroup, Drift | Cleared], None]) -> None:
         self._loop, self._found = loop, found
         self._process: AuditorProcess | None = None
         self._ready = False
@@ -142,8 +143,10 @@ class Auditing:
         if names := _not_importable(generation.spec):
             self._complain(f"no other process can import {', '.join(names.values())}")
         pieces = _all_pieces(generation.spec, generation.layout, accelerated)
-        hurried = self._loop.clock() >= self._next_at
-        return _Watched(next(self._keys), generation, accelerated, pieces, hurried)
+        left = {(one.param, one.start) for group in generation.layout.anchor_groups for one in group}
+        # What follows a finding counts as exact only once it is audited.
+        hurried = self._findings > 0 or self._loop.clock() >= self._next_at
+        return _Watched(next(self._keys), generation, accelerated, pieces, hurried, left=left)
 
     def _complain(self, problem: str) -> None:
         if problem != self._problem:
@@ -270,11 +273,15 @@ class Auditing:
         self._pieces += len(pieces)
         last = message.first + watched.generation.spec.period
         self._record = last - 1
+        number, left = watched.generation.number, watched.left
         if message.tensor:
             self._findings += 1
-            number = watched.generation.number
             drift = Drift(last, message.ulp, message.tensor, number, message.first, sure=True, problem=message.problem)
             self._found(ranks, drift)
+        elif left:
+            left -= {(one.param, one.start) for one in pieces}
+            if not left:
+                self._found(ranks, Cleared(number))
 
     def _ended(self, reason: str) -> None:
         self._deaths += 1

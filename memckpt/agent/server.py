@@ -245,7 +245,7 @@ class Agent:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
         self._loop.post(partial(self._handle_news, ranks, message))
 
-    def _handle_news(self, ranks: RankGroup, message: RedoNews) -> None:
+    def _handle_news(self, ranks: RankGroup, message: RedoNews | said.Cleared) -> None:
         group = self._groups.get(ranks)
         if group is None:
             return  # it was dropped meanwhile

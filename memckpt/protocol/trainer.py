@@ -255,6 +255,12 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
         return f"the audit found {self.tensor} off by {self.max_ulp:g} ulp when steps {first} to {last} were redone"
 
 
+class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """The audit has redone each piece of this generation once, and has found no difference."""
+
+    generation: int
+
+
 class Gap(msgspec.Struct, frozen=True, tag="gap"):
     """Nothing is held until the generation that is being written is complete: two do not fit."""
 
@@ -307,6 +313,6 @@ TrainerToAgent = (
     Commit | Void | NeedGeneration | Preempted | Goodbye
 )  # fmt: skip
 AgentToTrainer = (
-    Fencing | Inventory | Prepared | SlotsMade | Begin | Credit | Protected | Drift | Gap | Alarm |
+    Fencing | Inventory | Prepared | SlotsMade | Begin | Credit | Protected | Drift | Cleared | Gap | Alarm |
     Refused | OthersStay | Leaving | HoldingOn
 )  # fmt: skip

@@ -33,7 +33,10 @@ from memckpt.protocol.status import Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import CopyRankPart, Logged, Saved, SaveFailed
 from memckpt.state.layout import Layout
 
-Notice = trainer.Begin | trainer.Protected | trainer.Drift | trainer.Gap | trainer.Alarm | Saved | SaveFailed | Logged
+Notice = (
+    trainer.Begin | trainer.Protected | trainer.Drift | trainer.Cleared | trainer.Gap | trainer.Alarm |
+    Saved | SaveFailed | Logged
+)  # fmt: skip
 Answer = TypeVar("Answer", bound=AgentToTrainer)
 _log = logging.getLogger("memckpt")
 #: Time that the agent may take to end after the last step is in storage.

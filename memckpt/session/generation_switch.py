@@ -33,10 +33,12 @@ from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import Changes, RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
+_NOT_AUDITED = "since then the audit has not redone all parameters"
 #: What follows where redo was found to be wrong for the first time.
 _AT_STEP = (
-    "Each step waits for the copy of its gradients now. If it comes again, the whole state is copied. "
-    'redo="snapshot" does that from the start'
+    "Something may have changed gradients unseen, so they are copied when the optimizer uses them, and each step waits "
+    "for that. Later resumes count as exact once the audit has redone all parameters and found no difference. If there "
+    'is another one, the whole state is copied in place of gradients, as redo="snapshot" does from the start'
 )
 
 
@@ -55,6 +57,7 @@ class GenerationSwitch:
         request: settings of the next generation.
         after: record after which the next generation begins; None while none is due.
         began: record after which the current generation began; 0 before the first.
+        cleared: number of the newest generation that the audit has gone over without a finding.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class GenerationSwitch:
         self._distrusted = 0
         #: Whether a restore refuted what the held generation gave.
         self._resumed_refuted = False
+        self._doubt = ""
+        self.cleared = 0
         self.after: int | None = None
         self.began = 0
         self.use_mode()
@@ -90,6 +95,17 @@ class GenerationSwitch:
         if self.after is not None:
             return SwitchState.DUE
         return SwitchState.OPEN if self._staging.writer is not None else SwitchState.EMPTY
+
+    @property
+    def doubt(self) -> str:
+        """Why the steps of now cannot be called exact: redo was wrong before, and was not compared since; or empty."""
+        writer = self._staging.writer
+        if self._doubt and writer is not None and writer.generation != self._distrusted:
+            # The replica compares all pieces with their anchors in one period.
+            applied = self._link.connection.applied if writer.spec.mode == "eager" else 0
+            if writer.snapshots or self.cleared == writer.generation or applied >= self.began + writer.spec.period:
+                self._doubt = ""
+        return self._doubt
 
     def use_mode(self) -> None:
         """Use the current mode from the next generation on."""
@@ -153,10 +169,11 @@ class GenerationSwitch:
             return  # it is acted upon already
         self._distrusted = drift.generation
         found = str(drift)
+        self._doubt = f"{found}; {_NOT_AUDITED}"
         if self._recorder.streams and self._mode.mode != "snapshot":
             self._tap.take_at_step(
-                f"{found}. Resumes of these steps and of those since are not exact; those of later ones are, if it was "
-                f"a change of gradients that nobody saw. {_AT_STEP}"
+                f"{found}. Resumes of these steps, and of all until the whole state is written anew, are not exact, "
+                f"and say so. {_AT_STEP}"
             )
             self._recorder.fail(found)
         else:
@@ -166,7 +183,7 @@ class GenerationSwitch:
         """Act upon a held state that a restore refuted, as upon a finding; on all ranks, before training goes on."""
         if self._mode.mode == "snapshot":
             return
-        self._resumed_refuted = True
+        self._resumed_refuted, self._doubt = True, f"{refuted}; {_NOT_AUDITED}"
         if any(self._ranks.gather(self._recorder.streams)):
             self._tap.take_at_step(f"{refuted}. {_AT_STEP}")
         else:

@@ -15,7 +15,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
 from memckpt.journal.events import GapEnded
 from memckpt.protocol.storing import Logged, Saved, SaveFailed
-from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
+from memckpt.protocol.trainer import Alarm, Begin, Cleared, Drift, Gap, Protected
 from memckpt.session.generation_switch import GenerationSwitch, SwitchState
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
@@ -154,6 +154,8 @@ class Protection:
                 case Drift():
                     if self.drift.is_finding(notice):
                         self._switch.distrust(notice)
+                case Cleared():
+                    self._switch.cleared = notice.generation
                 case Gap():
                     self._gap = True
                     _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)

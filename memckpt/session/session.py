@@ -57,7 +57,7 @@ from memckpt.session.tuning import Tuning, tell_when_log_pays
 from memckpt.state import codec
 
 _log = logging.getLogger("memckpt")
-_AT_STEP_BECAUSE = OWN + "at_step_because"
+_AT_STEP_BECAUSE, _DOUBT = OWN + "at_step_because", OWN + "doubt"
 
 
 class Session:
@@ -180,6 +180,7 @@ class Session:
         because = held.rank_state.get(_AT_STEP_BECAUSE, "") if held is not None else ""
         if because := self._ranks.first_reason(because):
             self._tap.take_at_step(because)
+        self._rank_state.provide(_DOUBT, lambda: self._switch.doubt, parts=lambda value: {})
         self._peers.mark_phases(self._recorder)
         self._preemption.install()
 
@@ -277,7 +278,8 @@ class Session:
         report = self._resumption.go_on(filled, self._tap.current, self._protection.resume)
         self._tuning.set_redo_seconds(self._resumption.restoration.record_redo_seconds)
         self._rank_state.take_over(chosen.state)
-        report = report.because(chosen.not_exact, *self._rank_state.reasons)
+        found = self._ranks.first_reason(chosen.not_exact or chosen.held.rank_state.get(_DOUBT, ""))
+        report = report.because(found, *self._rank_state.reasons)
         report = self._compression.restored(report, chosen.held.rank_state)
         self._rank_state.correct = report.because
         self._rank_state.load([OBJECTS], chosen.held.rank_state)

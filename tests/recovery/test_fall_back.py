@@ -16,6 +16,7 @@ from memckpt.session.session import Session
 from memckpt.session.staging import Changes, Staging
 from memckpt.state.redo import RedoGroup
 from tests.support.storage.stored_runs import until_ordered, until_stored
+from tests.support.trainings.engine_audits import wait_for_audit
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
@@ -23,7 +24,7 @@ from tests.support.trainings.engine_optimizers import OnParameters
 from tests.support.trainings.engine_training import Case, Training, case_of
 from tests.support.trainings.planted_faults import around
 
-CHANGED = 9
+CHANGED, LAST = 9, 23
 
 
 class Changed(Training):
@@ -118,16 +119,19 @@ def test_a_record_without_a_sample_is_resumed_and_not_called_exact(lab: Lab) -> 
 
 
 def test_where_nothing_proves_itself_the_nearest_is_resumed_and_it_is_said(lab: Lab) -> None:
-    """Also at later resumes, which are exact but for that: even a user who wants exact ones goes on."""
+    """Also at later resumes. Once these are exact but for that, even a user who wants exact ones goes on."""
     settings = config("lazy", resume_check="witness", audit_budget=0.0)
     die_behind_the_change(lab, settings, later=3)
-    ended = resume(lab, settings, actions={("after commit", CHANGED + 5): kill_self})
+    actions: dict[tuple[str, int], Action] = {("after commit", step): wait_for_audit for step in range(CHANGED, LAST)}
+    actions["after commit", LAST] = kill_self
+    settings = config("lazy", resume_check="witness", audit_budget=1.0)
+    ended = resume(lab, settings, actions=actions)
     assert ended.restored_step == CHANGED + 3
     verdict, line = ended.verdict
     assert verdict == "different"
     assert line.startswith(f"a sample of the state after step {CHANGED + 3}, from local memory is DIFFERENT: parameter")
     later = resume(lab, settings, resume="exact")
-    assert later.restored_step == CHANGED + 5
+    assert later.restored_step == LAST
     assert not later.of("restored")[0]["exact"]
     assert "an earlier resume was not exact, and was accepted: a sample of the state" in later.log
 

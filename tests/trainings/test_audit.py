@@ -146,6 +146,40 @@ def test_a_resume_of_what_was_found_is_not_called_exact(lab: Lab, tier: str) -> 
     assert resumed.end["mode"] == "snapshot"
 
 
+def change_unseen(training: Training, step: int) -> None:
+    """Change one element of a gradient past all that could count it; a copy at the step has it."""
+    if step >= 9:
+        gradient = next(training.model.parameters()).grad
+        assert gradient is not None
+        gradient.numpy().reshape(-1)[1234] += 1.0
+
+
+@pytest.mark.parametrize(("later", "exact"), [(0, True), (2, False), (3 * PERIOD, True)])
+def test_what_follows_a_finding_counts_as_exact_once_it_is_audited(lab: Lab, later: int, exact: bool) -> None:
+    case = Case("unseen-gradients", lambda: Training(change=change_unseen), STEPS)
+    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
+    told: list[int] = []
+
+    def die_later(control: Control) -> None:
+        if not told or later > 2:
+            wait_for_audit(control)
+        if told and control.step == told[0] + later:
+            kill_self(control)
+
+    def note_when_told(control: Control) -> None:
+        around(GenerationSwitch, "distrust", lambda original, *one: (told.append(control.step), original(*one)))
+
+    lab.start_agent()
+    died = lab.train(
+        case, settings, actions={("after commit", step): die_later for step in range(1, STEPS)}, prepare=note_when_told
+    )
+    assert "the audit found" in died.log
+    resumed = lab.train(case, settings, seed=1001)
+    assert resumed.of("restored")[0]["exact"] == exact
+    assert ("since then the audit has not redone all parameters" in resumed.log) != exact
+    lab.check_same(case, resumed)
+
+
 def test_a_class_that_only_the_script_has_is_named(lab: Lab) -> None:
     lab.start_agent()
     case = CASES["local"]
