@@ -127,6 +127,9 @@ def _train(size: Size, device: torch.device, config: MemckptConfig, directory: P
     figures.first_commit_seconds = seconds_of(session.commit, device)
     for _ in range(max(3, size.period)):  # past the extra checks of the first records, and until the window is full
         step()
+    writer = session._staging.writer
+    assert writer is not None
+    session._copier.adopt(writer._slots)  # until all is page-locked, a step waits for copies to the other part
     stalled = session.stall.total
     figures.time(step, device, size.steps, lambda: catch_up(session))
     figures.stall_ms = (session.stall.total - stalled) * 1e3 / (BLOCKS * (size.steps + 1))
@@ -134,8 +137,7 @@ def _train(size: Size, device: torch.device, config: MemckptConfig, directory: P
         for _ in range(size.period):
             step()
     figures.to_host_bytes = copied[0] / size.period
-    assert session._staging.writer is not None
-    figures.held_bytes = session._staging.writer.layout.total_bytes
+    figures.held_bytes = writer.layout.total_bytes
     figures.state_bytes = trainee.state_bytes
     session.close(finished=False)
     return [param.detach() for param in trainee.model.parameters()]

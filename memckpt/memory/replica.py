@@ -5,6 +5,7 @@ Imports torch, so a lazy agent never imports this module.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +20,10 @@ from memckpt.memory.slots import SlotRing
 from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state import codec
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import dtype_name, rebuild_from_spec
+from memckpt.state.optimizers import rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients, chunks, tensor_at
-from memckpt.state.tensors import Distance, allowed_rounding
+from memckpt.state.tensors import allowed_rounding, relative_distance
 
 #: Replicas of one agent take turns: together they may use as many threads as one.
 _turn = threading.Lock()
@@ -331,13 +332,13 @@ class Replica:
                         state[spec.key] = home
                 target = home.view(-1)[piece.start : piece.stop] if cut else home
                 anchor = tensor_at(self._slots_map, base + offset, tuple(target.shape), dtype)
-                distance = Distance()
-                distance.add(target, anchor)
-                if distance.differing:
+                distance = relative_distance(target, anchor)
+                if distance:
                     target.copy_(anchor)
-                    is_rounding = distance.relative <= allowed_rounding(dtype_name(target.dtype))
-                    if (not is_rounding, distance.ulp) > (not rounded, worst):
-                        worst, where = distance.ulp, name if spec is None else f"{name} ({spec.key})"
+                    ulp = distance / torch.finfo(target.dtype).eps if math.isfinite(distance) else distance
+                    is_rounding = distance <= allowed_rounding(dtype)
+                    if (not is_rounding, ulp) > (not rounded, worst):
+                        worst, where = ulp, name if spec is None else f"{name} ({spec.key})"
                         rounded = is_rounding
             for optimizer, values in plain.get(piece.param, {}).items():
                 redo_target.states.setdefault(optimizer, {}).update(values)

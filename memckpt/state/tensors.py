@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from operator import attrgetter
@@ -201,6 +202,19 @@ def allowed_rounding(dtype: str) -> float:
     Relative to each element it would say nothing: on an H100 sums that nearly cancel came out with another sign.
     """
     return 1e-4 if dtype in ("float32", "float64") else 2e-2
+
+
+def relative_distance(found: torch.Tensor, held: torch.Tensor) -> float:
+    """The largest difference as a part of the largest held value; 0.0 only if all bits are equal.
+
+    Computed in their own dtype, so it is rounded. Infinite for integers, and where values are not finite.
+    """
+    if same_bits(found, held):
+        return 0.0
+    if not (held.is_floating_point() or held.is_complex()):
+        return math.inf
+    largest, scale = float((found - held).abs().max()), float(held.abs().max())
+    return max(largest / scale, torch.finfo(held.dtype).eps) if scale and math.isfinite(largest) else math.inf
 
 
 @dataclass
