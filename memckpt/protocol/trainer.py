@@ -252,7 +252,8 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
         first, last = self.steps
         if self.problem:
             return f"the audit found that steps {first} to {last} of {self.tensor} cannot be redone: {self.problem}"
-        return f"the audit found {self.tensor} off by {self.max_ulp:g} ulp when steps {first} to {last} were redone"
+        off = f"off by {self.max_ulp:g} units in the last place"
+        return f"the audit found {self.tensor} {off} when steps {first} to {last} were redone"
 
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared"):

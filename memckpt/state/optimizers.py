@@ -334,8 +334,9 @@ def _dry_steps(
                 changed += traces.changed()
         except Exception as error:
             raise UnsupportedError(
-                f"{type(optimizer).__qualname__} could not take a step on a stand-in of shape {list(stand_in.shape)} "
-                f"({type(error).__name__}: {error}); expected an optimizer that steps from gradients alone"
+                f"{type(optimizer).__qualname__} failed in a trial step, which shows what it keeps: of a parameter of "
+                f"shape {list(stand_in.shape)} outside of the model ({type(error).__name__}: {error}); expected an "
+                "optimizer that steps from gradients alone"
             ) from error
     return clone
 

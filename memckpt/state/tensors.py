@@ -262,8 +262,8 @@ class Distance:
     def text(self) -> str:
         """The distance as text."""
         return (
-            f"{self.differing} of {self.elements} elements differ, by {self.ulp:.3g} ulp and {self.relative:.2g} of "
-            "the largest value at most"
+            f"{self.differing} of {self.elements} elements differ, by {self.relative:.2g} of the largest value at most "
+            f"({self.ulp:.3g} units in the last place)"
         )
 
 

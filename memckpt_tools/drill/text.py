@@ -28,6 +28,8 @@ def print_result(result: Result) -> None:
     if result.lent_peers is not None:
         out.print(lent_peers_text(result.lent_peers), soft_wrap=True)
     out.print(blow_table(result.blows))
+    if verdict.holes:  # the cause, before what it has led to
+        out.print(holes_text(verdict), soft_wrap=True)
     for number, blow in enumerate(result.blows, start=1):
         if blow.kind == "agent":
             when = "not again until the end"
@@ -49,8 +51,6 @@ def print_result(result: Result) -> None:
     out.print(stall_line(result), soft_wrap=True)
     if result.overhead is not None:
         out.print(overhead_text(result.overhead, verdict.repeats), soft_wrap=True)
-    if verdict.holes:
-        out.print(holes_text(verdict), soft_wrap=True)
     if result.untried:
         out.print(untried_text(result.untried), soft_wrap=True)
     out.print(verdict_text(result), soft_wrap=True)
@@ -172,7 +172,8 @@ def holes_text(verdict: Verdict) -> Text:
     return Text.assemble(
         ("Not restored: ", "bold red" if not effect else "bold yellow"),
         f"{'; '.join(named[:_NAMED])}{more}. It changes in training and is in no state that a resume puts back: make "
-        'it a buffer, put it into a state_dict(), or session.register("name", object, attributes=[...]).',
+        "it a buffer, put it into a state_dict(), or name it: attributes=[...] of MemCheckpoint, protect(), or "
+        'session.register("name", object, attributes=[...]) in a loop of your own.',
         captured,
         effect,
     )

@@ -318,7 +318,7 @@ def test_what_is_logged_after_a_finding_of_the_audit_says_so(node: Node) -> None
     node.train(9)
     node.flush()
     said = {point.record: point.inexact for point in stored_points(read_catalog(node.here))}
-    assert said[9] == "the audit found w off by 2 ulp when steps 4 to 5 were redone"
+    assert said[9] == "the audit found w off by 2 units in the last place when steps 4 to 5 were redone"
     (base,) = (point for point in stored_points(read_catalog(node.here), also=6) if point.record == 6)
     assert base.inexact == ""
 

@@ -309,7 +309,9 @@ def test_a_checkpoint_that_is_redone_after_a_finding_of_the_audit_says_so(make: 
         node.train(record - node.attempt.at)
         node.copy(record)
     (save,) = node.saves
-    assert save.part.inexact == ("the audit found w off by 2 ulp when steps 1 to 2 were redone" if standing else "")
+    assert save.part.inexact == (
+        "the audit found w off by 2 units in the last place when steps 1 to 2 were redone" if standing else ""
+    )
 
 
 class Replica(SimpleNamespace):

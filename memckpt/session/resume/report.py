@@ -47,9 +47,9 @@ _ORDER = (
     "state",
 )
 _CAUSES = (
-    "the usual causes: plain attributes that are in no state_dict, a scheduler that is not registered, a loader that "
-    "is not given to the session, data read from elsewhere, code that has changed, another batch size, an optimizer of "
-    "your own that keeps something outside of its state"
+    "the usual causes: plain attributes that are in no state_dict, a scheduler or a generator of your own that is not "
+    "registered, a loader that is not given to the session, data read from elsewhere, values written through .data, "
+    "code that has changed, another batch size, an optimizer of your own that keeps something outside of its state"
 )
 
 
@@ -226,7 +226,7 @@ def prove(everybody: Sequence[Findings], accelerated: bool, step: int, tier: str
     if not wrong:
         return Proof(f"{what}: {_counts(everybody)} are equal, bit for bit")
     if worst := _worst_rounding([one for _, one in wrong], accelerated):
-        return Proof(f"{what}: equal but for rounding, by {worst.ulp:.3g} ulp at most, in {worst.name}", rounds=True)
+        return Proof(f"{what}: equal but for rounding, by {_rounding(worst)} at most", rounds=True)
     return Proof(f"{what} is {_differing(everybody, wrong)}", differs=True)
 
 
@@ -246,10 +246,7 @@ def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, 
         return
     differences = [one for _, one in wrong]
     if worst := _worst_rounding(differences, accelerated):
-        line = (
-            f"{what}: {_counts(everybody)} are equal but for rounding; the largest difference is {worst.ulp:.3g} ulp, "
-            f"in {worst.name}"
-        )
+        line = f"{what}: {_counts(everybody)} are equal but for rounding; they differ at most by {_rounding(worst)}"
         check.settle("rounding", line, differences)
         return
     check.settle("different", f"{what}: {_differing(everybody, wrong)}; {_CAUSES}", differences)
@@ -289,7 +286,7 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
         return
     differences = [one for _, _, one in wrong]
     if worst := _worst_rounding(differences, accelerated):
-        line = f"{what} {left} but for rounding; the largest difference is {worst.ulp:.3g} ulp, in {worst.name}"
+        line = f"{what} {left} but for rounding; they differ at most by {_rounding(worst)}"
         check.settle("rounding", line, differences)
         return
     _, rank, first = wrong[0]
@@ -305,6 +302,10 @@ def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerate
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _rounding(worst: Difference) -> str:
+    return f"{worst.ulp:.3g} units in the last place, in {worst.name}"
 
 
 def _worst_rounding(differences: Sequence[Difference], accelerated: bool) -> Difference | None:
