@@ -98,6 +98,8 @@ class Loop:
     def _find_departures(self) -> None:
         for line in self._followers.unreplayable():
             self._rank_state.inexact(line)
+        for line in filter(None, (each.disproved() for each in self._followers)):
+            self._rank_state.retract(line)
         for dataset, name in {
             (id(each), name): (each, name) for one in self._followers for each, name in one.moving()
         }.values():

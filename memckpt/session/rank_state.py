@@ -77,6 +77,12 @@ class RankState:
             if self.correct is not None:
                 self.correct(reason)
 
+    def retract(self, reason: str) -> None:
+        """Declare that a reason was wrong: neither later records nor an earlier resume are inexact for it."""
+        for known in {reason, EARLIER + reason, ACCEPTED + reason} & self._inexact.keys():
+            del self._inexact[known]
+            _log.info("memckpt: it has turned out otherwise, and is no reason any more: %s", known)
+
     def take_over(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take over from a held rank state why the run is not exact; returns the reasons."""
         found = (*state.get("inexact", ()), *state.get("left_out", ()))

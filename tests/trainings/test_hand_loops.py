@@ -155,6 +155,26 @@ def test_batches_that_wait_come_again(lab: Lab, loop: Any, workers: Workers) -> 
     assert ("not be exact" in log) is (getattr(loop, "keywords", None) == {"depth": 2})
 
 
+def test_a_loop_that_converts_what_it_fetches_ahead_is_exact_from_its_first_epoch_on(lab: Lab) -> None:
+    """Until then it may be one that has left a batch out."""
+
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        report = process.session.restore()
+        assert report is None or report.exact == (report.step > BATCHES)
+        for epoch in process.session.epochs(3):
+            batches = ([part + 0 for part in batch] for batch in loader)
+            number, following = process.session.batch, next(batches, None)
+            while following is not None:
+                batch, following = following, next(batches, None)
+                process.take(f"batch {epoch}.{number}", batch)
+                number += 1
+        process.session.close()
+
+    log = survives(lab, loop, [("committed", 3), ("committed", BATCHES), ("committed", 3)], "off")
+    assert "no reason any more" in log
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_batches_that_do_not_wait_are_not_taken_again(lab: Lab, accumulated: bool) -> None:
     def loop(process: Process) -> None:

@@ -221,6 +221,8 @@ class Follower:
         # Weak: an iteration that the user has left is gone.
         self._known: list[weakref.ref[Iteration]] = []
         self._newest: weakref.ref[Iteration] | None = None
+        #: One that has ended while a batch of it waits: a generator around it is gone by then.
+        self._trailing: Iteration | None = None
         self._prefetch = Prefetch()
         self._numbers: dict[tuple[int, str], tuple[Any, int | float]] = {}
         self._looked_in = -1
@@ -351,6 +353,10 @@ class Follower:
             reason = _MIXED
         return f"{self.name}: {reason}" if reason else None
 
+    def disproved(self) -> str | None:
+        """What :meth:`unreplayable` has said and is known not to be so; None if there is nothing."""
+        return f"{self.name}: {self._prefetch.disproved}" if self._prefetch.disproved else None
+
     def remark(self) -> str | None:
         """One line on what a resume rests on or costs; None if there is nothing to say."""
         line = dataloader.remark(self.loader)
@@ -396,6 +402,7 @@ class Follower:
             held = self._to_open.pop(0) if self._to_open else self._held[-1]
             # Code that ran since `hold` may have moved the loader's own generators.
             self._resume(held)
+        self._trailing = None
         iteration = Iteration(self, make(), held, self._iterations)
         iteration.may_cycle = _may_cycle(sys._getframe(2))  # the caller of the loader's __iter__
         self._iterations += 1
@@ -445,6 +452,7 @@ class Follower:
                 if iteration.steps or self._prefetch.keeps(since):  # else it was a look at the data
                     self._taken_to_the_end += since
                 iteration.taken = iteration.counted = 0
+                self._trailing = iteration if self._prefetch.waits(self._taken_to_the_end) else None
                 self._training.ended += 1
             raise
         if not iteration.taken and not iteration.steps:

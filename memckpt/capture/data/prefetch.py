@@ -34,13 +34,14 @@ class Prefetch:
         ahead: number of batches that were taken and not yet trained, at the newest commit.
         depth: the largest number of them; None as long as that is not known.
         doubt: why that may be wrong, in words; empty if it is not.
+        disproved: what it was, once an iteration has ended as only those of a loop that fetches ahead do.
         at_end: whether the newest commit belongs to a batch that waited when its iteration ended.
     """
 
     def __init__(self) -> None:
         self.ahead = 0
         self.depth: int | None = None
-        self.doubt = ""
+        self.doubt = self.disproved = ""
         self.at_end = False
         self._each = 0
         self._first = self._taken = self._commits = 0
@@ -79,6 +80,9 @@ class Prefetch:
             return
         if begins and (self._waiting <= 0 or since == self.depth + self._each):
             self._taken = self._commits = 0  # what still waited of the last iteration was left
+        if ended and not since and self.ahead and self.doubt.startswith(_UNCLEAR.partition("{")[0]):
+            # A batch that had been left out would not be trained behind the end.
+            self.disproved, self.doubt = self.doubt, ""
         self._taken += since
         self._commits += 1
         if self._waiting not in range(self.depth + 1):
