@@ -7,6 +7,7 @@ from tests.fuzzing.trainings.ingredients import SIMPLE, Model, code
 MODELS: dict[str, Model] = {
     "mlp": Model("Net(nn.Sequential(nn.Linear(12, 20), nn.ReLU()), nn.Linear(20, 5))", traits=SIMPLE),
     "wide": Model("Net(nn.Sequential(nn.Linear(12, 900), nn.Tanh()), nn.Linear(900, 5))", traits=SIMPLE),
+    "wider": Model("Net(nn.Sequential(nn.Linear(12, 1200), nn.Tanh()), nn.Linear(1200, 5))", traits=SIMPLE),
     "batch norm and dropout": Model(
         "Net(nn.Sequential(nn.Linear(12, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.2)), nn.Linear(20, 5))",
         traits=SIMPLE,

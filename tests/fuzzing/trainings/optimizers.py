@@ -45,6 +45,17 @@ def _each(
 
 
 _OWN = {
+    "named like its base": code("""
+        class SGD(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure=None):
+                found = super().step(closure)
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.sub_(self.state[p]["momentum_buffer"], alpha=0.1 * group["lr"])
+                return found
+    """),
     "rebinding": code("""
         class Rebinding(torch.optim.Optimizer):
             def __init__(self, params, lr=0.05):
@@ -287,6 +298,7 @@ OPTIMIZERS: dict[str, Opt] = {
     ),
     "sgd fused": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, fused=True)", refused="fused SGD"),
     "sgd maximize": Opt("torch.optim.SGD({p}, lr=0.01, maximize=True)"),
+    "sgd of its own name": Opt("SGD({p}, lr=0.05, momentum=0.9)", _OWN["named like its base"]),
     "adam": Opt("torch.optim.Adam({p}, lr=0.01, weight_decay=0.01)"),
     "adam of a tensor": Opt("torch.optim.Adam({p}, lr=torch.tensor(0.01), foreach=False)"),
     "adam small": Opt("torch.optim.Adam({p}, lr=0.001, eps=1e-30)"),

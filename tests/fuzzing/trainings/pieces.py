@@ -69,6 +69,17 @@ PIECES: dict[str, Piece] = {
     "clamp through data": Piece(
         behind=_WEIGHTS.format("p.data.clamp_(-0.3, 0.3)"), wants=LINEAR, framework=True, said="DIFFERENT"
     ),
+    "one weight behind the step": Piece(
+        behind="if step % 3 == 0:\n    model.head.weight.data[step % 5, step % 12] += 0.1", wants=LINEAR, framework=True
+    ),
+    "one moment through data": Piece(
+        behind=code("""
+            for value in [value for state in opts[0].state.values() for value in state.values()]:
+                if step % 4 == 0 and isinstance(value, torch.Tensor) and value.numel() and value.is_floating_point():
+                    value.data[(0,) * value.ndim] += 0.1
+        """),
+        framework=True,
+    ),
     "rebinding weights": Piece(behind=_WEIGHTS.format("p.data = p.data * 0.999"), framework=True),
     "noise on weights": Piece(
         behind="if step % 4 == 0:\n    with torch.no_grad():\n"
@@ -94,6 +105,21 @@ PIECES: dict[str, Piece] = {
     ),
     "state loaded": Piece(
         behind="if step == 10:\n    opts[0].load_state_dict(opts[0].state_dict())", clash=_f("first"), framework=True
+    ),
+    # what a session is asked before it is restored
+    "held read first": Piece(attached="held = session.held.step if session.held else 0", clash=_f("held")),
+    # gradients of the last step, read before they are zeroed
+    "rate from an average of old gradients": Piece(
+        start=code("""
+            there = [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
+            if there:
+                group, norm = opts[0].param_groups[0], float(torch.nn.utils.get_total_norm(there))
+                group["average"] = 0.8 * group.get("average", norm) + 0.2 * norm
+                group["lr"] = 0.03 / (1 + group["average"])
+        """),
+        clash=_f("lr"),
+        said="gradients of the resumed step|DIFFERENT",
+        framework=True,
     ),
     # rates, groups
     "rate by step": Piece(
@@ -123,6 +149,7 @@ PIECES: dict[str, Piece] = {
         start="norm = sum(float(p.grad.to_dense().norm()) for p in model.parameters() if p.grad is not None)\n"
         "opts[0].param_groups[0]['lr'] = 0.05 / (1 + norm)",
         clash=_f("lr"),
+        said="gradients of the resumed step|DIFFERENT",
         framework=True,
     ),
     "group added": Piece(

@@ -6,13 +6,15 @@ Exit status 0: not a single one is wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import random
+import re
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="for plain loops; half as many for others")
     parser.add_argument("--scripts", type=Path, default=Path("build/programs"), help="where wrong ones are written to")
     parser.add_argument("--all", action="store_true", help="with what is known to be wrong, too")
+    parser.add_argument("--named", type=re.compile, help="only programs in whose name this pattern is found")
     args = parser.parse_args()
     first = random.randrange(10**6, 10**9) if args.seed is None else args.seed
     print(f"{args.programs} programs from seed {first} on", flush=True)
@@ -47,8 +50,11 @@ def main() -> int:
     counted: Counter[str] = Counter()
     ways: Counter[str] = Counter()
     started = time.monotonic()
-    seeds = range(first, first + args.programs)
-    for number, (seed, script, verdict) in enumerate(_outcomes(seeds, () if args.all else KNOWN, args.processes), 1):
+    known: Collection[str] = () if args.all else KNOWN
+    each = ((seed, drawn(seed, known, LOOPS)) for seed in itertools.count(first))
+    named = ((seed, program) for seed, program in each if args.named is None or args.named.search(str(program)))
+    outcomes = _outcomes(itertools.islice(named, args.programs), args.processes)
+    for number, (seed, script, verdict) in enumerate(outcomes, 1):
         counted[verdict.kind] += 1
         if verdict.kind in ("wrong", "invalid"):
             ways[f"{verdict.kind}: {verdict.way}"] += 1
@@ -66,8 +72,8 @@ def main() -> int:
     return 1 if counted["wrong"] else 0
 
 
-def _outcomes(seeds: range, known: Collection[str], processes: int) -> Iterator[tuple[int, str, Verdict]]:
-    """Seeds with their scripts and verdicts, as they come.
+def _outcomes(programs: Iterable[tuple[int, Program]], processes: int) -> Iterator[tuple[int, str, Verdict]]:
+    """Seeds of the programs with their scripts and verdicts, as they come.
 
     What imports frameworks costs twice as much to fork: plain loops are run by processes without them.
     """
@@ -76,8 +82,7 @@ def _outcomes(seeds: range, known: Collection[str], processes: int) -> Iterator[
     framed = ProcessPoolExecutor((processes + 1) // 2, context, _prepare, _FRAMEWORKS)
     with plain, framed:
         waiting: list[Future[tuple[int, str, Verdict]]] = []
-        for seed in seeds:
-            program = drawn(seed, known, LOOPS)
+        for seed, program in programs:
             waiting.append((plain if program.loop == "plain" else framed).submit(_outcome, seed, program))
             ended = [each for each in waiting if each.done()]
             waiting = [each for each in waiting if each not in ended]

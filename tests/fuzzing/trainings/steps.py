@@ -409,6 +409,29 @@ DATA: dict[str, Data] = {
         step="(x, y), ahead = ahead, next(batches)",
         said="ahead|fetch|position|read",
     ),
+    "converted ahead": Data(
+        top=_DATASET.replace("56", "400"),
+        made=_LOADER.format("shuffle=True"),
+        attached=_FOLLOWED,
+        before="batches = iter(loader)\nahead = [each + 0 for each in next(batches)]",
+        step="(x, y), ahead = ahead, [each + 0 for each in next(batches)]",
+        said="ahead|fetch|position|read",
+    ),
+    "read before the loop": Data(
+        top=_DATASET,
+        made=_LOADER.format("shuffle=True") + "\nmost = max(x.max() for x, y in loader)",
+        attached=_FOLLOWED + "\nmost += max(x.max() for x, y in loader)",
+        loop="for x, y in loader:\n    x = x / most",
+    ),
+    "with a cycle": Data(
+        top="import itertools\n\n\n" + _DATASET,
+        made=_LOADER.format("shuffle=True")
+        + "\n"
+        + _LOADER.format("shuffle=True").replace("loader =", "second =").replace("Samples()", "range(24)"),
+        attached=_FOLLOWED + "\nsession.loader(second)",
+        loop="for (x, y), z in zip(loader, itertools.cycle(second)):\n    x = x + 0.01 * z[:, None]",
+        said="itertools.cycle",
+    ),
     "zipped with itself": Data(
         top=_DATASET,
         made=_LOADER.format("shuffle=True"),
