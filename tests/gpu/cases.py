@@ -123,18 +123,6 @@ class Replayed(Training):
         return float(self.captured)
 
 
-class Validated(Training):
-    """Other weights take the model's place between steps, through ``.data``, and it is put back unseen."""
-
-    def batch(self, step: int) -> float:
-        kept = [param.detach().clone() for param in self.model.parameters()]
-        for param in self.model.parameters():
-            param.data.zero_()
-        for param, value in zip(self.model.parameters(), kept, strict=True):
-            param.data.copy_(value)
-        return super().batch(step)
-
-
 #: They change the state behind each step: redo is given up for snapshots.
 GIVEN_UP = {"projection"}
 OWN = [
@@ -144,7 +132,6 @@ OWN = [
     Case("inductor", Inductor, steps=16),
     Case("capturable", Capturable),
     Case("replayed", Replayed),
-    Case("validated", Validated),
 ]
 #: Of the engine's trainings; on a CPU they are tested there.
 NAMES = [

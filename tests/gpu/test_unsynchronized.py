@@ -20,6 +20,9 @@ KINDS = {
     "fp16-clip": Kind("fp16", clip=True),
     "accumulated": Kind(accumulate=3, clip=True),
     "step-tap": Kind(tap="step", zero_in_place=True),
+    "own-stream": Kind(own_stream=True),
+    "own-stream-fused": Kind(optimizer={"fused": True}, clip=True, own_stream=True),
+    "swapped": Kind(swapped=True),
 }
 #: Their own step waits for the device: torch asks whether gradients are finite before it steps.
 WAITS = {"fp16-clip"}

@@ -7,10 +7,11 @@ note their losses.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memckpt
+from memckpt.capture.copier import AcceleratorCopier
 from memckpt.config import MemckptConfig
 from memckpt.state.tensors import local
 from tests.support.late import device as late
@@ -40,6 +42,8 @@ class Kind:
         accumulate: micro-batches of a step.
         tap: as in the settings.
         zero_in_place: whether gradients are set to zero in place.
+        own_stream: whether it trains on a stream of its own, and commits outside of it.
+        swapped: whether other weights take the model's place between steps, unseen, as averages for a validation.
     """
 
     precision: str = "fp32"
@@ -48,6 +52,8 @@ class Kind:
     accumulate: int = 1
     tap: str = "auto"
     zero_in_place: bool = False
+    own_stream: bool = False
+    swapped: bool = False
 
 
 class Net(nn.Module):
@@ -83,7 +89,30 @@ class Run:
             self.device.type, enabled=kind.precision == "fp16", init_scale=256.0, growth_interval=4
         )
 
+        self._stream: Callable[[], Any] = contextlib.nullcontext
+
+    def begin(self) -> None:
+        """Train from here on, behind what made and restored the model."""
+        if self.kind.own_stream and self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            stream = module.Stream()
+            stream.wait_stream(module.current_stream())
+            self._stream = functools.partial(module.stream, stream)
+
     def step(self, number: int) -> None:
+        with self._stream():
+            if self.kind.swapped:
+                self._swap()
+            self._step(number)
+
+    def _swap(self) -> None:
+        kept = [param.detach().clone() for param in self.model.parameters()]
+        for param in self.model.parameters():
+            param.data.zero_()
+        for param, value in zip(self.model.parameters(), kept, strict=True):
+            param.data.copy_(value)
+
+    def _step(self, number: int) -> None:
         for _ in range(self.kind.accumulate):
             x = torch.randn(16, 3, 8, 8, device=self.device)
             x = x.to(self.model.last.weight.dtype).to(memory_format=torch.channels_last)
@@ -149,9 +178,14 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
     """Train undisturbed, then with stops; writes what differs, what drifted and where it resumed."""
     use_device(device)
     torch.set_default_device("cpu")
+    if device == "late":
+        AcceleratorCopier.BUCKET_BYTES = 1 << 12  # so that each large tensor is on its way at once, as on a card
     undisturbed = Run(kind, device, width)
+    undisturbed.begin()
     for number in range(1, STOPS[-1] + 1):
         undisturbed.step(number)
+    if device != "cpu":
+        torch.accelerator.synchronize()
     expected = undisturbed.digests()
     reference = {name: tensor.double() for name, tensor in undisturbed.tensors().items()} if redo == "eager" else {}
     del undisturbed
@@ -165,6 +199,7 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
         restored = session.restore()
         first = 0 if restored is None else restored.step
         resumed.append(first)
+        run.begin()
         for number in range(first + 1, stop + 1):
             # The first steps of a process make generations and settle what is done once.
             with no_waits(device, watch_waits and number > first + 3):
@@ -175,6 +210,8 @@ def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_w
                 problems.append(f"step {number}: {session._recorder.problem}")
         drift = max(drift, session.drift_ulp)
         session.close(finished=stop == STOPS[-1])
+    if device != "cpu":
+        torch.accelerator.synchronize()
     found = run.digests()
     far = {
         name: float((tensor.double() - reference[name]).abs().max() / reference[name].abs().max().clamp(min=1e-30))
