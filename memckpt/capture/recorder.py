@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
@@ -149,8 +150,8 @@ class Recorder:
         """Call `compare` with each gradient as backward has made it: the resume check has others. None: do not."""
         self._compare_gradient = compare
 
-    def stage_at_first_gradient(self, stage: Callable[[], None]) -> None:
-        """Call `stage` once in this record, before a step: at the first gradient, or else at the step or the end."""
+    def stage_at_forward(self, stage: Callable[[], None]) -> None:
+        """Call `stage` once in this record: as the model's next forward begins, or else at a gradient, step or end."""
         self._due = stage
 
     def stage_due(self) -> None:
@@ -158,6 +159,16 @@ class Recorder:
         due, self._due = self._due, None
         if due is not None:
             due()
+
+    def forward_begins(self, model: nn.Module, args: Any) -> None:
+        """Stage what is due, where the model is trained: from now on its weights are what the step will change."""
+        if torch.compiler.is_compiling() or self._due is None:  # in this order: a compiled forward depends on no record
+            return
+        if model.training and torch.is_grad_enabled() and not self._copier.recording_graph():
+            try:
+                self.stage_due()
+            except Exception as error:
+                self.broke("staging at a forward", error)
 
     def mark_step_end_for_peers(self, record: int) -> None:
         """Mark for peers that the step of a record is over."""

@@ -119,8 +119,8 @@ class Staging:
     def begin_record(self, record: int) -> None:
         """Open a record's slot, and stage its anchors before the next step changes the state.
 
-        An asynchronous copier stages them at the first gradient: until the next forward user code may change what is
-        being copied and put it back unseen, as where averages take the model's place for a validation.
+        An asynchronous copier stages them at the next forward: before it user code may change what is being copied and
+        put it back unseen, as where averages take the model's place for a validation.
         """
         writer = self.writer
         assert writer is not None
@@ -135,7 +135,7 @@ class Staging:
         self._recorder.begin_record(writer, record)
         self._clock.anchors += time.perf_counter() - started
         if self._copier.asynchronous:
-            self._recorder.stage_at_first_gradient(functools.partial(self._stage_anchors, writer, record))
+            self._recorder.stage_at_forward(functools.partial(self._stage_anchors, writer, record))
         else:
             self._stage_anchors(writer, record)
 
