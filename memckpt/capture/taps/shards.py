@@ -7,6 +7,7 @@ corresponds to no slice of any user tensor. The optimizer steps these shards or 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,15 @@ from memckpt.capture.modules import fsdp1_wrappers, is_fsdp2
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps.tap import OncePerBackward, StepTap, StreamingTap, survives
 from memckpt.errors import UnsupportedError
-from memckpt.state.tensors import is_dtensor
+from memckpt.state.tensors import is_dtensor, version
 
 
 class ShardTap(StreamingTap):
     """Stages reduced shards: with fully_shard the hooks see them on the stream that reduced them.
 
-    The copier makes its own stream wait for that one. Backwards that reduce nothing are seen, too.
+    The copier makes its own stream wait for that one. Backwards that reduce nothing are seen, too. Gradients that
+    fully_shard offloads to the host are taken at the end of a backward: with a hook on the parameter, torch waits for
+    each of their copies.
 
     Args:
         model: the model with sharded modules.
@@ -44,16 +47,20 @@ class ShardTap(StreamingTap):
         copier: Copier,
         before_reduction: Callable[[], None],
     ) -> None:
-        super().__init__(params, recorder, copier)
+        super().__init__([param for param in params if not _is_offloaded(param)], recorder, copier)
         self._model = model
         self._before_reduction = before_reduction
-        self._offloaded: list[torch.Tensor] = []
+        self._offloaded = [param for param in params if _is_offloaded(param)]
+        #: Their gradients at the last look, each with its version; None: there was none.
+        self._looked: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
         self._reductions_before = 0
         self._reduction = OncePerBackward(self._reduction_ended, last=True)
 
     def install(self) -> None:
         super().install()
-        self._handles += [module.register_forward_hook(self._watch_reduction) for module in _outermost(self._model)]
+        inner = filter(is_fsdp2, self._model.modules())  # a backward may begin in any of them
+        watched = list(inner) if self._offloaded else _outermost(self._model)
+        self._handles += [module.register_forward_hook(self._watch_reduction) for module in watched]
         if not self._copier.asynchronous:
             return  # commits have been sent by the time that commit() returns
         for module in _reducing(self._model):
@@ -70,11 +77,32 @@ class ShardTap(StreamingTap):
     def _backward_begins(self) -> None:
         if self._reduction.ask():
             self._reductions_before = self.reductions
+            if self._offloaded:
+                self._recorder.backward_runs()
+                self._look_at_offloaded()
 
     @survives("tracking a backward")
     def _reduction_ended(self) -> None:
+        if self._offloaded:
+            self._stage_offloaded()
         if self.reductions == self._reductions_before:
             self._recorder.pending.unreduced()
+
+    def _stage_offloaded(self) -> None:
+        """Stage the offloaded gradients that this backward has made; fully_shard has waited for their copies."""
+        with self._recorder.clock.in_hook():
+            for param, before in zip(self._offloaded, self._looked, strict=True):
+                gradient = param.grad
+                same = before is not None and before[0]() is gradient is not None and before[1] == version(gradient)
+                if gradient is not None and not same:
+                    self.reductions += 1
+                    self._recorder.stage(param, gradient)
+            self._look_at_offloaded()
+            self._copier.wait_before_changes()
+
+    def _look_at_offloaded(self) -> None:
+        gradients = [param.grad for param in self._offloaded]
+        self._looked = [None if one is None else (weakref.ref(one), version(one)) for one in gradients]
 
     @survives("inspecting a module's output")
     def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -87,24 +115,10 @@ class ShardTap(StreamingTap):
         with self._recorder.clock.in_hook():
             self._before_reduction()
 
-    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
-            # Offloaded: the copy to the host is in flight until fully_shard's own callback has waited for it.
-            self._recorder.gradient_seen(param)
-            if self._at_end.ask():
-                self._offloaded = []  # left by a backward that raised
-            self._offloaded.append(param)
-        else:
-            super()._fired(param, gradient)
 
-    @survives("staging offloaded gradients")
-    def _backward_ended(self) -> None:
-        offloaded, self._offloaded = self._offloaded, []
-        with self._recorder.clock.in_hook():
-            for param in offloaded:
-                if param.grad is not None:
-                    self._recorder.stage(param, param.grad)
-        super()._backward_ended()
+def _is_offloaded(param: Any) -> bool:
+    """Whether fully_shard keeps a parameter, and its gradient, on the host."""
+    return is_dtensor(param) and param.device.type != param.device_mesh.device_type
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
