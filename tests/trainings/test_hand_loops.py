@@ -264,7 +264,7 @@ def test_a_look_at_the_data_before_the_loop_is_no_batch_fetched_ahead(lab: Lab) 
 
 
 @pytest.mark.promise("a loader in `itertools.cycle`, which hands out again the batches that it has kept")
-@pytest.mark.parametrize("how", ["zip", "alone"])
+@pytest.mark.parametrize("how", ["zip", "alone", "zipped inside"])
 def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, how: str) -> None:
     """A resumed process keeps only the batches behind the one that it resumes at."""
 
@@ -273,8 +273,12 @@ def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, h
         one, other = process.session.loader(make("shuffle", NONE)), process.session.loader(DataLoader(Augmented(6), 3))
         report = process.session.restore()
         assert report is None or "itertools.cycle" in report.reasons[0]
-        pairs = zip(one, itertools.cycle(other), strict=False) if how == "zip" else itertools.cycle(one)
-        for batch in itertools.islice(pairs, 4):
+        pairs = {
+            "zip": lambda: zip(one, itertools.cycle(other), strict=False),
+            "alone": lambda: itertools.cycle(one),
+            "zipped inside": lambda: itertools.cycle(zip(one, map(list, other), strict=False)),
+        }
+        for batch in itertools.islice(pairs[how](), 4):
             process.take("batch", batch)
         process.session.close()
 

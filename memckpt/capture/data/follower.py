@@ -442,7 +442,7 @@ class Follower:
                 self._training.on_live()
         if iteration.may_cycle:
             iteration.may_cycle = False
-            self._cycled = self._cycled or any(type(one) is itertools.cycle for one in gc.get_referrers(iteration))
+            self._cycled = self._cycled or _is_in_cycle(iteration)
         try:
             batch = next(iteration.inner)
         except StopIteration:
@@ -484,6 +484,21 @@ class Followers(FollowedLoaders[Follower]):
 def _may_cycle(frame: FrameType) -> bool:
     """Whether the code of a frame names ``itertools.cycle``: a look at all objects takes a while."""
     return any(name == "cycle" or frame.f_globals.get(name) is itertools.cycle for name in frame.f_code.co_names)
+
+
+def _is_in_cycle(iteration: Iteration) -> bool:
+    """Whether ``itertools.cycle`` takes its batches, at once or through functions of Python."""
+    found: list[Any] = [iteration]
+    for _ in range(_DEEPEST):
+        found = [one for one in gc.get_referrers(*found) if type(one) in _AROUND]
+        if not found or any(type(one) is itertools.cycle for one in found):
+            break
+    return any(type(one) is itertools.cycle for one in found)
+
+
+#: What may hold an iterator (`zip` holds a tuple of them), and how many of these are looked through.
+_AROUND = (itertools.cycle, map, filter, zip, enumerate, itertools.chain, itertools.islice, itertools.starmap, tuple)
+_DEEPEST = 6
 
 
 def _ahead(state: dict[str, Any]) -> int:
