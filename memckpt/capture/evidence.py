@@ -145,20 +145,38 @@ class Evidence:
     """
 
     def __init__(self, spec: StateSpec, live: LiveState) -> None:
+        self._live = live
         self._optimizers = live.optimizers
-        tensors, holders = live.tensors(), live.holders()
+        tensors = live.tensors()
         self._params = [
             (one.tensor.name, tensors[one.tensor.name], [owner.optimizer for owner in one.owners])
             for one in spec.params
         ]
-        beside: list[tuple[Kind, str]] = [("buffer", one.name) for one in spec.by_value if not is_ours(one.name)]
-        beside += [("frozen", one.name) for one in spec.static]
-        self._beside = [(kind, name, LiveTensor(tensors[name], holders.get(name))) for kind, name in beside]
+        buffers = [one.name for one in spec.by_value if not is_ours(one.name)]
+        kinds: dict[str, Kind] = {**dict.fromkeys(buffers, "buffer"), **{one.name: "frozen" for one in spec.static}}
+        self._beside = [(kind, name, LiveTensor(tensors[name], None)) for name, kind in kinds.items()]
+        self._bind(tensors)
         self._sampler: _Sampler | None = None
         #: Identities of all values, and addresses and sizes of the tensors among them, when the sampler was made.
         self._known: tuple[list[int], list[int], list[int]] = ([], [], [])
         #: Positions of the tensors among all values; None where they have to be looked for again each time.
         self._order: list[int] | None = None
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Find what holds the tensors that no optimizer steps: modules may have been replaced."""
+        self._changes, holders = self._live.changes, self._live.holders()
+        self._beside = [
+            (kind, name, LiveTensor(tensors[name], holders.get(name)) if name in tensors else one)
+            for kind, name, one in self._beside
+        ]
+
+    def _values_beside(self) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+        if self._changes != self._live.changes:
+            self._bind(self._live.tensors())
+        for kind, name, one in self._beside:
+            now = one.now()
+            if now is not None:
+                yield kind, name, now
 
     def sample_state(self, record: int) -> dict[str, Any]:
         """A sample of the state as it is now, at the end of `record`; a part of the rank state."""
@@ -191,7 +209,7 @@ class Evidence:
         for _, param, owners in self._params:
             for number in owners:
                 values += state_of(self._optimizers[number], param).values()
-        values += [now for *_, one in self._beside if (now := one.now()) is not None]
+        values += [now for *_, now in self._values_beside()]
         identities = list(map(id, values))
         if self._order is not None and identities == self._known[0]:
             return [values[position] for position in self._order], []
@@ -221,10 +239,7 @@ class Evidence:
         for name, param, owners in self._params:
             for number in owners:
                 _flatten(state_of(self._optimizers[number], param), name, found, numbers)
-        for kind, name, one in self._beside:
-            now = one.now()
-            if now is not None:
-                found.append((kind, name, "", now))
+        found += [(kind, name, "", now) for kind, name, now in self._values_beside()]
         return found, numbers
 
 

@@ -128,3 +128,16 @@ def test_small_tensors_are_in_each_sample_with_all_elements() -> None:
         model.weight.data.view(-1)[place] += 1.0
         assert differing(evidence.pairs(held)) == ["weight"]
         held = sample(evidence, 5)
+
+
+def test_a_module_that_was_replaced_is_sampled_in_its_place() -> None:
+    model = torch.nn.ModuleDict(
+        {"trained": torch.nn.Linear(3, 2), "still": torch.nn.Linear(3, 2).requires_grad_(False)}
+    )
+    live = LiveState(model, [torch.optim.SGD(model["trained"].parameters(), 0.1)], {})
+    evidence = Evidence(live.spec(SpecRequest("snapshot", 1, 2, (0,), 1)), live)
+    held = sample(evidence, 1)
+    model["still"] = torch.nn.Linear(3, 2).requires_grad_(False)
+    live.follow()
+    assert differing(evidence.pairs(held)) == ["still.weight", "still.bias"]
+    assert differing(evidence.pairs(sample(evidence, 1))) == []
