@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from memckpt.capture import slot_writer
 from tests.gpu.unsynchronized import STOPS, Kind, train
+from tests.support.late import device as late
 from tests.support.trainings.engine_harness import Lab
 
 KINDS = {
@@ -28,11 +31,19 @@ KINDS = {
 WAITS = {"fp16-clip"}
 
 
-def result_of(gpu_lab: Lab, name: str, redo: str, device: str) -> dict[str, Any]:
+def result_of(
+    gpu_lab: Lab, name: str, redo: str, device: str, prepare: Callable[[], object] | None = None
+) -> dict[str, Any]:
     report = gpu_lab.directory / "result"
     width = 3072 if device == "cuda" else 64
-    watch = name not in WAITS and redo == "lazy"
-    child = gpu_lab.fork(lambda: train(KINDS[name], device, width, gpu_lab.run_dir, redo, watch, report), name)
+    watch = name not in WAITS and redo == "lazy" and prepare is None
+
+    def body() -> None:
+        if prepare is not None:
+            prepare()
+        train(KINDS[name], device, width, gpu_lab.run_dir, redo, watch, report)
+
+    child = gpu_lab.fork(body, name)
     code, log = child.wait(), child.log.read_text()
     assert code == 0, log[:4000] + "..." + log[-4000:]
     assert "commit could not be made" not in log
@@ -47,6 +58,23 @@ def test_bits_without_a_wait(gpu_lab: Lab, device: str, name: str) -> None:
     assert found["problems"] == []
     assert found["resumed"] == [0, *STOPS[:-1]]
     assert found["differing"] == []
+
+
+@pytest.mark.parametrize(("seconds", "most_bytes"), [(0.05, 1 << 40), (0.0, 1)], ids=["slow", "refused"])
+def test_page_locking_that_is_slow_or_refused(gpu_lab: Lab, device: str, seconds: float, most_bytes: int) -> None:
+    """What is not page-locked is copied to all the same, and waited for."""
+    if device != "late":
+        pytest.skip("page-locks as it likes: --device late")
+
+    def prepare() -> None:
+        late.limit_page_locking(seconds, most_bytes)
+        slot_writer.LOCKED_BYTES = 1 << 12
+
+    found = result_of(gpu_lab, "fp32", "lazy", device, prepare)
+    assert found["problems"] == []
+    assert found["resumed"] == [0, *STOPS[:-1]]
+    assert found["differing"] == []
+    assert found["log"].count("could not be page-locked: cudaHostRegister failed with error 2") == (most_bytes == 1)
 
 
 def test_drift_of_a_replica_on_the_cpu(gpu_lab: Lab, device: str) -> None:
