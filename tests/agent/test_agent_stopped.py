@@ -183,7 +183,7 @@ def test_where_the_job_waits_for_this_node_there_are_no_pauses(address: AgentAdd
 # Waiting for an agent that is connected
 
 
-@pytest.mark.promise("an agent that is alive but does not answer: memory for a generation, an order")
+@pytest.mark.promise("an agent that is alive but does not answer")
 def test_an_agent_that_is_busy_and_answers_is_waited_for(address: AgentAddress, agent: StandingAgent) -> None:
     """A record may take longer than the time limit for answers, as long as the loop answers."""
     sock = address.connect()

@@ -133,6 +133,7 @@ def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkey
         assert not node.replicator._memory._reserving
 
 
+@pytest.mark.promise("memory for a generation, which a thread of the agent reserves")
 def test_an_agent_answers_while_it_reserves_and_a_training_waits_for_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
