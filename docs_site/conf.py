@@ -25,6 +25,7 @@ SECTIONS = {
         "docs/guarantees",
         "docs/configuration",
         "docs/sharding",
+        "docs/gpu",
         "docs/compression",
         "docs/storage",
         "docs/planning",

@@ -129,7 +129,7 @@ def _train(size: Size, device: torch.device, config: MemckptConfig, directory: P
         step()
     writer = session._staging.writer
     assert writer is not None
-    session._copier.adopt(writer._slots)  # until all is page-locked, a step waits for copies to the other part
+    writer.wait_for_page_locks()  # until then a step waits for its copies to what is not locked yet
     stalled = session.stall.total
     figures.time(step, device, size.steps, lambda: catch_up(session))
     figures.stall_ms = (session.stall.total - stalled) * 1e3 / (BLOCKS * (size.steps + 1))

@@ -261,6 +261,11 @@ class SlotWriter:
         self._slots.populate_in_background()
         self.whole = True
 
+    def wait_for_page_locks(self) -> None:
+        """Wait until all of the slots that are used are page-locked, or the rest is refused."""
+        if self.whole:
+            self._copier.adopt(self._slots)
+
     def close(self) -> None:
         """Release views and mappings."""
         self.gradient_places.close()

@@ -75,7 +75,7 @@ def slots_are_page_locked(run_dir: Path) -> None:
     train(model, optimizer, session, 4)
     writer = session._staging.writer
     assert writer is not None
-    session._copier.adopt(writer._slots)  # all parts: the rest is locked while training goes on
+    writer.wait_for_page_locks()
     places = [place for row in range(4) for place in writer.gradient_places.row(row, 0, 0) or () if place is not None]
     assert places
     assert all(place.is_pinned() for place in places)
