@@ -52,6 +52,7 @@ class Findings:
     """One rank's result: counts of compared values, and differences. Small: it is sent between ranks."""
 
     problem: str = ""
+    elements: int = 0  #: of tensors, that were compared
     compared: dict[str, int] = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Comparison:
         """Compare a tensor."""
         distance, _ = self._tensors.setdefault((kind, name), (Distance(), str(held.dtype).removeprefix("torch.")))
         distance.add(found, held)
+        self._findings.elements += held.numel()
 
     def value(self, kind: ComparedKind, name: str, found: Any, held: Any) -> None:
         """Compare any value that the codec takes, by its encoding; names the first path at which it differs."""

@@ -215,7 +215,8 @@ class ResumeCheck:
         """Set the verdict; where no step gave one, or the restored state is another one already, the sample's stays."""
         if self.evidence and (verdict == "none" or self.refuted):
             verdict = "different" if self.refuted else "equal"
-            line = "; ".join(filter(None, (self.evidence, line)))
+            more = "" if self.refuted else "nothing is known of other elements, as "
+            line = f"{self.evidence}; {more}{line}" if line else self.evidence
         self.verdict, self.line, self.differences = verdict, line, tuple(differences)
 
 
@@ -224,7 +225,8 @@ def prove(everybody: Sequence[Findings], accelerated: bool, step: int, tier: str
     wrong = [(rank, one) for rank, findings in enumerate(everybody) for one in findings.differences]
     what = f"a sample of the state after step {step}, from {tier}"
     if not wrong:
-        return Proof(f"{what}: {_counts(everybody)} are equal, bit for bit")
+        elements = sum(one.elements for one in everybody)
+        return Proof(f"{what}: {elements:,} elements of {_counts(everybody)} are equal, bit for bit")
     if worst := _worst_rounding([one for _, one in wrong], accelerated):
         return Proof(f"{what}: equal but for rounding, by {_rounding(worst)} at most", rounds=True)
     return Proof(f"{what} is {_differing(everybody, wrong)}", differs=True)
