@@ -46,10 +46,11 @@ class _Receiver(Generic[T]):
 class Import(msgspec.Struct, frozen=True, tag="import"):
     """Import what a cold start has, and wait. Its :class:`Recorded` is a file that comes along as a descriptor.
 
-    `also`: modules of the user's own that are imported, too, with all below them.
+    `also`: modules of the user's own that are imported, too, with all below them. `without`: packages that are not.
     """
 
     also: list[str]
+    without: list[str]
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
@@ -81,9 +82,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No attempt can be forked from this process, and it ends; why."""
+    """No attempt can be forked from this process, and it ends; why, and of which packages that is known."""
 
     reason: str
+    packages: list[str] = []
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):

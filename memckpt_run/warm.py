@@ -92,6 +92,8 @@ class WarmStarter:
         self._cold = cold
         self._notes = notes
         self._also = also
+        #: Packages from whose imports no attempt can be forked.
+        self._without: set[str] = set()
         self._process: WarmProcess | None = None
         #: What is done about the warm process as time passes; None: nothing any more.
         self._step: Callable[[Attempt], None] | None = self._await_note
@@ -143,21 +145,25 @@ class WarmStarter:
         """A Python with no script says whether it gets to where a warm process waits."""
         answer = self._answered()
         if isinstance(answer, Here):
-            self._end_process()
-            self._process = WarmProcess(self._command.words, self._environment)
-            if self._order_imports(self._process):
-                self._step = self._await_imports
-            else:
-                self._give_up("the warm process has died")
+            self._import_ahead()
         elif answer is not None:
             self._give_up("this Python does not run memckpt's sitecustomize")
+
+    def _import_ahead(self) -> None:
+        """Have a new process import what the attempt has imported."""
+        self._end_process()
+        self._process = WarmProcess(self._command.words, self._environment)
+        if self._order_imports(self._process):
+            self._step = self._await_imports
+        else:
+            self._give_up("the warm process has died")
 
     def _order_imports(self, process: WarmProcess) -> bool:
         file = os.memfd_create("memckpt:imports", os.MFD_CLOEXEC)
         try:
             with os.fdopen(os.dup(file), "wb") as stream:
                 stream.write(self._recorded)
-            return process.order(Import(list(self._also)), [file])
+            return process.order(Import(list(self._also), sorted(self._without)), [file])
         finally:
             os.close(file)
 
@@ -169,7 +175,14 @@ class WarmStarter:
             for name, reason in answer.missing.items():
                 _log.warning("--warm %s: nothing is imported ahead of that name: %s", name, reason)
         elif isinstance(answer, Refused):
-            self._give_up(answer.reason)
+            more = set(answer.packages) - self._without
+            if not more:
+                self._give_up(answer.reason)
+                return
+            # Lightning imports mpi4py to look for MPI, which is then started: the attempts do so by themselves.
+            _log.info("not imported ahead: %s: %s", ", ".join(sorted(more)), answer.reason)
+            self._without |= more
+            self._import_ahead()
         elif answer is not None and not isinstance(answer, Here):
             self._give_up("the warm process has died as it imported")
 

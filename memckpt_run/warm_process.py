@@ -162,26 +162,29 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
     sys.path[:] = recorded.path
     try:
         with _in_background(), traces.watching():
-            count, missing = import_modules(recorded.modules, order.also)
+            count, missing = import_modules(recorded.modules, order.also, order.without)
     finally:
         sys.path[:] = before
     problems = traces.problems() + _environment_problems(recorded, environment, traces) + _misplaced(recorded.modules)
     if problems:
-        return Refused("; ".join(problems[:3])), Imported()
+        return Refused("; ".join(problems[:3]), traces.packages()), Imported()
     recording.forked = True
     gc.collect()
     gc.freeze()  # what a collection in a fork would write to, and so copy
     return Ready(count, round(time.monotonic() - began, 3), missing), Imported(_files(), traces.read)
 
 
-def import_modules(modules: Sequence[Module], also: Sequence[str]) -> tuple[int, dict[str, str]]:
-    """Import modules of installed packages, and those of the user's that are asked for.
+def import_modules(
+    modules: Sequence[Module], also: Sequence[str], without: Sequence[str] = ()
+) -> tuple[int, dict[str, str]]:
+    """Import modules of installed packages but for those `without`, and those of the user's that are asked for.
 
     Returns:
         The number of the former that there are now, and for each of `also` that could not be imported the reason.
     """
     known = {module.name for module in modules}
-    wanted = [module.name for module in modules if _is_wanted(module, also)]
+    installed = [module for module in modules if module.name.partition(".")[0] not in without]
+    wanted = [module.name for module in installed if _is_wanted(module, also)]
     missing = {}
     for name in [*wanted, *(name for name in also if name not in known)]:
         if name not in sys.modules:
@@ -291,6 +294,10 @@ _READ_BY_LIBRARIES = (
 )  # fmt: skip
 
 
+#: A module that is not known.
+_SOME = "a module"
+
+
 class Traces:
     """What imports leave in this process, by the module that has done it; used inside :meth:`watching`.
 
@@ -363,25 +370,33 @@ class Traces:
         return "a library" if variable.startswith(_READ_BY_LIBRARIES) else None
 
     def problems(self) -> list[str]:
-        """Why attempts cannot be forked from this process, each naming a module."""
+        """Why attempts cannot be forked from this process, each naming a module where it is known."""
+        return sorted({f"{module} {what} as it is imported" for module, what in self._found()})
+
+    def packages(self) -> list[str]:
+        """The packages of these modules, as far as known."""
+        return sorted({module.partition(".")[0] for module, _ in self._found()} - {_SOME})
+
+    def _found(self) -> list[tuple[str, str]]:
+        """Modules, and what they do."""
         pools_end()
         alive = threads_of_process()
         targets = descriptors_of_process()
-        found = [f"{module} starts a thread as it is imported" for tid, module in self.threads.items() if tid in alive]
+        found = [(module, "starts a thread") for tid, module in self.threads.items() if tid in alive]
         if len(alive) > 1 and not found:
-            found.append(f"{len(alive) - 1} threads run: {', '.join(each.name for each in threading.enumerate()[1:])}")
+            found.append((_SOME, f"starts threads ({', '.join(each.name for each in threading.enumerate()[1:])})"))
         for fd, module in self.descriptors.items():
             if fd in targets and targets[fd] not in _HARMLESS:
                 device = targets[fd].startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))
                 what = f"uses an accelerator ({targets[fd]})" if device else f"leaves {targets[fd]} open"
-                found.append(f"{module} {what} as it is imported")
+                found.append((module, what))
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            found.append("a module opens CUDA as it is imported")
-        found += [f"{module} uses {name} as it is imported" for name, module in self.random.items()]
+            found.append((_SOME, "opens CUDA"))
+        found += [(module, f"uses {name}") for name, module in self.random.items()]
         if children_of_process():
-            found.append("a module starts processes as it is imported")
-        return sorted(set(found))
+            found.append((_SOME, "starts processes"))
+        return found
 
 
 @contextlib.contextmanager

@@ -55,8 +55,12 @@ class Warmed:
         return attempt
 
     @property
+    def said(self) -> list[str]:
+        return self._log.messages
+
+    @property
     def last(self) -> str:
-        return self._log.messages[-1]
+        return self.said[-1]
 
     def warm_up(self, attempt: Attempt) -> str:
         """See the warm process ready, or refused; what was said."""
@@ -150,6 +154,19 @@ def test_imports_that_a_fork_would_not_repeat_are_named(
     assert warm is (kind in HARMLESS)
     if kind not in ("process", *HARMLESS):
         assert "inner" in line
+
+
+def test_a_package_that_no_fork_can_follow_is_left_to_the_attempts(warmed: Any, tmp_path: Path) -> None:
+    """As mpi4py, which Lightning imports where it is there: it starts MPI."""
+    (tmp_path / "opens.py").write_text("import socket\npair = socket.socketpair()")
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "script.py").write_text(
+        f"import sys\nimport opens, other\nsys.path.append({str(ROOT)!r})\n" + NOTE_IMPORTS
+    )
+    training = warmed(str(tmp_path / "script.py"), also=["opens", "other"])
+    assert "modules are imported ahead" in training.warm_up(training.attempt())
+    assert any(each.startswith("not imported ahead: opens: opens leaves socket:") for each in training.said)
+    assert isinstance(training.attempt(), Warm)
 
 
 #: What Lightning, deterministic trainings, transformers and users set before a device is opened.
