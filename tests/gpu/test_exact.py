@@ -11,7 +11,9 @@ import importlib
 import pytest
 
 from tests.gpu.cases import BORROWED, GIVEN_UP, OWN
-from tests.support.trainings.engine_child import Actions, config, kill_self
+from tests.support.storage.stored_runs import BEFORE_5, stored, until_stored
+from tests.support.trainings.engine_cases import PLAIN
+from tests.support.trainings.engine_child import Actions, config, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_steps import kills_of
 from tests.support.trainings.engine_training import Case
@@ -42,3 +44,12 @@ def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None
 
 def killing(case: Case) -> Actions:
     return dict.fromkeys(point_of(case), kill_self)
+
+
+def test_a_checkpoint_is_copied_while_training_goes_on(gpu_lab: Lab) -> None:
+    settings = stored("lazy")
+    actions: Actions = {**BEFORE_5, ("after commit", 7): until_stored(5), ("backward", 9): kill_both}
+    first = gpu_lab.train(PLAIN, settings, actions=actions)
+    resumed = gpu_lab.train(PLAIN, settings, seed=2)
+    assert resumed.restored_step == 5
+    gpu_lab.check_same(PLAIN, first, resumed)
