@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from memckpt.config import RedoMode
 from memckpt.state.spec import StateSpec, TensorSpec
 
@@ -57,6 +59,12 @@ class SpecRequest:
         if once and self.asynchronous and len(self.local_ranks) < self.world_size:
             return max(self.slots, _SLOTS_BETWEEN_UNITS)
         return self.slots
+
+    def lay_out(self, spec: StateSpec) -> StateSpec:
+        """A spec of the same mode with this period and these slots, without a look at the tensors."""
+        slots = self.slots_with(self.held_once(spec.by_value, spec.apart))
+        by_value_slots = self.by_value_slots(spec.by_value, spec.shared, slots)
+        return msgspec.structs.replace(spec, period=self.period, slots=slots, by_value_slots=by_value_slots)
 
     def by_value_slots(self, by_value: Sequence[TensorSpec], shared: Collection[str], slots: int) -> int:
         """Number of records whose by-value tensors are held; 0: as many as there are slots.

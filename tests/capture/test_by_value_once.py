@@ -66,6 +66,14 @@ def test_an_average_is_held_once_a_node() -> None:
     assert [round(one.total_bytes / 2**20) for one in (each, once)] == [93, 77]
 
 
+@pytest.mark.parametrize("beside", [{}, {"asynchronous": True, "world_size": 4}, {"shares": False}])
+def test_what_another_period_takes_needs_no_look_at_the_tensors(beside: dict[str, Any]) -> None:
+    live = averaged()
+    ranks = {"mode": "lazy", "local_ranks": (0, 1), **{"world_size": 2, "shares": True, **beside}}
+    found, wanted = (SpecRequest(period=period, slots=slots, **ranks) for period, slots in [(8, 3), (32, 7)])
+    assert wanted.lay_out(live.spec(found)) == live.spec(wanted)
+
+
 def test_an_average_of_100_million_parameters_on_8_ranks() -> None:
     """By formula, T = 8 and D = 3: 11 slots of 4 + 12/8 bytes a parameter, and 4 averages of 4 bytes."""
     parameter = TensorSpec("weight", (10_000, 10_000), "float32")
