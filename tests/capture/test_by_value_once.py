@@ -69,7 +69,7 @@ def test_an_average_is_held_once_a_node() -> None:
 @pytest.mark.parametrize("beside", [{}, {"asynchronous": True, "world_size": 4}, {"shares": False}])
 def test_what_another_period_takes_needs_no_look_at_the_tensors(beside: dict[str, Any]) -> None:
     live = averaged()
-    ranks = {"mode": "lazy", "local_ranks": (0, 1), **{"world_size": 2, "shares": True, **beside}}
+    ranks = {"mode": "lazy", "local_ranks": (0, 1), "world_size": 2, "shares": True, **beside}
     found, wanted = (SpecRequest(period=period, slots=slots, **ranks) for period, slots in [(8, 3), (32, 7)])
     assert wanted.lay_out(live.spec(found)) == live.spec(wanted)
 
