@@ -391,8 +391,8 @@ class LeftGradients:
         return self._zeroed.get(id(param)) == self._moves[id(param)]
 
     def _keep(self, params: list[torch.Tensor]) -> None:
-        names = {id(param): name for name, param in self._live.named_parameters()}
-        found = {names[id(param)] for param in params} - self.kept
+        names = self._live.names() if params else {}  # what was replaced in its module since the commit has none
+        found = {names[id(param)] for param in params if id(param) in names} - self.kept
         if not found:
             return
         _log.info(

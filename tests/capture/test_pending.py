@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.presence import DroppedGradients
+from memckpt.state.tensors import version
 from tests.support.trainings.engine_child import config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
 from tests.support.trainings.engine_steps import (
@@ -158,3 +159,17 @@ def test_gradients_that_are_used_after_a_resume_are_told(lab: Lab) -> None:
     assert ended.restored_step == 8
     assert "were used: a resume from that batch would not be exact" in ended.log
     lab.stop()
+
+
+def test_gradients_left_on_a_parameter_that_was_replaced_are_not_kept() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    live, old = LiveState(model, [optimizer], {}), model.weight
+    old.grad = torch.ones(2, 3)
+    assert live.named_parameters()
+    live.left.committed({id(old): version(old.grad)})
+    model.weight = nn.Parameter(old.detach() * 0.5)
+    optimizer.param_groups[0]["params"] = [model.weight, model.bias]
+    model(torch.ones(1, 3)).sum().backward()
+    live.left.compare_gradients("family", [old, model.bias], model.bias)
+    assert live.left.kept == set()
