@@ -267,7 +267,8 @@ class RandomKReducer(_SparseReducer):
         """Ascending positions. They depend on the seed, the backward and the parameter, not on the bucket."""
         seed = (self._config.seed * _MIX + self.backwards) * _MIX + self._positions[id(param)]
         numbers = torch.Generator().manual_seed(seed & (1 << 63) - 1)
-        drawn: torch.Tensor = torch.randint(param.numel(), (self._count(param.numel()),), generator=numbers).unique()
+        count = self._count(param.numel())
+        drawn: torch.Tensor = torch.randint(param.numel(), (count,), generator=numbers, device="cpu").unique()
         return drawn
 
     def average(self, bucket: Bucket, last: bool) -> torch.futures.Future[Averaged]:

@@ -78,7 +78,7 @@ class PowerSgdReducer(Reducer):
 
     def _draw(self, param: torch.Tensor) -> torch.Tensor:
         numbers = torch.Generator().manual_seed(self._config.start_seed * 1_000_003 + self._positions[id(param)])
-        return torch.randn(param.numel() // param.shape[0], self._rank, generator=numbers)
+        return torch.randn(param.numel() // param.shape[0], self._rank, generator=numbers, device="cpu")
 
     def _right(self, param: torch.Tensor) -> torch.Tensor:
         """The second factor, (columns, rank), drawn alike on all ranks at first."""
