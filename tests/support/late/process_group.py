@@ -103,8 +103,8 @@ class LateProcessGroup(dist.ProcessGroup):
     reduce_scatter = _collective("reduce_scatter")
     reduce_scatter_single = _reduce_scatter_base = _collective("_reduce_scatter_base")
 
-    def barrier(self, *arguments: Any) -> Any:
-        return self._gloo.barrier(*arguments)
+    def barrier(self, opts: dist.BarrierOptions) -> Any:
+        return self._gloo.barrier(opts)
 
     def getBackendName(self) -> str:
         return "late"

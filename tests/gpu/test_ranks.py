@@ -1,0 +1,37 @@
+"""Ranks that average on a stream of their own, each with a late device: killed, and resumed at their bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memckpt.compression import PowerSGD, RandomK, TopK
+from tests.support.trainings import rank_trainings
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.killed_ranks import Death, Job, survives
+
+DEATHS = [Death(1, 4, "backward"), Death("all", 7, "stepped")]
+
+
+def ddp(lab: Lab, **settings: object) -> Job:
+    return replace(rank_trainings.job_of(lab), config=config(resume_check="off", **settings))
+
+
+JOBS = {
+    "ddp": ddp,
+    "ddp-step": lambda lab: ddp(lab, tap="step"),
+    "ddp-topk": lambda lab: ddp(lab, compression=TopK(ratio=0.9)),
+    "ddp-randomk": lambda lab: ddp(lab, compression=RandomK(ratio=0.1)),
+    "ddp-powersgd": lambda lab: ddp(lab, compression=PowerSGD()),
+    "ddp-eager": lambda lab: ddp(lab, redo="eager"),
+}
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_resume_at_their_bits(gpu_lab: Lab, device: str, name: str) -> None:
+    if device != "late":
+        pytest.skip("one device for two ranks: NCCL takes one for each")
+    survives(gpu_lab, replace(JOBS[name](gpu_lab), device=device), DEATHS)
