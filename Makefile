@@ -42,10 +42,12 @@ demo: setup  ## Kill a training run and see it resume
 	$(BIN)/python -m examples.demo
 
 test: setup  ## Run the tests, without the slow ones
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --ignore tests/gpu
+	$(PYTEST) -m "not slow" tests/gpu
 
 test-all: setup $(DOCS_STAMP)  ## Run the slow tests, too: CASES=2 cases of each, others each day (all: CASES=all)
-	$(PYTEST) --share $(SHARE) --cases $(CASES)
+	$(PYTEST) --share $(SHARE) --cases $(CASES) --ignore tests/gpu
+	$(PYTEST) --share $(SHARE) --cases $(CASES) tests/gpu
 
 soak: setup  ## A failure every few seconds, of all kinds: MINUTES=30 SEED=7 (docs/faults.md)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

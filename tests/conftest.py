@@ -46,6 +46,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    late = [item for item in items if Path(__file__).parent / "gpu" in item.path.parents]
+    if config.getoption("--device") == "late" and len(late) < len(items):
+        # Torch's autograd counts devices once, and children inherit that: no backward may run before in this process.
+        alone = pytest.mark.skip(reason="tests of accelerators run by themselves: pytest tests/gpu")
+        for item in late:
+            item.add_marker(alone)
     for item, rare in zip(items, shares.thinned([(item.nodeid, _every(item)) for item in items]), strict=True):
         if rare:
             item.add_marker(pytest.mark.slow)

@@ -51,7 +51,7 @@ class _Sampler:
         self._groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Bits | torch.Tensor | None, int]]] = {}
         for position, tensor in enumerate(tensors):
             here = local(tensor)
-            if here.numel():
+            if here.numel() and (here.data_ptr() or here.device.type != "cpu"):  # else its memory is given up
                 flat = _flat_bits(here)
                 bits: Bits | torch.Tensor | None = None
                 if flat.data_ptr() == here.data_ptr():  # What is permuted or conjugated has been copied.

@@ -281,7 +281,7 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
     ``Tensor.numpy()`` would keep the user from resizing the storage.
     """
     held = local(tensor).detach()
-    if not held.numel():
+    if not held.numel() or not held.data_ptr():  # no elements, or their memory is given up, as wrappers do meanwhile
         return memoryview(b"")
     if not _is_dense(held):
         copied = bits_of(held.clone(memory_format=torch.contiguous_format))

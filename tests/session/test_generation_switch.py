@@ -70,6 +70,7 @@ class Notes:
             begin_record=lambda record: self._begin(None, record),
         )
         self.link: Any = SimpleNamespace(
+            order=None,
             connection=SimpleNamespace(applied=0),
             make_slots=lambda generation: self.room,
             ask_for_generation=self._ask_for_generation,
