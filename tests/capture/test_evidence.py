@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from memckpt.capture.evidence import Evidence, Pair
+from memckpt.capture.evidence import Evidence, Pair, _Sampler
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
+from memckpt.capture.watch import _memory_of
 from memckpt.state import codec
 from memckpt.state.tensors import same_bits
 
@@ -141,3 +142,11 @@ def test_a_module_that_was_replaced_is_sampled_in_its_place() -> None:
     live.follow()
     assert differing(evidence.pairs(held)) == ["still.weight", "still.bias"]
     assert differing(evidence.pairs(sample(evidence, 1))) == []
+
+
+def test_memory_that_is_given_up_is_not_read() -> None:
+    """Wrappers resize storages to nothing for a while: there is no byte at such an address."""
+    given_up = torch.ones(300, 300)
+    given_up.untyped_storage().resize_(0)
+    assert _Sampler([given_up]).sample_tensors(1, [given_up]) == []
+    assert bytes(_memory_of(given_up)) == b""
