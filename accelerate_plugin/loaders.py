@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from accelerate_plugin.prepared import other_objects
 from memckpt.capture import data as dataloader
-from memckpt.capture.data.follower import FollowedLoaders
-from memckpt.capture.data.iteration import drop_iterator
+from memckpt.capture.data.follower import TAKEN_LATE, FollowedLoaders
+from memckpt.capture.data.iteration import drop_iterator, record_of
 from memckpt.capture.data.places import Place
 from memckpt.capture.data.prefetch import Prefetch
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
@@ -59,6 +59,8 @@ class Follower:
         self._loader: Any = loader
         self._training = training
         self._opened: int | None = None
+        #: Ended iterations at the resume.
+        self._resumed_at = 0
         self._held: dict[str, Any] | None = None
         self._consumed = self._taken = 0
         self._iterates = False
@@ -176,7 +178,7 @@ class Follower:
             DataPositionError: the loader differs from the one that `state` was read from.
         """
         self._loader.iteration = state["iteration"]
-        self._opened = None
+        self._opened, self._resumed_at = None, self._training.ended
         self._prefetch.load(state["prefetch"])
         if self._prefetch.depth:
             dataloader.look_ahead(self._base, self._lookahead + self._prefetch.depth * self._per_batch)
@@ -194,6 +196,10 @@ class Follower:
         if self._held is not None:
             if self._opened is not None and self._opened != self._training.ended:
                 self._leave_held(self._held)
+            elif self._opened is None and self._training.ended != self._resumed_at and not self._held["exhausted"]:
+                record = record_of(self._base)
+                assert record is not None, "the loader is grafted"
+                record.depart(TAKEN_LATE)
             self._opened = self._training.ended
         return self._iterate()
 

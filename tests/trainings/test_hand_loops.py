@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,6 +285,31 @@ def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, h
     first = in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
     assert f"loader {int(how == 'zip')}: itertools.cycle" in first
     assert "second loop" not in first + in_child(lab, lambda: body(None))
+
+
+@pytest.mark.parametrize("made", ["in each epoch", "once"])
+def test_a_pass_that_is_taken_up_in_a_later_epoch_is_told(lab: Lab, made: str) -> None:
+    """A generator around a loader: whether it is a new one in each epoch, the resumed process cannot know."""
+
+    def forever(loader: Iterable[Any]) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def body(dies: tuple[str, int] | None) -> None:
+        process = process_of(lab, dies, "off")
+        session = process.session
+        one, other = session.loader(DataLoader(Augmented(6), BATCH)), session.loader(make("shuffle", NONE))
+        report, once = session.restore(), forever(other)
+        for _ in session.epochs(2):
+            pairs = zip(one, once if made == "once" else forever(other), strict=False)
+            for number, batch in enumerate(pairs, start=session.batch):
+                process.take(f"batch {number}", list(batch))
+            process.at("epoch end")
+        session.close()
+        assert report is None or (not report.exact and "in the middle of a pass" in report.reasons[0])
+
+    in_child(lab, lambda: body(("epoch end", 1)), status=-signal.SIGKILL)
+    in_child(lab, lambda: body(None))
 
 
 def test_a_function_that_names_a_cycle_of_something_else_is_not_told(lab: Lab) -> None:

@@ -147,6 +147,14 @@ _CYCLED = (
 )
 
 
+#: Why a pass that goes on need not be the one that the dead process was in.
+TAKEN_LATE = (
+    "the commit was in the middle of a pass over it, and since the resume an epoch or another pass has ended before it "
+    "was iterated. That pass goes on, where the dead process may have begun a new one. Take `iter(loader)` in the loop "
+    "itself, and not in a generator function around it"
+)
+
+
 class CountsIterations(Protocol):
     """A wrapper that begins the epochs of a distributed sampler by itself: Fabric's loader."""
 
@@ -217,6 +225,8 @@ class Follower:
         self._held: list[dict[str, Any]] = []
         self._to_open: list[dict[str, Any]] = []
         self._opened: int | None = None
+        #: Ended iterations at the resume.
+        self._resumed_at = 0
         self._iterations = 0
         # Weak: an iteration that the user has left is gone.
         self._known: list[weakref.ref[Iteration]] = []
@@ -373,7 +383,7 @@ class Follower:
             DataPositionError: the loader differs from the one that `state` was read from.
         """
         self._held, self._to_open = list(state["iterations"]), list(state["iterations"])
-        self._opened = None
+        self._opened, self._resumed_at = None, self._training.ended
         self._known.clear()
         self._newest = None
         self._prefetch.load(state["prefetch"])
@@ -397,6 +407,8 @@ class Follower:
         if self._held and self._opened is not None and self._opened != self._training.ended:
             self._leave_held(make)
         elif self._held:
+            if self._opened is None and self._training.ended != self._resumed_at:
+                self._record_of(self.loader).depart(TAKEN_LATE)
             self._opened = self._training.ended
             # One that is begun again before it has given a batch continues there as well.
             held = self._to_open.pop(0) if self._to_open else self._held[-1]

@@ -280,7 +280,7 @@ class LoaderRecord:
             self.rereading = False
         found = iterator._memckpt_pass.digest
         if record["digest"] not in (None, found) and not self.inexact:
-            self._depart(_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"]))
+            self.depart(_OTHER_STREAM.format(type(iterator._dataset).__name__, record["batches"]))
 
     def stream_drew(self, name: str, before: RngState, after: RngState) -> None:
         """Note what a fetch from a stream in this process has done to the global generators."""
@@ -320,10 +320,10 @@ class LoaderRecord:
         """
         if not self.own.unknown_samplers():
             raise DataPositionError(problem)
-        self._depart(problem)
+        self.depart(problem)
 
-    def _depart(self, reason: str) -> None:
-        """Note that this iteration goes on with other data than it was left at."""
+    def depart(self, reason: str) -> None:
+        """Note that this iteration may go on with other data than it was left at."""
         self.inexact[reason] = None
         for call in departures:
             call(reason)
