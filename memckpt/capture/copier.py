@@ -41,6 +41,9 @@ class Copier(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy of `source` into host memory `destination` of the same shape and dtype."""
 
+    def copy_as_it_is(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """As :meth:`copy`, but whatever the current stream does later may change `source` at once."""
+
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """Start a copy of a small tensor into new host memory and return it; readable under the same rule as a slot."""
 
@@ -86,6 +89,8 @@ class HostCopier:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
+
+    copy_as_it_is = copy
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         return source.detach().to("cpu", copy=True)
@@ -177,6 +182,19 @@ class AcceleratorCopier:
             self._bucket_bytes += source.nbytes
             if self._bucket_bytes >= self.BUCKET_BYTES:
                 self._launch()
+
+    def copy_as_it_is(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies within the device first, at fifty times the link's rate; where it has no memory left it waits."""
+        if source.device.type != self._device.type:
+            destination.copy_(source)
+            return
+        try:
+            kept = source.clone()
+        except torch.OutOfMemoryError:
+            self.copy(destination, source)
+            self.wait_before_changes()
+        else:
+            self.copy(destination, kept)
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         source = source.detach()

@@ -249,6 +249,7 @@ _LEFT = _USED.format("neither dropped nor zeroed before the next backward")
 #: What :class:`_Dropped` may be given to without that its values are used. Most attributes are harmless, too.
 _HARMLESS = frozenset(
     {"__set__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"}
+    | {"zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "__hash__"}
     | {"is_contiguous", "data_ptr", "get_device", "is_floating_point", "is_complex", "detach_", "requires_grad_"}
 )
 _OVERWRITES = frozenset({"zero_", "_foreach_zero_", "fill_"})
@@ -469,6 +470,7 @@ class DroppedGradients:
         self._params = params
         self._tell = tell
         self._overwritten: set[int] = set()
+        self._told = False
         for param in params:
             param.grad = self.marked(_grad(param))
         live.left.dropped = self
@@ -481,12 +483,21 @@ class DroppedGradients:
 
     def asked(self, gradients: Sequence[_Dropped], function: str, attribute: str) -> None:
         """Note a call of torch that is given some of them."""
-        if self._live.left.dropped is not self:
-            return
         if function in _OVERWRITES:
             self._overwritten.update(each.data_ptr() for each in gradients)
-        elif function not in _HARMLESS and (function != "__get__" or attribute in _VIEWS):
-            self.end(_READ)
+            return
+        if function in _HARMLESS or (function == "__get__" and attribute not in _VIEWS):
+            return
+        # Also of those that are no parameter's gradient any more: code may keep the last ones beside the next.
+        if any(each.data_ptr() not in self._overwritten for each in gradients):
+            self._tell_once(_READ)
+            if self._live.left.dropped is self:
+                self.end()
+
+    def _tell_once(self, used: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(used)
 
     def end(self, used: str | None = None) -> None:
         """Put plain tensors in their place; `used` says how those are used that nobody has dropped or zeroed."""
@@ -494,7 +505,7 @@ class DroppedGradients:
         left = [param for param in self._params if isinstance(param.grad, _Dropped)]
         with torch._C.DisableTorchFunctionSubclass():
             if used and any(_grad(param).data_ptr() not in self._overwritten for param in left):
-                self._tell(used)
+                self._tell_once(used)
             for param in left:
                 param.grad = _grad(param).detach()
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.gradient_staging import GradientStaging, NotedOp, NotedSubStep, is_skipped, on_the_host
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.phases import PhaseMarks, StallClock
-from memckpt.capture.presence import Family, PendingGradients
+from memckpt.capture.presence import PendingGradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck, unknown_change
 from memckpt.capture.watch import ParameterWatch
@@ -61,9 +60,7 @@ class Recorder:
         self.tap = ""
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
-        self.pending.first = self._first_gradient
-        #: Stages what the record still lacks of the state before it; None: nothing.
-        self._due: Callable[[], None] | None = None
+        self.pending.first = live.left.compare_gradients
         live.strangers.stepped = self.pending.stepped_by_another
         self.gradients = GradientStaging(live, copier, self.fail)
         self.compiled: str | None = None
@@ -93,7 +90,6 @@ class Recorder:
         self._sub_steps = []
         self._steps_taken = {}
         self._begun = {}
-        self._due = None
         self.gradients.begin_record(writer, record)
 
     def fail(self, reason: str) -> None:
@@ -150,26 +146,6 @@ class Recorder:
         """Call `compare` with each gradient as backward has made it: the resume check has others. None: do not."""
         self._compare_gradient = compare
 
-    def stage_at_forward(self, stage: Callable[[], None]) -> None:
-        """Call `stage` once in this record: as the model's next forward begins, or else at a gradient, step or end."""
-        self._due = stage
-
-    def stage_due(self) -> None:
-        """Stage now what is due before a step."""
-        due, self._due = self._due, None
-        if due is not None:
-            due()
-
-    def forward_begins(self, model: nn.Module, args: Any) -> None:
-        """Stage what is due, where the model is trained: from now on its weights are what the step will change."""
-        if torch.compiler.is_compiling() or self._due is None:  # in this order: a compiled forward depends on no record
-            return
-        if model.training and torch.is_grad_enabled() and not self._copier.recording_graph():
-            try:
-                self.stage_due()
-            except Exception as error:
-                self.broke("staging at a forward", error)
-
     def mark_step_end_for_peers(self, record: int) -> None:
         """Mark for peers that the step of a record is over."""
         if self._marks is not None:
@@ -189,13 +165,6 @@ class Recorder:
         if self._marks is not None:
             self._marks.gradient_seen()
         return True
-
-    def _first_gradient(self, family: Family, members: list[torch.Tensor], param: torch.Tensor) -> None:
-        if self._due is not None:
-            before = self.clock.anchors
-            self.stage_due()
-            self.clock.hooks -= self.clock.anchors - before  # this hook measures it once more
-        self._live.left.compare_gradients(family, members, param)
 
     def gradient_seen(self, param: torch.Tensor | None) -> None:
         """Note a new gradient: from now on the record cannot end before the parameter's optimizer has stepped.
@@ -262,7 +231,6 @@ class Recorder:
             self.graphs.step = True
             return
         try:
-            self.stage_due()
             if number in self._begun:
                 self._fail_step(optimizer, "has begun twice: it raised an exception, or evaluates its closure again")
             if self._before_step is not None:

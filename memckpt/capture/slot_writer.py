@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from memckpt.state.tensors import local
 #: Bytes of slots that are page-locked at once: first a part of this size, then the others while training goes on.
 LOCKED_BYTES = 1 << 30
 
+Copy: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
 #: Places by parameter in one sub-step; None where there is none for a dense gradient of this rank.
 Row = list[torch.Tensor | None]
 
@@ -325,7 +326,8 @@ class SlotWriter:
             LayoutChangedError: an optimizer keeps other state than the layout has room for.
         """
         if self._copier.asynchronous:
-            return self._stage_pieces(record)
+            # Averages may take the weights' place for a validation or a forward, and nothing would show it.
+            return self._stage_pieces(record, copy=self._copier.copy_as_it_is)
         number = record % self.spec.period
         copies = self._anchor_copies.pop(number, None)
         if copies is None:
@@ -336,7 +338,9 @@ class SlotWriter:
         self._anchor_copies[number] = copies
         return self._stage_pieces(record, copies.rest)
 
-    def _stage_pieces(self, record: int, positions: Iterable[int] | None = None) -> tuple[Missing, bytes]:
+    def _stage_pieces(
+        self, record: int, positions: Iterable[int] | None = None, copy: Copy | None = None
+    ) -> tuple[Missing, bytes]:
         """Stage the pieces at `positions` of those due in `record` one by one; None: all of them."""
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
@@ -346,16 +350,22 @@ class SlotWriter:
             views = [
                 tensor_at(self._slots.map, base + offset, shape, dtype) for offset, shape, dtype in places[position]
             ]
-            self._stage_piece(due[position], views, missing, plain)
+            self._stage_piece(due[position], views, missing, plain, copy)
         return tuple(missing), codec.encode(plain) if plain else b""
 
     def _stage_piece(
-        self, piece: Piece, views: Sequence[torch.Tensor], missing: list[tuple[int, int, str]], plain: dict[int, Any]
+        self,
+        piece: Piece,
+        views: Sequence[torch.Tensor],
+        missing: list[tuple[int, int, str]],
+        plain: dict[int, Any],
+        copy: Copy | None = None,
     ) -> None:
+        copy = copy or self._copier.copy
         param = self.params[piece.param]
         mine = self.mine[piece.param]
         if mine:
-            self._copier.copy(views[0], _cut(local(param), piece))
+            copy(views[0], _cut(local(param), piece))
         position = 1
         for owner in self.spec.params[piece.param].owners:
             state = state_of(self._live.optimizers[owner.optimizer], param)
@@ -374,7 +384,7 @@ class SlotWriter:
                             f"state {spec.key!r} of {self.spec.params[piece.param].tensor.name}: expected "
                             f"{list(view.shape)} {view.dtype}, found {list(source.shape)} {source.dtype}"
                         )
-                    self._copier.copy(view, source)
+                    copy(view, source)
             in_slots = sum(isinstance(state.get(spec.key), torch.Tensor) for spec in owner.state)
             if len(state) != in_slots:
                 self._note_plain(piece.param, owner.optimizer, state, plain)

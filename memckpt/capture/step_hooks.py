@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
@@ -135,11 +134,10 @@ class StepFollower:
 
 
 class StepHooks:
-    """Tells the recorder of each step that an optimizer begins and has taken, and of forwards of the model."""
+    """Tells the recorder of each step that an optimizer begins and has taken."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], recorder: Recorder) -> None:
-        self._model, self._recorder = model, recorder
-        self._handles: list[Any] = []
+    def __init__(self, optimizers: Sequence[Optimizer], recorder: Recorder) -> None:
+        self._recorder = recorder
         self._followers = [
             StepFollower(
                 optimizer,
@@ -156,13 +154,9 @@ class StepHooks:
             call(number, optimizer)
 
     def install(self) -> None:
-        self._handles = [self._model.register_forward_pre_hook(self._recorder.forward_begins)]
         for follower in self._followers:
             follower.install()
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         for follower in self._followers:
             follower.remove()

@@ -146,7 +146,7 @@ class Session:
         live.growth.apart = find_own_buffers(live, ranks)
         live.growth.changing |= live.growth.apart
         self._compression.join(self._recorder, live, rank_state)
-        self._step_hooks = StepHooks(live.model, optimizers, self._recorder)
+        self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap = GradientTap(training, self._data_parallel, link.finish_sending, self._compression)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
         self._protection = Protection(training, link, staging, self._switch, peers, changes, self._stage_and_commit)

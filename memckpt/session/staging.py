@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -117,11 +116,7 @@ class Staging:
         return self.writer.snapshots or self._recorder.writer is not None
 
     def begin_record(self, record: int) -> None:
-        """Open a record's slot, and stage its anchors before the next step changes the state.
-
-        An asynchronous copier stages them at the next forward: before it user code may change what is being copied and
-        put it back unseen, as where averages take the model's place for a validation.
-        """
+        """Open a record's slot and stage its anchors, before the next step changes the state."""
         writer = self.writer
         assert writer is not None
         if writer.snapshots:
@@ -133,14 +128,6 @@ class Staging:
         assert writer.landings is not None
         writer.landings.open(record, self._recorder.tap)
         self._recorder.begin_record(writer, record)
-        self._clock.anchors += time.perf_counter() - started
-        if self._copier.asynchronous:
-            self._recorder.stage_at_forward(functools.partial(self._stage_anchors, writer, record))
-        else:
-            self._stage_anchors(writer, record)
-
-    def _stage_anchors(self, writer: SlotWriter, record: int) -> None:
-        started = time.perf_counter()
         try:
             with torch.no_grad():
                 self._anchored = writer.stage_anchors(record)
@@ -153,7 +140,6 @@ class Staging:
         if self.writer is not None and self.writer.snapshots:
             self._capture(self.writer, record)
             return
-        self._recorder.stage_due()
         writer = self._recorder.writer
         if writer is None or self._recorder.problem is not None:
             return

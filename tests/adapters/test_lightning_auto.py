@@ -213,7 +213,7 @@ def test_a_fabric_loop_is_told_that_it_is_not_protected(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if followed:
         recorder: Any = type("Recorder", (), {"__getattr__": lambda self, name: _Anything()})()
-        StepHooks(model, [optimizer], recorder).install()
+        StepHooks([optimizer], recorder).install()
     model, optimizer = fabric.setup(model, optimizer)
     with caplog.at_level(logging.INFO, "lightning_memckpt"):
         for _ in range(2):

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from memckpt.capture.gradient_staging import GradientStaging
-from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import scaler_state
-from memckpt.capture.phases import StallClock
-from memckpt.capture.recorder import Recorder
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.capture.step_hooks import StepHooks
 from memckpt.config import MemckptConfig
 from memckpt.session.session import Session
 from memckpt.state import codec
@@ -132,25 +128,6 @@ def undrained(monkeypatch: pytest.MonkeyPatch) -> None:
         assert session._link._sender is not None
 
     monkeypatch.setattr(Session, "_send_commit", send)
-
-
-def test_anchors_wait_for_a_forward_that_is_trained() -> None:
-    """Averages may take the weights' place for a validation; and the link is idle while a forward runs."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    recorder = Recorder(LiveState(model, [optimizer], {}), DeferredCopier(), StallClock())
-    hooks, staged = StepHooks(model, [optimizer], recorder), []
-    hooks.install()
-    recorder.stage_at_forward(lambda: staged.append(1))
-    with torch.no_grad():
-        model(torch.ones(2))
-    model.eval()(torch.ones(2))
-    assert not staged
-    for _ in range(2):
-        model.train()(torch.ones(2))
-    assert staged == [1]
-    hooks.remove()
-    assert not model._forward_pre_hooks
 
 
 @pytest.mark.usefixtures("undrained")

@@ -93,6 +93,10 @@ WAYS: dict[str, tuple[Callable[[nn.Module, torch.optim.Optimizer], object], bool
     "zeroed by hand": (lambda model, optimizer: [one.data.zero_() for one in gradients_of(model)], False),
     "detached and zeroed": (lambda model, optimizer: [one.detach_().zero_() for one in gradients_of(model)], False),
     "looked at": (lambda model, optimizer: [(one.shape, one.dtype, one.numel()) for one in gradients_of(model)], False),
+    "replaced": (
+        lambda model, optimizer: [setattr(p, "grad", torch.zeros_like(p.grad)) for p in model.parameters()],
+        False,
+    ),
     "norm": (lambda model, optimizer: nn.utils.get_total_norm(gradients_of(model)), True),
     "mean of one": (lambda model, optimizer: gradients_of(model)[0].data.mean(), True),
     "copied": (lambda model, optimizer: torch.zeros(2, 3).copy_(gradients_of(model)[0]), True),
@@ -116,6 +120,24 @@ def test_what_uses_gradients_that_no_record_holds(way: str) -> None:
     assert len(told) == reads
     assert all(type(param.grad) is torch.Tensor for param in model.parameters())
     assert torch.equal(model.weight.grad, torch.ones(2, 3))  # type: ignore[arg-type]  # there is one
+
+
+def test_gradients_that_are_kept_beside_the_next_and_then_read() -> None:
+    """As by Barzilai and Borwein's rates, and gradients of rates."""
+    model = nn.Linear(3, 2)
+    live, told = LiveState(model, [torch.optim.SGD(model.parameters(), 0.1)], {}), list[str]()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    DroppedGradients(live, list(model.parameters()), told.append)
+    before = gradients_of(model)
+    model.zero_grad()
+    live.left.known = True
+    model(torch.ones(1, 3)).sum().backward()
+    live.left.compare_gradients("family", list(model.parameters()), model.weight)
+    assert not told
+    for _ in range(2):
+        sum((one * other).sum() for one, other in zip(before, gradients_of(model), strict=True))
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("zeroed", [False, True])

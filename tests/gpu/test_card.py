@@ -82,7 +82,7 @@ def slots_are_page_locked(run_dir: Path) -> None:
     session.close()
 
 
-def memory_is_what_it_was(run_dir: Path) -> None:
+def memory_is_nearly_what_it_was(run_dir: Path) -> None:
     model, optimizer = make()
     train(model, optimizer, None, 4)
     torch.cuda.reset_peak_memory_stats()
@@ -92,7 +92,8 @@ def memory_is_what_it_was(run_dir: Path) -> None:
     train(model, optimizer, session, 8)
     torch.cuda.reset_peak_memory_stats()
     train(model, optimizer, session, 8)
-    assert torch.cuda.max_memory_allocated() < 1.02 * before
+    # Anchors, 12 bytes of 8 parameters, are copied within the card first; a parameter takes 16 bytes of it, and more.
+    assert torch.cuda.max_memory_allocated() < 1.12 * before
     session.close()
 
 
@@ -131,7 +132,7 @@ def compiled_blocks_stay_in_one_graph(run_dir: Path) -> None:
     "body",
     [
         slots_are_page_locked,
-        memory_is_what_it_was,
+        memory_is_nearly_what_it_was,
         no_other_process_has_a_context,
         compiled_blocks_stay_in_one_graph,
     ],

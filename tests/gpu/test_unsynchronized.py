@@ -26,6 +26,7 @@ KINDS = {
     "own-stream": Kind(own_stream=True),
     "own-stream-fused": Kind(optimizer={"fused": True}, clip=True, own_stream=True),
     "swapped": Kind(swapped=True),
+    "masked": Kind(masked=True),
 }
 #: Their own step waits for the device: torch asks whether gradients are finite before it steps.
 WAITS = {"fp16-clip"}

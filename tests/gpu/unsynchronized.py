@@ -43,6 +43,7 @@ class Kind:
         tap: as in the settings.
         zero_in_place: whether gradients are set to zero in place.
         own_stream: whether it trains on a stream of its own, and commits outside of it.
+        masked: whether biases are others while forward and backward run, unseen.
         swapped: whether other weights take the model's place between steps, unseen, as averages for a validation.
     """
 
@@ -54,6 +55,7 @@ class Kind:
     zero_in_place: bool = False
     own_stream: bool = False
     swapped: bool = False
+    masked: bool = False
 
 
 class Net(nn.Module):
@@ -112,7 +114,25 @@ class Run:
         for param, value in zip(self.model.parameters(), kept, strict=True):
             param.data.copy_(value)
 
+    @contextlib.contextmanager
+    def _masked(self) -> Iterator[None]:
+        bias = self.model.last.bias.data[3:5]
+        kept = bias.clone()
+        bias.fill_(-1e4)
+        yield
+        bias.copy_(kept)
+
     def _step(self, number: int) -> None:
+        with self._masked() if self.kind.masked else contextlib.nullcontext():
+            self._backward(number)
+        if self.kind.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=not self.kind.zero_in_place)
+
+    def _backward(self, number: int) -> None:
         for _ in range(self.kind.accumulate):
             x = torch.randn(16, 3, 8, 8, device=self.device)
             x = x.to(self.model.last.weight.dtype).to(memory_format=torch.channels_last)
@@ -121,12 +141,6 @@ class Run:
                 loss = functional.cross_entropy(self.model(x).float(), y)
             scaled = self.scaler.scale(loss / self.kind.accumulate)
             (scaled * float("inf") if number == 8 and self.kind.precision == "fp16" else scaled).backward()
-        if self.kind.clip:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.kind.zero_in_place)
 
     def tensors(self) -> dict[str, Tensor]:
         found = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

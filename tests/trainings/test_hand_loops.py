@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import random
 import signal
 from collections.abc import Iterable, Iterator
@@ -285,6 +287,17 @@ def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, h
     first = in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
     assert f"loader {int(how == 'zip')}: itertools.cycle" in first
     assert "second loop" not in first + in_child(lab, lambda: body(None))
+
+
+def test_a_protected_model_can_be_copied_and_pickled(lab: Lab) -> None:
+    def body() -> None:
+        process = process_of(lab, None, "off")
+        process.session.restore()
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(process.model)))
+        assert [*copied.state_dict()] == [*process.model.state_dict()]
+        process.session.close()
+
+    in_child(lab, body)
 
 
 @pytest.mark.parametrize("made", ["in each epoch", "once"])

@@ -41,6 +41,9 @@ class DeferredCopier:
         with self._lock:
             self._begun.append((destination, source))
 
+    def copy_as_it_is(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.copy(destination, source.clone())
+
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(source.detach(), device="cpu")
         self.copy(host.view(-1), source.detach().reshape(-1))
