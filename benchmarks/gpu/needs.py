@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-#: What a module is called on an index, where the names differ.
+#: Names of packages by those of their modules, where they differ.
 PACKAGES = {"zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}
 
 lacking = [PACKAGES.get(name, name) for name in sys.argv[1:] if importlib.util.find_spec(name) is None]

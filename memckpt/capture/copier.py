@@ -122,8 +122,8 @@ class AcceleratorCopier:
 
     Tensors are gathered into buckets of :attr:`BUCKET_BYTES` before they are launched, so that the streams synchronize
     once per layer and not once per parameter (REFT's tiny buckets). A launch takes 100 us of the host; what the last
-    bucket delays is 0.3 ms at 50 GB/s. Large ones are cut: what the user's
-    program reads from the device meanwhile waits for one part only.
+    bucket delays is 0.3 ms at 50 GB/s. Large tensors are cut: what the user's program reads from the device meanwhile
+    waits for one part only.
 
     Until a stream has been made to wait for the copies of what was made on it, references keep its memory from being
     used for anything else there. Then no ``record_stream`` is needed, which would keep the memory for longer: until

@@ -282,7 +282,7 @@ class LeftGradients:
         self.has_committed = False
         self._looked: set[Hashable] = set()
         self._looks = 0
-        #: By the `id` of the parameter: its gradient's version at the last commit, and changes since the commit before.
+        #: Versions of gradients at the last commit, and their changes since the one before, by `id` of the parameter.
         self._versions: dict[int, int] = {}
         self._moves: dict[int, int] = {}
         #: Changes in a record at whose end a gradient was zero.

@@ -258,7 +258,7 @@ class ParameterWatch:
 
 
 def _values_of(optimizer: Optimizer) -> list[Any]:
-    """What an optimizer keeps for its parameters: tensors, numbers, and others."""
+    """The tensors, numbers and other values that an optimizer keeps for its parameters."""
     try:
         return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
     except TypeError:  # state that is no dict
