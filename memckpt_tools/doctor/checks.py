@@ -38,6 +38,11 @@ class Check:
     remedy: str = ""
 
 
+def _ok_without(problem: str, name: str, text: str, remedy: str) -> Check:
+    """A problem with its remedy; that all is well where `problem` is empty."""
+    return Check(name, "problem", problem, remedy) if problem else Check(name, "ok", text)
+
+
 def _version(text: str) -> tuple[int, ...]:
     """The release numbers: (2, 13, 0) for ``2.13.0+cpu``."""
     found = re.match(r"\d+(\.\d+)*", text)
@@ -88,9 +93,8 @@ def check_optional(name: str, version: str | None, purpose: str) -> Check:
 
 def check_settings(problem: str) -> Check:
     """Settings from the environment; `problem`: the error in them."""
-    if problem:
-        return Check("settings", "problem", problem, "see docs/configuration.md#environment")
-    return Check("settings", "ok", "the environment's settings are valid")
+    remedy = "see docs/configuration.md#environment"
+    return _ok_without(problem, "settings", "the environment's settings are valid", remedy)
 
 
 def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig | None) -> Check:
@@ -140,16 +144,6 @@ def check_memory(available: int, limit: int | None) -> Check:
     return Check("memory", "ok", text)
 
 
-def check_locked_memory(limit: int | None, cuda: bool) -> Check:
-    """`limit`: bytes; None: unlimited. Pages are locked for CUDA only."""
-    if limit is None:
-        return Check("locked memory", "ok", "unlimited")
-    if not cuda:
-        return Check("locked memory", "ok", f"{nbytes_text(limit)}; it matters with CUDA only")
-    text = f"{nbytes_text(limit)}: slots may not be page-locked for CUDA, and then steps wait for their copies"
-    return Check("locked memory", "warning", text, "ulimit -l unlimited; for a container --ulimit memlock=-1")
-
-
 def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
     """`missing`: features that were tried and are unavailable."""
     if missing:
@@ -160,10 +154,8 @@ def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
 
 def check_sockets(problem: str) -> Check:
     """`problem`: the error of listening on an agent's socket; empty: none."""
-    if problem:
-        remedy = "in a sandbox, allow Unix sockets of type seqpacket in the abstract namespace"
-        return Check("agent's socket", "problem", problem, remedy)
-    return Check("agent's socket", "ok", "can be bound")
+    remedy = "in a sandbox, allow Unix sockets of type seqpacket in the abstract namespace"
+    return _ok_without(problem, "agent's socket", "can be bound", remedy)
 
 
 def expected_redo(cores: float, threads: int, cuda: bool) -> tuple[RedoMode, str]:
@@ -204,16 +196,13 @@ def check_survival(slurm_job: str | None, unit: str | None, container: bool) -> 
 
 def check_agent(pid: int | None, problem: str) -> Check:
     """The run's agent: its `pid`, None: none answers; `problem`: the error of asking it."""
-    if problem:
-        return Check("agent", "problem", problem, "look at its log; `memckpt stop` ends it")
-    return Check("agent", "ok", "none answers" if pid is None else f"pid {pid} answers")
+    text = "none answers" if pid is None else f"pid {pid} answers"
+    return _ok_without(problem, "agent", text, "look at its log; `memckpt stop` ends it")
 
 
 def check_alarms(alarms: Sequence[str]) -> Check:
     """Alarms of the live agent."""
-    if alarms:
-        return Check("agent's alarms", "problem", "; ".join(alarms), "see docs/troubleshooting.md, and the agent's log")
-    return Check("agent's alarms", "ok", "none")
+    return _ok_without("; ".join(alarms), "agent's alarms", "none", "see docs/troubleshooting.md, and the agent's log")
 
 
 def check_advice(line: str, reason: str) -> Check:
@@ -395,10 +384,8 @@ def check_disk(facts: DiskFacts) -> list[Check]:
 
 def check_store(url: str, seconds: float, problem: str) -> Check:
     """Result of writing, reading and deleting an object in `seconds`; `problem`: the error, empty: none."""
-    if problem:
-        remedy = "bucket, credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
-        return Check("storage", "problem", problem, remedy)
-    return Check("storage", "ok", f"{url}: an object was written, read and deleted in {seconds:.1f} s")
+    remedy = "bucket, credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
+    return _ok_without(problem, "storage", f"{url}: an object was written, read and deleted in {seconds:.1f} s", remedy)
 
 
 def check_place(problem: str) -> Check:

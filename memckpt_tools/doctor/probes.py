@@ -87,12 +87,6 @@ def transport_facts() -> tuple[str, bool, str]:
     return zmq.zmq_version(), bool(zmq.has("curve")), ""
 
 
-def locked_memory_limit() -> int | None:
-    """Limit on locked memory of this process in bytes; None: unlimited."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
 def missing_kernel_features() -> tuple[str, ...]:
     """Features that the agent needs and this kernel or sandbox lacks."""
     missing = []
@@ -151,12 +145,9 @@ def ask_agent(run: Path) -> tuple[Status | None, str]:
 
 def descriptor_limits() -> tuple[int | None, int | None]:
     """The soft and the hard limit on open files; None: unlimited."""
-
-    def known(limit: int) -> int | None:
-        return None if limit == resource.RLIM_INFINITY else limit
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return known(soft), known(hard)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    return soft, hard
 
 
 def job_nodes(agent: Status | None) -> int:
@@ -295,7 +286,6 @@ def _examine_software() -> Iterator[Check]:
     yield torch
     if torch.outcome == "ok":
         yield checks.check_cores(len(os.sched_getaffinity(0)), cpu_quota(), threads, cuda)
-        yield checks.check_locked_memory(locked_memory_limit(), cuda)
     yield checks.check_lightning(installed_version("lightning"), installed_version("pytorch-lightning"))
     for name, purpose in {
         "accelerate": "training with Accelerate",

@@ -234,7 +234,7 @@ def _model_of(nodes: int, means: Mapping[str, float], software_share: float, sha
     """Distributions of failures, from mean times between failures of a node, the job, a rack, a zone, the cluster."""
     from dataclasses import replace
 
-    from memckpt_tools.simulation.failures import Exponential, FailureModel
+    from memckpt_tools.simulation.failures import FailureModel, Lifetime
 
     if "node" in means and "job" in means:
         raise ConfigurationError("--node-mtbf-hours, --job-mtbf-hours: expected one of them, found both")
@@ -246,7 +246,7 @@ def _model_of(nodes: int, means: Mapping[str, float], software_share: float, sha
     if "node" in means or "job" in means:
         mean = means["node"] if "node" in means else means["job"] * nodes
         model = FailureModel.of_nodes(mean, software_share=software_share, shape=shape, new=new)
-    racks, zones, cluster = (Exponential(means[one]) if one in means else None for one in ("rack", "zone", "cluster"))
+    racks, zones, cluster = (Lifetime(means[one]) if one in means else None for one in ("rack", "zone", "cluster"))
     return replace(model, racks=racks, zones=zones, cluster=cluster)
 
 

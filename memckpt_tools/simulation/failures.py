@@ -23,44 +23,21 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Exponential(Checked):
-    """A rate of failures that does not depend on age; `mean_seconds`: mean time between failures of one unit."""
-
-    mean_seconds: LongTime
-
-    def draw(self, count: int, stream: np.random.Generator) -> Floats:
-        """Lives of new units, in seconds."""
-        return stream.exponential(self.mean_seconds, count)
-
-    def draw_remaining(self, count: int, stream: np.random.Generator) -> Floats:
-        """What is left of the lives of units that have been in service for long, in seconds."""
-        return self.draw(count, stream)
-
-
-@dataclass(frozen=True)
-class Weibull(Checked):
-    """A rate of failures that falls with age (shape below 1: early failures) or rises (above 1: wear).
-
-    REFT (equation 1) has the probability of survival exp(-(t / scale) ** shape), with its failure rate in the place of
-    1 / scale.
+class Lifetime(Checked):
+    """A Weibull distribution of the lives of units: REFT's survival (equation 1), exp(-(t / scale) ** shape).
 
     Attributes:
-        shape: exponent of the survival; 1 is the exponential distribution.
-        scale_seconds: time after which exp(-1) of all units survive.
+        mean_seconds: mean time between failures of one unit.
+        shape: below 1 for early failures, above 1 for wear; 1: exponential, a rate that does not depend on age.
     """
 
-    shape: Shape
-    scale_seconds: LongTime
-
-    @classmethod
-    def of_mean(cls, shape: float, mean_seconds: float) -> Weibull:
-        """The distribution with a shape and a mean time between failures."""
-        return cls(shape, mean_seconds / math.gamma(1 + 1 / shape) if shape > 0 else mean_seconds)
+    mean_seconds: LongTime
+    shape: Shape = 1.0
 
     @property
-    def mean_seconds(self) -> float:
-        """Mean life of a unit, in seconds."""
-        return self.scale_seconds * math.gamma(1 + 1 / self.shape)
+    def scale_seconds(self) -> float:
+        """Time after which exp(-1) of all units survive."""
+        return self.mean_seconds / math.gamma(1 + 1 / self.shape)
 
     def draw(self, count: int, stream: np.random.Generator) -> Floats:
         """Lives of new units, in seconds."""
@@ -74,9 +51,6 @@ class Weibull(Checked):
         """
         lives = self.scale_seconds * stream.gamma(1 + 1 / self.shape, size=count) ** (1 / self.shape)
         return lives * stream.uniform(size=count)
-
-
-Lifetime = Exponential | Weibull
 
 
 #: What fails at once: the processes of a node, whose memory stays; or nodes with their memory.
@@ -151,28 +125,6 @@ class Failures:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def check(self, cluster: Cluster) -> None:
-        """Refuse failures out of order, and of what the cluster does not have."""
-        if not len(self.seconds) == len(self.kinds) == len(self.units):
-            found = f"{len(self.seconds)}, {len(self.kinds)} and {len(self.units)}"
-            raise ConfigurationError(f"failures: expected as many seconds as kinds and units, found {found}")
-        before = np.concatenate(([0.0], self.seconds[:-1]))
-        if len(wrong := np.flatnonzero(~((self.seconds >= before) & np.isfinite(self.seconds)))):
-            at = int(wrong[0])
-            raise ConfigurationError(
-                f"failures.seconds[{at}]: expected {before[at]:g} or more, found {self.seconds[at]:g}"
-            )
-        if len(wrong := np.flatnonzero((self.kinds < 0) | (self.kinds >= len(KINDS)))):
-            at = int(wrong[0])
-            raise ConfigurationError(f"failures.kinds[{at}]: expected 0 to {len(KINDS) - 1}, found {self.kinds[at]}")
-        counts = np.array([cluster.count(kind) for kind in range(len(KINDS))])[self.kinds]
-        if len(wrong := np.flatnonzero((self.units < 0) | (self.units >= counts))):
-            at = int(wrong[0])
-            of = f"{counts[at]} of kind {KINDS[self.kinds[at]]}"
-            raise ConfigurationError(
-                f"failures.units[{at}]: expected one of the cluster's {of}, found {self.units[at]}"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
@@ -203,15 +155,12 @@ class FailureModel:
         Args:
             mean_seconds: mean time between failures of one node, of both kinds.
             software_share: share of software among them. Its times between failures are exponential.
-            shape: shape of the Weibull distribution of times between failures of hardware; 1: they are exponential.
+            shape: shape of the times between failures of hardware.
             new: whether nodes are new when training starts.
         """
         require(0 <= software_share <= 1, "software_share", "0 to 1", software_share)
-        hardware: Lifetime | None = None
-        if software_share < 1:
-            mean = mean_seconds / (1 - software_share)
-            hardware = Exponential(mean) if shape == 1 else Weibull.of_mean(shape, mean)
-        software = Exponential(mean_seconds / software_share) if software_share > 0 else None
+        hardware = Lifetime(mean_seconds / (1 - software_share), shape) if software_share < 1 else None
+        software = Lifetime(mean_seconds / software_share) if software_share > 0 else None
         return cls(nodes=hardware, processes=software, new=new)
 
     def of_kind(self, kind: int) -> Lifetime | None:
@@ -267,7 +216,7 @@ def _draw_units(
     lifetime: Lifetime, count: int, duration_seconds: float, new: bool, stream: np.random.Generator
 ) -> tuple[Floats, Integers]:
     """When and which of `count` alike units fail; each begins a new life with its failure."""
-    if isinstance(lifetime, Exponential):
+    if lifetime.shape == 1:
         # The superposition of Poisson processes is one, whose events belong to any of them.
         number = int(stream.poisson(count * duration_seconds / lifetime.mean_seconds))
         return stream.uniform(0, duration_seconds, number), stream.integers(0, count, number)

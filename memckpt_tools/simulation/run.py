@@ -17,7 +17,7 @@ from memckpt.config.checks import require
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.scheme import Scheme
 from memckpt_tools.planning.values import converted
-from memckpt_tools.simulation.failures import KINDS, Cluster, Exponential, FailureModel, Failures, Lifetime, Weibull
+from memckpt_tools.simulation.failures import KINDS, Cluster, FailureModel, Failures, Lifetime
 from memckpt_tools.simulation.replay import NOTHING, Outcome, Repair, Training, replay
 
 
@@ -196,10 +196,7 @@ def simulate(
     require(0.5 <= confidence <= 0.9999, "confidence", "a probability of 0.5 to 0.9999", confidence)
     check_schemes(schemes, setup.cluster.nodes)
     if isinstance(setup.failures, Failures):
-        setup.failures.check(setup.cluster)
         repetitions = 1
-    else:
-        setup.failures.check(setup.cluster, setup.training.duration_seconds)
     one = partial(_repeat, setup, tuple(schemes), seed)
     if workers == 1 or repetitions == 1:
         repeated = [one(number) for number in range(repetitions)]
@@ -265,9 +262,7 @@ def with_mean_scaled(model: FailureModel, factor: float) -> FailureModel:
     """All times between failures, times a factor."""
 
     def scaled(lifetime: Lifetime | None) -> Lifetime | None:
-        if isinstance(lifetime, Weibull):
-            return Weibull(lifetime.shape, lifetime.scale_seconds * factor)
-        return lifetime and Exponential(lifetime.mean_seconds * factor)
+        return lifetime and replace(lifetime, mean_seconds=lifetime.mean_seconds * factor)
 
     return replace(
         model,

@@ -240,7 +240,7 @@ def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     by_name = {check["name"]: check for check in found["checks"]}
     assert set(by_name) == {
         "Python", "kernel", "agent's socket", "memory", "agent's life", "agent", "open files", "checkpoints", "torch",
-        "cores", "locked memory", "Lightning", "accelerate", "safetensors", "s3fs", "settings", "erasure code",
+        "cores", "Lightning", "accelerate", "safetensors", "s3fs", "settings", "erasure code",
         "peers' transport", "storage", "room",
     }  # fmt: skip
     assert by_name["torch"]["outcome"] == "ok"

@@ -14,7 +14,7 @@ import pytest
 from memckpt.errors import ConfigurationError
 from memckpt_tools.planning.scheme import Scheme, Tier
 from memckpt_tools.simulation.command import parse_tier, read_schemes
-from memckpt_tools.simulation.failures import Cluster, Exponential, FailureModel
+from memckpt_tools.simulation.failures import Cluster, FailureModel, Lifetime
 from memckpt_tools.simulation.replay import Repair, Training
 from memckpt_tools.simulation.run import Setup
 from memckpt_tools.simulation.run import simulate as simulated
@@ -57,7 +57,7 @@ def test_options_lead_to_the_simulation_that_they_name() -> None:
     setup = Setup(
         cluster=Cluster(nodes=64, nodes_per_rack=8, racks_per_zone=4),
         failures=replace(
-            model, racks=Exponential(9000 * 3600), zones=Exponential(1000 * 3600), cluster=Exponential(500 * 3600)
+            model, racks=Lifetime(9000 * 3600), zones=Lifetime(1000 * 3600), cluster=Lifetime(500 * 3600)
         ),
         training=Training(step_seconds=5, duration_seconds=30 * 86400),
         repair=Repair(

@@ -6,7 +6,7 @@ import pytest
 
 from memckpt_tools.planning.job import Job
 from memckpt_tools.planning.schemes import make_plan
-from memckpt_tools.simulation.failures import Cluster, Exponential, FailureModel
+from memckpt_tools.simulation.failures import Cluster, FailureModel, Lifetime
 from memckpt_tools.simulation.replay import Repair, Training
 from memckpt_tools.simulation.run import Setup, simulate
 
@@ -23,8 +23,8 @@ def test_ettr_of_every_scheme_is_that_of_drawn_failures(job: Job) -> None:
     setup = Setup(
         cluster=Cluster(nodes=job.nodes),
         failures=FailureModel(
-            processes=Exponential(mean_seconds=job.nodes / failures.process),
-            nodes=Exponential(mean_seconds=job.nodes / failures.node),
+            processes=Lifetime(mean_seconds=job.nodes / failures.process),
+            nodes=Lifetime(mean_seconds=job.nodes / failures.node),
         ),
         training=Training(step_seconds=job.step_seconds, duration_seconds=job.run_seconds),
         repair=Repair(detection_seconds=job.restart_seconds, replacement_seconds=job.replacement_seconds),

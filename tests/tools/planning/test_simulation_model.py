@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memckpt_tools.planning.scheme import Scheme, Tier
-from memckpt_tools.simulation.failures import KINDS, Cluster, Exponential, FailureModel, Failures
+from memckpt_tools.simulation.failures import KINDS, Cluster, FailureModel, Failures, Lifetime
 from memckpt_tools.simulation.replay import Repair, Training, replay
 from memckpt_tools.simulation.run import Setup, simulate
 from tests.support.planning.tiers import disk
@@ -173,10 +173,10 @@ def test_times_add_up(
     listed: list[Tier], repair: Repair, overhead: float, step_seconds: float, mean: float, seed: int
 ) -> None:
     model = FailureModel(
-        nodes=Exponential(7 * mean),
-        processes=Exponential(7 * mean),
-        racks=Exponential(20 * mean),
-        zones=Exponential(1e6),
+        nodes=Lifetime(7 * mean),
+        processes=Lifetime(7 * mean),
+        racks=Lifetime(20 * mean),
+        zones=Lifetime(1e6),
     )
     training = Training(step_seconds=step_seconds, duration_seconds=1e5)
     setup = Setup(cluster=SEVEN, failures=model, training=training, repair=repair)
