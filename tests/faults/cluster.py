@@ -273,9 +273,9 @@ class Cluster:
         return serving.pid
 
     def helpers_of(self, number: int, module: str) -> list[int]:
-        """The pids of a node's replicator (`replication`) or storage writers (`checkpointing`)."""
+        """The pids of the processes of a node's agent that run a module: its replicator, or its storage writers."""
         agent = self.agent_of(number)
-        return [] if agent is None else [pid for pid in _children_of(agent) if "memckpt." + module in command(pid)]
+        return [] if agent is None else [pid for pid in _children_of(agent) if module in command(pid)]
 
     def revive(self) -> None:
         """Fork an agent, with torch, for each node that has none, as a launcher does that starts agents first."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from memckpt.agent.saving import writer
+from memckpt.replication import process as replicator
 from memckpt.storage.catalog import Key, read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.faults.cluster import Cluster, alive
@@ -98,7 +100,7 @@ class Injector:
             Kind.KILL_TRAINERS: self._kill_trainers,
             Kind.KILL_AGENT: self._kill_agent,
             Kind.KILL_REPLICATOR: self._kill_replicator,
-            Kind.KILL_WRITER: lambda node: self._kill_helper(node, "checkpointing"),
+            Kind.KILL_WRITER: lambda node: self._kill_helper(node, writer.__name__),
             Kind.TERMINATE_AGENT: self._terminate_agent,
             Kind.STOP_TRAINER: lambda node: self._stop(cluster.pid_of(node)),
             Kind.STOP_AGENT: self._stop_agent,
@@ -188,7 +190,7 @@ class Injector:
         return end
 
     def _kill_replicator(self, node: int) -> End | None:
-        end = self._kill_helper(node, "replication")
+        end = self._kill_helper(node, replicator.__name__)
         if end is not None:
             self.cluster.drain()
             self.cluster.model.end_replicator(node)
@@ -237,7 +239,7 @@ class Injector:
 
     def _stop_replicator(self, node: int) -> End | None:
         """It is killed if it stands still for long, and others do not wait for it then."""
-        for pid in self.cluster.helpers_of(node, "replication"):
+        for pid in self.cluster.helpers_of(node, replicator.__name__):
             end = self._stop(pid, lambda: self.cluster.model.strengthen(node))
             if end is not None:
                 self._weaken(node, lasting=True)
@@ -315,7 +317,7 @@ class Injector:
         return nothing
 
     def _damage_fragments(self, node: int) -> End | None:
-        for pid in self.cluster.helpers_of(node, "replication"):
+        for pid in self.cluster.helpers_of(node, replicator.__name__):
             if damage(pid, _DAMAGED_EVERY):
                 self._weaken(node)
                 return nothing
@@ -336,7 +338,7 @@ class Injector:
 
     def _garbage_to_replicator(self, node: int) -> End | None:
         """A stranger connects to the port for peers, and sends bytes."""
-        for pid in self.cluster.helpers_of(node, "replication"):
+        for pid in self.cluster.helpers_of(node, replicator.__name__):
             for host, port in _listening(pid):
                 with self.cluster.there(node), socket.socket() as sock:
                     sock.settimeout(5.0)

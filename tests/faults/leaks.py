@@ -38,7 +38,7 @@ class Holdings:
 def holdings(cluster: Cluster) -> Holdings:
     """What is held now."""
     agents = [pid for node in cluster.nodes if (pid := cluster.agent_of(node)) is not None]
-    helpers = [pid for node in cluster.nodes for pid in cluster.helpers_of(node, "")]
+    helpers = [pid for node in cluster.nodes for pid in cluster.helpers_of(node, "memckpt.")]
     pids = [*agents, *helpers]
     targets = [target for pid in pids for target in _descriptors(pid)]
     regions: dict[int, int] = {}
