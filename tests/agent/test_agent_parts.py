@@ -280,7 +280,6 @@ def test_a_region_is_shared_with_whoever_gets_its_descriptor() -> None:
     region.map[5] = 7
     assert other.map[5] == 7
     region.populate_in_background()
-    assert region._populating is not None
     region._populating.join(20)
     assert not region._populating.is_alive()
     for each in (region, other):

@@ -233,7 +233,6 @@ def test_training_goes_on_without_a_stopped_agent_and_with_it_when_it_goes_on(la
         os.kill(agent.pid, signal.SIGSTOP)
 
     def go_on(control: Control) -> None:
-        assert control.session is not None
         assert control.session.agent_pid is None, "it is not waited for any more"
         os.kill(agent.pid, signal.SIGCONT)
         until(lambda: ask_status(address) is not None)

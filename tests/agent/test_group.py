@@ -58,7 +58,6 @@ class Unit:
     def commits(self, rank: int, record: int) -> None:
         held = self.group._pending.generation
         held = held if held is not None and held.started_by(rank) else self.group.held
-        assert held is not None
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
         held.ring.seal(record, rank)
         message = Commit(held.number, record, record, b"state", meta if rank == self.ranks[0] else b"")

@@ -156,7 +156,6 @@ class _Rank:
             if permit in ready:
                 os.eventfd_read(permit)
                 return
-            assert self.session is not None
             try:
                 self.session._protection.listen()
             except AgentGoneError:
@@ -169,7 +168,6 @@ class _Rank:
 
     def _protection(self) -> dict[str, Any]:
         """What this rank has been told; records are counted as steps."""
-        assert self.session is not None
         link, last = self.session._link, self.session._last
         ahead = last.record - last.step if last is not None else 0
         return {

@@ -76,7 +76,6 @@ def note_memory(control: Control) -> None:
     """Note what is held after each thing that may take memory or give it back."""
 
     def note(what: str) -> None:
-        assert control.session is not None
         assert control.session.agent_pid is not None
         held = memory_of([os.getpid(), control.session.agent_pid])
         control.journal.note("memory", what=what, step=control.step, held=held)

@@ -115,7 +115,6 @@ class Node(QuietHost):
         group = self.groups[unit]
         building = group._pending.generation
         held = building if building is not None and building.started_by(rank) else group.held
-        assert held is not None
         assert held.regions.whole, "a record is staged in slots that are not there"
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
         held.ring.seal(record, rank)
@@ -307,7 +306,6 @@ def test_ranks_get_a_generation_and_its_slots_once_they_are_reserved(
     slow.set()
     group.memory_reserved(1)
     assert one.heard[0, 1][-1] == SlotsMade(1)
-    assert group.held is not None
     assert group.held.regions.whole
 
 

@@ -34,7 +34,6 @@ class Bench:
     region: Region
 
     def begin(self, record: int) -> None:
-        assert self.writer.landings is not None
         self.writer.landings.open(record, "streaming")
         self.recorder.begin_record(self.writer, record)
 
@@ -93,7 +92,6 @@ def test_marks_say_what_has_landed_how_often_and_in_which_order(bench: Bench, co
         bench.stage(index, value)
     settle(bench, copier)
     assert bench.found(RECORD) == {3: (2, 3.0), 1: (1, 2.0)}
-    assert bench.writer.landings is not None
     assert [one.param for one in sorted(bench.writer.landings.landed(RECORD), key=lambda one: one.order)] == [1, 3]
     assert bench.writer.landings.tap(RECORD) == "streaming"
 
@@ -116,7 +114,6 @@ def test_what_was_changed_before_the_step_is_not_as_backward_made_it(bench: Benc
     for index in range(3):
         bench.stage(index, 1.0)
     gradient = bench.params[1].grad
-    assert gradient is not None
     gradient.mul_(2)  # noted by its counter, and staged again at the step
     bench.recorder.optimizer_stepping(0, bench.optimizer)
     bench.recorder.optimizer_stepped(0, bench.optimizer)

@@ -48,7 +48,6 @@ class Ranks:
         return generation.number, differing
 
     def writes(self, rank: int, record: int) -> None:
-        assert self.building.generation is not None
         self.building.generation.start(rank, GenerationCommit(1, record, record, b"state"))
 
 

@@ -55,7 +55,6 @@ class Job:
     @property
     def value(self) -> float:
         region = self.held.regions.replica
-        assert region is not None
         return float(struct.unpack_from("f", region.map, 0)[0])
 
 

@@ -31,7 +31,6 @@ def places() -> Iterator[str]:
     """The address of somebody who gives two places."""
     command = [sys.executable, "-u", PLACES, "serve", "--places", "2", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
         yield f"127.0.0.1:{serving.stdout.readline().split()[-1]}"
         serving.kill()
 
@@ -108,7 +107,6 @@ def test_a_node_may_be_started_before_the_one_who_gives_places() -> None:
             "placed",
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as node:
-            assert node.stderr is not None
             assert "gives no places yet" in node.stderr.readline()
             taken.listen()
             connection, _ = taken.accept()
@@ -121,7 +119,6 @@ def test_a_node_may_be_started_before_the_one_who_gives_places() -> None:
 def test_a_node_without_the_one_who_gives_places_ends_its_command() -> None:
     command = [sys.executable, "-u", PLACES, "serve", "--places", "1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
         node = Node(f"127.0.0.1:{serving.stdout.readline().split()[-1]}")
         assert node.is_placed()
         serving.kill()

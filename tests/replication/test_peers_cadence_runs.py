@@ -29,7 +29,6 @@ _RATE = 100_000
 
 def until_states_are_sent(rank: PeersRank) -> None:
     """Wait until records are not sent any more."""
-    assert rank.session is not None
     client = rank.session._link.connection
     while not client.waits_suspended:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "records are sent for long"
@@ -37,7 +36,6 @@ def until_states_are_sent(rank: PeersRank) -> None:
 
 def until_one_is_there(rank: PeersRank) -> None:
     """Wait until a state that was sent by value is with the peers of every node."""
-    assert rank.session is not None
     client = rank.session._link.connection
     while not client.whole or not client.waits_suspended:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"

@@ -92,11 +92,9 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     assert (held.records, held.steps, held.static, held.index, held.node) == ((3,), (103,), True, 0, "n")
     window = shelf.window
     found = window.manifest(3)
-    assert found is not None
     assert found[0] == 2 * STRIPE_BYTES + 100
     for stripe in range(3):
         kept = window.fragment(3, stripe)
-        assert kept is not None
         assert (bytes(kept[1]), kept[0].stripe) == (sealed(3, stripe, 3, b"x" * kept[0].length)[1], stripe)
     assert [window.fragment(3, stripe) for stripe in (-1, 3, 1 << 62)] == [None] * 3
     assert window.fragment(4, 0) is None
@@ -134,7 +132,6 @@ def adopted(agent: Agent) -> FragmentStore:
 def content(holder: FragmentStore) -> dict[tuple[int, int], tuple[Fragment, bytes]]:
     """All fragments of all complete records, by record and stripe."""
     window = holder.window((0, 1), "g")
-    assert window is not None
     found = {(record, stripe): window.fragment(record, stripe) for record in (STATIC, *range(9)) for stripe in range(9)}
     return {key: (one[0], bytes(one[1])) for key, one in found.items() if one is not None}
 
@@ -302,7 +299,6 @@ def test_large_records_get_more_room_once(records: Records) -> None:
     for record in shelf.records():
         for stripe in range(4):
             kept = window.fragment(record, stripe)
-            assert kept is not None
             assert bytes(kept[1]) == sealed(record, stripe, 4, bytes([record]) * kept[0].length)[1]
 
 
@@ -528,5 +524,4 @@ def test_kept_is_what_came_less_what_went(records: Records, operations: list[tup
     window = shelf.window
     for record in model:
         kept = window.fragment(record, 0)
-        assert kept is not None
         assert bytes(kept[1]) == sealed(record, 0, 1, bytes([record]) * 100)[1]

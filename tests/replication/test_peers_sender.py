@@ -271,7 +271,6 @@ def test_a_holder_that_takes_nothing_does_not_hold_up_the_others() -> None:
     assert behind(sent.owner)["x"] == 0
     assert behind(sent.owner)["z"] <= 3 * KEPT
     gap = sent.owner.gap
-    assert gap is not None
     assert 1 <= gap[0] <= gap[1] < 40
     sent.shelves["z"].room = 1
     sent.run()
@@ -291,7 +290,6 @@ def test_a_gap_over_two_generations_is_from_first_to_last() -> None:
         sent.commit(record)
         if sent.owner.gap is not None:
             break
-    assert sent.owner.gap is not None
     assert sent.owner.gap[0] == 1
     assert sent.owner.gap[1] >= 8
     assert not old.closed

@@ -132,7 +132,6 @@ class LogMachine(RuleBasedStateMachine):
     @rule(age=st.integers(0, 2))
     def checkpoint(self, age: int) -> None:
         """One of the newest records is in storage as a whole; retention lets go of what it does not keep."""
-        assert self.filled is not None
         record = self.filled.newest - age
         if self.down or record < self.began_at:
             return
@@ -148,7 +147,6 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2), torn=st.booleans(), elsewhere=st.sampled_from([False, False, True]))
     def resume_from_memory(self, back: int, torn: bool, elsewhere: bool) -> None:
-        assert self.filled is not None
         if torn:  # the trainer died while it filled a slot
             self.filled.open(self.filled.newest + 1, -1.0)
         reachable = self.filled.held.reachable()
@@ -166,7 +164,6 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["generation", "storage", "process", "full", "room", "time", "time"]))
     def something_else_happens(self, what: str) -> None:
-        assert self.filled is not None
         match what:
             case "generation":
                 self._begin_generation(self.filled.newest + 1)

@@ -38,7 +38,6 @@ from tests.support.trainings.killed_ranks import (
 
 def agent_of(control: Control) -> int:
     """Process id of the agent that protects this trainer."""
-    assert control.session is not None
     pid = control.session.agent_pid
     assert pid is not None
     return pid
@@ -178,7 +177,6 @@ def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(
         def connect(link: AgentLink, spec: StateSpec) -> Inventory:
             AgentLink.connect = original  # type: ignore[method-assign]
             serving = link._address.serving()
-            assert serving is not None
             until(lambda: (status := ask_status(link._address)) is not None and len(status.trainers) == 1)
             os.kill(serving.pid, signal.SIGTERM)
             until(lambda: link._address.serving() != serving)

@@ -154,14 +154,12 @@ def test_records_are_redone_with_the_gradients_of_the_attempt_that_made_them() -
     before = next(one for one in stored_points(found) if (one.timeline, one.record) == (T1, 9))
     assert {one.timeline for _, one in before.gradient_batches(part)} == {T1}
     last = before.last_batch_of(0)
-    assert last is not None
     assert last.timeline == T1
 
 
 def test_a_record_that_was_logged_twice_has_its_own_states() -> None:
     found = catalog(checkpoint(T1, 2), batch(T1, 3, 9), batch(T1, 7, 7))
     last = stored_points(found)[0].last_batch_of(0)
-    assert last is not None
     assert (last.first, last.last) == (3, 9)
 
 
@@ -197,7 +195,6 @@ def test_with_several_nodes_a_record_is_there_when_all_ranks_parts_are() -> None
     assert reached(found) == [(1, 7, 4), (1, 6, 4), (1, 4, 4)]
     newest = stored_points(found)[0]
     last = newest.last_batch_of(1)
-    assert last is not None
     assert (last.node, last.first) == ("b", 7)
     # Ranks may have moved: what counts is whose states are there.
     moved = catalog(
@@ -285,7 +282,6 @@ def test_a_sparse_gradient_that_does_not_fit_its_parameter_is_damaged(
         return RecordReader(store).gradient(write_batch(store, batch(T1, 5, 5), tensors), layout, meta, step, 0)
 
     whole = read(parts)
-    assert whole is not None
     assert whole.to_dense().tolist() == [[1, 1], [0, 0], [0, 0], [1, 1]]
     with pytest.raises(DamagedStateError, match="5/gradients/0/0/table as a sparse gradient of shape"):
         read(parts | wrong)
@@ -295,7 +291,6 @@ def test_a_batch_s_commit_file_is_not_taken_for_a_checkpoint_s() -> None:
     one = batch(T1, 5, 8)
     assert decode_commit(encode_commit(one), one.commit_path) == one
     place = place_of(one.commit_path)
-    assert place is not None
     assert (place.first, place.record, place.node) == (5, 8, "n")
     part = checkpoint(T1, 8).parts["n"]
     other = place_of(part.commit_path)

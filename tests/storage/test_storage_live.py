@@ -44,7 +44,6 @@ class Asker:
         self._channel: Channel | None = None
 
     def ask(self, control: Control) -> None:
-        assert control.session is not None
         sock = control.session._link._address.connect()
         assert sock is not None
         self._channel = Channel(sock)
@@ -54,7 +53,6 @@ class Asker:
         assert isinstance(self._channel.receive(10)[0], Status)
 
     def take(self, control: Control) -> None:
-        assert self._channel is not None
         answer = self._channel.receive(60)[0]
         assert isinstance(answer, Saved), answer
         control.journal.note("saved", step=answer.step)
@@ -84,7 +82,6 @@ def test_a_training_run_gives_its_state_away_and_goes_on(
     (checkpoint,) = read_catalog(beside).checkpoints
     assert checkpoint.step == step
     until_then = lab.train(PLAIN, None, last_step=step)
-    assert until_then.outcome is not None
     training = PLAIN.build()
     state = read_state(beside, checkpoint)
     training.model.load_state_dict(state.model)
@@ -158,7 +155,6 @@ def test_killed_at_random_no_more_is_lost_than_status_said(url: str | None, lab:
             kill_and_wait(pid)
         ended = collect(child, report)
         attempts.append(ended)
-        assert status.storage is not None
         assert status.storage.loses_at_most is not None
         assert status.step is not None
         lab.start_agent()
@@ -204,7 +200,6 @@ def test_a_final_step_that_has_no_place_is_held_until_there_is_one(blocked: Path
     assert f"the agent (pid {agent.pid}) keeps it in memory for 60 s, and tries again" in ended.log
     status = lab.status()
     assert status.step == PLAIN.steps
-    assert status.storage is not None
     assert "NotADirectoryError" in status.storage.alarm
     blocked.unlink()
     assert agent.wait() == 0

@@ -38,19 +38,15 @@ def logged(redo: str, batch_steps: int = 3, **settings: Any) -> Any:
 def until_taken(control: Control) -> None:
     """The trainer waits here until its record has been taken for the log: these steps are faster than any disk."""
     session = control.session
-    assert session is not None
     address = session._link._address
     deadline = time.monotonic() + LIMIT_SECONDS
     record = session._recorder.record - 1
     writer = session._staging.writer
-    assert writer is not None
     before, _generations[:] = list(_generations), [writer.generation]
     if before not in ([], _generations):
         return  # a generation has begun with this record, which is not in its log
     while True:
         status = ask_status(address)
-        assert status is not None
-        assert status.storage is not None
         if status.storage.mode == "log" and (status.storage.logged or 0) >= record:
             return
         assert time.monotonic() < deadline, f"record {record} is not taken: {status.storage}"
@@ -60,7 +56,6 @@ def until_taken(control: Control) -> None:
 def until_based(control: Control, step: int = 0) -> None:
     """The trainer waits here until storage can produce this step or a later one: the checkpoint's order has come."""
     session = control.session
-    assert session is not None
     address = session._link._address
     deadline = time.monotonic() + LIMIT_SECONDS
     while (status := ask_status(address)) is None or status.storage is None or (status.storage.step or -1) < step:

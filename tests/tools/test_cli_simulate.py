@@ -215,7 +215,6 @@ def test_exit_status_of_a_wrong_option(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_documented_example_gives_the_documented_table(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/simulation.md").read_text()
     block = re.search(r"^```\nmemckpt (simulate .*?)\n```", page, re.DOTALL | re.MULTILINE)
-    assert block is not None
     arguments = block[1].replace("\\\n", " ").split()
     assert arguments[-2:] == ["--plot", "ettr.svg"]
     monkeypatch.chdir(ROOT)
@@ -232,8 +231,6 @@ def test_the_documented_trace_and_schemes_are_read(tmp_path: Path) -> None:
     page = (ROOT / "docs/simulation.md").read_text()
     trace = re.search(r"^```\n(time_seconds.*?)^```", page, re.DOTALL | re.MULTILINE)
     schemes = re.search(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert trace is not None
-    assert schemes is not None
     (tmp_path / "schemes.yaml").write_text(schemes[1])
     (tmp_path / "trace.csv").write_text(trace[1])
     code, found = invoke_json(*JOB, "--trace", tmp_path / "trace.csv", "--schemes", tmp_path / "schemes.yaml")

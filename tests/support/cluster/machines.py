@@ -65,7 +65,6 @@ class Machines(Network):
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         self._inits[node] = init
-        assert init.stdout is not None
         if init.stdout.readline() != "up\n":
             raise OSError(f"machine {name} does not start")
 

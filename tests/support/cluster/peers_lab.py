@@ -164,13 +164,11 @@ class PeersRank(Rank):
 
     def await_acknowledgements(self) -> None:
         """Wait until the newest record is with the peers of every node."""
-        assert self.session is not None
         while self.session._link.connection.watermark < self.step + 1:
             assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not acknowledged for long"
 
     def await_protection(self) -> None:
         """Wait until all committed records are with the peers of every node."""
-        assert self.session is not None
         client = self.session._link.connection
         while not client.whole or client.watermark < self.step + 1:
             assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
@@ -178,7 +176,6 @@ class PeersRank(Rank):
 
     def listen(self, seconds: float) -> bool:
         """Wait for a message of the agent, and handle it; False if there was none."""
-        assert self.session is not None
         said = bool(select.select([self.session._link.connection.channel], [], [], seconds)[0])
         self.session._protection.listen()
         return said
@@ -284,7 +281,6 @@ def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> 
 
 def kill_agent(rank: PeersRank) -> None:
     """Kill the agent of the rank's node, and with it its replicator; the ranks live on."""
-    assert rank.session is not None
     assert rank.session.agent_pid is not None
     kill_and_wait(rank.session.agent_pid)
 
@@ -332,7 +328,6 @@ def stop_both(rank: PeersRank) -> None:
 
 def continue_both(rank: PeersRank) -> None:
     """Continue both, and wait until the agent has handled its pending messages."""
-    assert rank.session is not None
     assert rank.session.agent_pid is None, "training no longer waits for it"
     name = rank.job.node(rank.rank)
     continue_replicator(rank)

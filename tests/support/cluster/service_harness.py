@@ -152,7 +152,6 @@ class Service:
 
     def until_said(self, state: str) -> None:
         """Wait until its main process, and no other, has sent this state."""
-        assert self._socket is not None
         pidfd = os.pidfd_open(self.process.pid)
         deadline = time.monotonic() + LIMIT_SECONDS
         try:

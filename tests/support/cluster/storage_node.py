@@ -170,7 +170,6 @@ class RecordsProcess(Process):
             self._writer = RecordWriter(message, Region.open(self._fds.popleft()), lost)
             return self.work()
         assert isinstance(message, Append)
-        assert self._writer is not None
         self.received(self._writer.append(message))
         return True
 

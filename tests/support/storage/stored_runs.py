@@ -28,7 +28,6 @@ def leave_only_storage(run_dir: Path) -> Checkpoint:
     """Wait until what the agent holds is in storage, and end the agent; the checkpoint."""
     address, store = AgentAddress.of(run_dir), LocalStore(run_dir / "storage")
     held = ask_status(address)
-    assert held is not None
     deadline = time.monotonic() + LIMIT_SECONDS
     while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
         assert time.monotonic() < deadline, f"step {held.step} is not in storage"
@@ -42,7 +41,6 @@ def until_stored(step: int) -> Action:
 
     def wait(control: Control) -> None:
         session = control.session
-        assert session is not None
         deadline = time.monotonic() + LIMIT_SECONDS
         while (session.stored_step or 0) < step:
             left = deadline - time.monotonic()
@@ -59,7 +57,6 @@ def until_ordered(control: Control) -> None:
     With eager redo nothing is ordered: the trainer cannot be far ahead of the replica.
     """
     session = control.session
-    assert session is not None
     while session.mode != "eager" and session._link.connection.order is None:
         assert select.select([session._link.connection.channel], [], [], LIMIT_SECONDS)[0]
         session._protection.listen()

@@ -199,7 +199,6 @@ def test_each_node_gets_a_command_with_its_place_in_one_job(tmp_path: Path) -> N
 def test_a_process_is_killed_with_those_that_it_has_started(tmp_path: Path) -> None:
     script = "sleep 600 & echo $!; setsid sleep 600 & echo $!; wait"
     process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     children = [int(process.stdout.readline()) for _ in range(2)]
     process.stdout.close()
     killer = threading.Thread(target=process.wait)  # a parent reaps its child, as the drill does
@@ -290,7 +289,6 @@ def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(tmp_
     wrong = [*plain(steps=40)[:19], *plain(-0.1, steps=40)[19:]]
     outside = judge(first, second, a_run(tmp_path, wrong), 40)
     assert outside.outcome == "different"
-    assert outside.band is not None
     assert outside.band.outside == 20
 
 
@@ -329,7 +327,6 @@ def test_of_an_optimizer_only_its_own_attributes_are_named_and_their_remedy(tmp_
 def test_that_storage_was_not_tried_is_said() -> None:
     blows = [Blow("both", 0, 7, 7), Blow("both", 0, 20, 20, resumed=20, tier="storage"), Blow("trainer", 0, 30, 30)]
     line = storage_line(blows)
-    assert line is not None
     assert line.plain.startswith("Storage was not tried: agent and trainer were killed together in step 7, where")
     assert storage_line(blows[1:]) is None
 

@@ -88,7 +88,6 @@ def test_a_whole_script_passes_and_its_own_run_directory_is_not_touched(drills: 
     assert len(result.blows) == 2
     assert drills.starts == 2 + 1 + 3
     overhead = result.overhead
-    assert overhead is not None
     assert (overhead.problem, overhead.changed) == ("", None)
     assert overhead.unprotected > 0
     assert "bit for bit" in overhead_text(overhead, repeats=True).plain
@@ -136,7 +135,6 @@ def test_data_that_are_not_seeded_are_named_by_their_loader(drills: Drills) -> N
     verdict = drills.drill(trainings.unseeded_workers, kills=1).verdict
     assert (verdict.outcome, verdict.repeats) == ("within", False)
     line = data_line(verdict)
-    assert line is not None
     assert "differs from step 1 on" in line.plain
     assert "They come from Noisy (1 worker); torch's generator, which shuffles, does repeat itself" in line.plain
     assert "it is the dataset, or a worker" in line.plain
@@ -156,7 +154,6 @@ def test_the_agent_and_both_are_killed_and_training_goes_on(drills: Drills) -> N
 def test_a_training_that_does_not_repeat_itself_is_compared_within_its_band(drills: Drills) -> None:
     verdict = drills.drill(partial(trainings.loop, seeded=False), kills=1).verdict
     assert (verdict.outcome, verdict.repeats) == ("within", False)
-    assert verdict.band is not None
     assert verdict.band.outside is None
     assert verdict.band.loss > 0 < verdict.band.killed_parameters
 

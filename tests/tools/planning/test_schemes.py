@@ -81,9 +81,7 @@ def test_the_plan_of_llama_3() -> None:
     assert names == [
         "none", "torch.save", "async to disk", "memory", "copies", "(k, m)", "compressed", "log",
     ]  # fmt: skip
-    assert plan.recommended is not None
     config = plan.recommended.config
-    assert config is not None
     assert isinstance(config.peers, ErasureConfig)
     assert config.peers.tolerate == 2
     assert plan.recommended.monthly_loss is not None
@@ -111,8 +109,6 @@ def test_budgets_decide() -> None:
     coded = row(slow, "(k, m)")
     assert coded.expectation.lost_steps["nodes"] > 10
     with_budget = make_plan(dataclasses.replace(SMALL, memory_budget_bytes=64 << 30)).recommended
-    assert with_budget is not None
-    assert with_budget.config is not None
     assert with_budget.config.agent == AgentConfig(memory_budget_bytes=64 << 30)
     alone = dataclasses.replace(SMALL, nodes=1)
     assert "peers: 3 nodes of 1" in row(alone, "(k, m)").problems
