@@ -21,8 +21,7 @@ from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_url
 from memckpt.storage.store import Store
 from tests.support.monitoring.statuses import an_agent
-from tests.support.storage.stored_parts import batch_of, part_of, save_part, write
-from tests.support.storage.tiers import start
+from tests.support.storage.stored_parts import batch_of, part_of, save_part, start, write
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 
 STEPS = (1, 2, 3)

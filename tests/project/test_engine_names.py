@@ -47,6 +47,7 @@ LIGHT = [
     "memckpt.config.arguments",
     "memckpt.agent.server",
     "memckpt.agent.__main__",
+    "memckpt.replication.transport.transport",
     "hydra_plugins.memckpt_searchpath",  # every Hydra application imports it
 ]
 

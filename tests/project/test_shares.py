@@ -1,6 +1,9 @@
-"""Each test belongs to exactly one share."""
+"""Each test belongs to exactly one share, and no module of tests imports another one."""
 
 from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +45,16 @@ def test_as_many_cases_are_drawn_and_all_have_their_turn(cases: int) -> None:
 def test_every_nth_case_of_a_thinned_test_is_in_every_run() -> None:
     found = thinned([(test, 3 if "test_b" in test else 1) for test in TESTS])
     assert [index for index, rare in enumerate(found) if rare] == [7 + index for index in (1, 2, 4, 5)]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_module_of_tests_is_imported_by_another() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2].startswith("test_")
+    ]
+    assert found == [], "move what is shared to tests/support"

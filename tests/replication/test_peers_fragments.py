@@ -180,11 +180,6 @@ def test_a_fragment_that_is_there_twice(code: Code) -> None:
         assert info.value.good == 1
 
 
-def test_nothing_at_all_is_an_error(code: Code) -> None:
-    with pytest.raises(DamagedFragmentsError, match=f"expected {code.data} intact fragments that agree, found 0; "):
-        decode(code, [])
-
-
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_changed_byte_of_header_or_payload_is_found(data: st.DataObject) -> None:

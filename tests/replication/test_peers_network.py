@@ -88,10 +88,3 @@ def test_a_slow_cable_loses_nothing(network: Network) -> None:
         sender.check(b)
         # The queue of the cable drops packets, but the connection stays.
         assert a.transport.peers()["b"].link.traffic.resent_messages == 0
-
-
-def test_programs_run_on_their_nodes(network: Network) -> None:
-    done = network.popen(1, ["ip", "-brief", "address", "show", "dev", "eth0"], stdout=-1, text=True)
-    assert network.addresses[1] in done.communicate(timeout=30)[0]
-    network.limit(0, 10**6)
-    network.unlimit(0)

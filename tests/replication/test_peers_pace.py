@@ -72,12 +72,6 @@ def test_what_is_owed_stays_owed_when_the_rate_changes() -> None:
     assert cap.delay(1000, 1.0) == pytest.approx(2.0)
 
 
-def test_no_cap_never_waits() -> None:
-    cap = RateCap(None)
-    cap.sent(1 << 40, 0.0)
-    assert cap.delay(1 << 40, 0.0) == 0
-
-
 # The clock
 
 
@@ -87,11 +81,9 @@ def test_step_times_are_medians_and_survive_missed_marks() -> None:
     clock.mark_phase(7, B, ns(10.2))
     clock.mark_phase(7, S, ns(10.5))
     ended = clock.mark_phase(8, F, ns(11.0))
-    assert ended is not None
     assert ended.seconds == pytest.approx(1.0)
     assert ended.backward_seconds == pytest.approx(0.3)
     ended = clock.mark_phase(12, F, ns(15.0))  # nobody looked for three steps
-    assert ended is not None
     assert ended.seconds == pytest.approx(1.0)
     assert ended.backward_seconds is None
     assert clock.mark_phase(3, F, ns(20.0)) is None  # another attempt
@@ -106,7 +98,6 @@ def test_each_backward_counts_up_to_the_longest() -> None:
     for at, phase in ((0.0, F), (0.5, B), (2.0, F), (2.5, B), (3.0, S)):
         clock.mark_phase(1, phase, ns(10 + at))
     ended = clock.mark_phase(2, F, ns(14.0))
-    assert ended is not None
     assert ended.backward_seconds == pytest.approx(1.5)
 
 
@@ -148,11 +139,6 @@ def test_the_backward_of_any_rank_counts() -> None:
     assert pacer.delay(1, 1.01) > 0
     pacer.mark_phase(1, S, ns(1.02), rank=3)
     assert pacer.delay(1, 1.03) == 0
-
-
-def test_without_marks_nothing_is_held() -> None:
-    assert Pacer(None).delay(MIB, 5.0) == 0
-    assert Pacer(None).clock.phase is None
 
 
 @settings(deadline=None)

@@ -20,9 +20,8 @@ from memckpt.storage.owner import CLAIM, claim, keep_run, kept_run, new_run, rea
 from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.store import Store
 from tests.support.cluster.thread_ranks import on_ranks
-from tests.support.storage.stored_parts import part_of, save_part, write
+from tests.support.storage.stored_parts import part_of, save_part, start, write
 from tests.support.storage.stored_runs import goes_on, stored, until_ordered, until_stored
-from tests.support.storage.tiers import start
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config, kill_both, kill_self

@@ -18,8 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.agent.saving.writer import checkpoint_writer as writer
+from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, StorageError, UnsupportedError
 from memckpt.recovery.from_storage import StoredState, refuse_what_cannot_be_cut
+from memckpt.session.resume import storage_tier
+from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.state.spec import Shard, StateTensorSpec
 from memckpt.storage import dcp
@@ -30,7 +33,7 @@ from memckpt.storage.dcp import merged, write_merged
 from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers
-from memckpt.storage.store import Store, verify_files
+from memckpt.storage.store import Store, StoredFile, matches, verify_files
 from tests.support.cluster.mesh import all_empty, mesh_of
 from tests.support.cluster.sharded_job import (
     TIMELINE,
@@ -46,6 +49,7 @@ from tests.support.cluster.sharded_job import (
     train,
     write_part,
 )
+from tests.support.cluster.thread_ranks import on_ranks
 
 #: Each example writes files.
 ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -348,7 +352,6 @@ def test_a_file_that_makes_one_of_what_is_gone_is_left_over(here: LocalStore) ->
         here.delete(part.commit_path)
     assert {older.merged_path, unfinished} <= set(leftovers(read_catalog(here), "n1", ()))
     place = place_of(older.merged_path)
-    assert place is not None
     assert (place.record, place.node) == (2, "")
 
 
@@ -383,3 +386,39 @@ def test_state_that_cannot_be_cut_is_refused_by_name() -> None:
     refuse_what_cannot_be_cut(uncut, whole)
     with pytest.raises(UnsupportedError, match="'precondition'"):
         refuse_what_cannot_be_cut(uncut, stored)
+
+
+@pytest.mark.parametrize("damaged", range(3))
+def test_ranks_share_the_checking_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
+    """Whichever rank comes upon the damage, all pass over the same states, and every file is read once."""
+    store = LocalStore(tmp_path)
+    for record in (2, 3):
+        job = train(store, rows(3), 3, base_at=record, last=record)
+    read: list[str] = []
+
+    def noting(store: Store, file: StoredFile) -> str | None:
+        read.append(file.path)
+        return matches(store, file)
+
+    monkeypatch.setattr(storage_tier, "matches", noting)
+    config = StorageConfig(url=str(tmp_path))
+
+    def resume(ranks: Any) -> tuple[int, Live]:
+        tier = StorageTier(config, tmp_path, ranks, None)
+        live = plain()
+        stored = tier.open_newest(tier.points, live.spec(0, 1))
+        stored.restore(live.tensors, live.optimizers)
+        return stored.point.record, live
+
+    for step, (record, live) in enumerate(on_ranks(3, resume)):
+        assert record == 3, step
+        check(live, job, 3)
+    assert len(read) == len(set(read)) == 9  # two files of tensors and one with the rest, of three parts
+    part = job.point(3).checkpoint.parts[f"n{damaged}"]
+    path = tmp_path / part.base_directory / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert [record for record, _ in on_ranks(3, resume)] == [2, 2, 2]
+    older = tmp_path / part.base_directory.replace("000000000003", "000000000002") / ".metadata"
+    older.write_bytes(b"")
+    with pytest.raises(DamagedStateError, match=r"no checkpoint in storage is whole: step 3: .*; step 2: "):
+        on_ranks(3, resume)

@@ -12,7 +12,6 @@ from memckpt.session import mode as choice
 from memckpt_tools.doctor import checks
 from memckpt_tools.doctor import probes as facts
 from memckpt_tools.doctor.checks import Check, DiskFacts, StoreFacts
-from tests.support.monitoring.checks import outcomes
 
 GIB = 2**30
 CODES = ("isa_l_rs_cauchy", "isa_l_rs_vand")
@@ -104,14 +103,12 @@ CODED, CURVE, PLAIN = ErasureConfig(data=2, tolerate=2), ErasureConfig(), Erasur
     ],
 )
 def test_a_conclusion(found: Check | None, outcome: str, text: str) -> None:
-    assert found is not None
     assert outcomes(found) == [outcome]  # a remedy unless it is ok
     assert text in found.text
 
 
 def test_remedies_are_the_commands_to_type() -> None:
     missing = checks.check_driver("s3://bucket/x", {})
-    assert missing is not None
     assert missing.remedy == "pip install s3fs"
     assert checks.check_cores(8, 1.5, 8, False).remedy == "OMP_NUM_THREADS=1"
     assert "slots=6" in checks.check_advice("slots=6", "training waits").remedy
@@ -187,3 +184,10 @@ def test_disk(disk: DiskFacts, expected: list[str]) -> None:
 def test_the_room_of_this_very_run(gib: int, free: int | None, available: int | None, expected: list[str]) -> None:
     disk = None if free is None else DiskFacts("/s", "ext4", free * GIB, 1e9)
     assert outcomes(*checks.check_room(gib * GIB, disk, available and available * GIB)) == expected
+
+
+def outcomes(*found: Check) -> list[str]:
+    """Their outcomes; whatever is not well has a remedy, and only that."""
+    for check in found:
+        assert bool(check.remedy) == (check.outcome != "ok"), check
+    return [check.outcome for check in found]

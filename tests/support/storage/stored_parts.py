@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from memckpt.agent.saving.writer.checkpoint_writer import save
+from memckpt.config import StorageConfig
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Save, Saved
+from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.storage.base import write_base
 from memckpt.storage.format import Batch, NodeState, Part
 from memckpt.storage.store import Store
+from tests.support.cluster.thread_ranks import on_ranks
 
 T1 = Timeline(1, "a")
 
@@ -51,3 +54,10 @@ def save_part(place: Path | str, part: Part, **settings: Any) -> Saved:
 
 def write(store: Store, part: Part) -> Part:
     return write_base(store, part, some_state(), {"model.weight": torch.arange(6.0).view(2, 3) + part.record})
+
+
+def start(place: Path, run_dir: Path, **settings: Any) -> StorageTier:
+    """The storage tier of an attempt with one rank."""
+    config = StorageConfig(url=str(place), **settings)
+    tier: StorageTier = on_ranks(1, lambda ranks: StorageTier(config, run_dir, ranks, None))[0]
+    return tier
