@@ -14,7 +14,7 @@ from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.budget import available_bytes, usable_cores
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import attributes, is_elementwise, is_importable, is_trusted, why_not_on_host
+from memckpt.state.optimizers import attributes, is_elementwise, is_importable, why_not_on_host
 from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
@@ -64,7 +64,7 @@ class ModeChoice:
         untested = [
             index
             for index, optimizer in enumerate(live.optimizers)
-            if index not in live.not_redoable and not is_trusted(optimizer)
+            if index not in live.not_redoable and not is_elementwise(optimizer)
         ]
         everybody = ranks.gather((own, bool(untested)))
         chosen = next(

@@ -58,7 +58,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be cut into pieces. Exact class only: a subclass may do anything."""
+    """Whether its parameters may be cut into pieces, and need no test. Exact class only: a subclass may do anything."""
     return type(optimizer) in ELEMENTWISE
 
 
@@ -66,19 +66,6 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
     """Whether its step may change the gradients that it is given, as torch's SGD does with nesterov and foreach."""
     nesterov = isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
     return nesterov or not is_elementwise(optimizer)
-
-
-def is_trusted(optimizer: Optimizer) -> bool:
-    """Whether its steps are known to be functions of gradients, groups and state; other classes are tested.
-
-    True for torch's own classes, exactly. Except where parameters are DTensors: a redo sees local tensors, and classes
-    that depend on shapes or on whole tensors would compute something else.
-    """
-    if is_elementwise(optimizer):
-        return True
-    cls = type(optimizer)
-    own = f"{cls.__module__}.".startswith("torch.optim.") and getattr(torch.optim, cls.__name__, None) is cls
-    return own and not any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
 
 
 def cannot_be_redone(optimizer: Optimizer) -> str:
@@ -299,7 +286,7 @@ def try_steps(optimizer: Optimizer, host: bool = False) -> list[str]:
 def why_not_on_host(optimizer: Optimizer) -> str:
     """Why other processes, which have no device, cannot redo its steps, in words; empty if they can."""
     devices = {param.device.type for group in optimizer.param_groups for param in group["params"]}
-    if devices == {"cpu"} or is_trusted(optimizer):
+    if devices == {"cpu"} or is_elementwise(optimizer):
         return ""
     try:
         try_steps(optimizer, host=True)

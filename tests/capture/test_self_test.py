@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memckpt.capture import self_test
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import MOST_RECORDS, STEPS, SelfTest
-from memckpt.state.optimizers import describe_state, is_trusted, rebuild_like, try_steps
+from memckpt.state.optimizers import describe_state, rebuild_like, try_steps
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_optimizers import Counting, GlobalNoise, Inner, Momentum, Norm, OwnNoise, Plain
 
@@ -285,13 +285,15 @@ def test_of_a_large_model_a_part_of_every_kind_is_tested(monkeypatch: pytest.Mon
     assert [names[id(param)] for param in self_test._chosen(optimizer)] == ["2.bias"]
 
 
-def test_torchs_own_are_trusted_by_their_exact_class() -> None:
-    params = [nn.Parameter(torch.zeros(2, 2))]
-
-    class Mine(torch.optim.AdamW):
-        pass
-
-    assert is_trusted(torch.optim.AdamW(params))
-    assert is_trusted(torch.optim.Adafactor(params))
-    assert not is_trusted(Mine(params))
-    assert not is_trusted(Momentum(params))
+def test_a_step_that_takes_its_settings_from_the_first_parameter_is_found() -> None:
+    """Torch's Adafactor takes `eps` from the dtype of a group's first parameter, for all of them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+    test = SelfTest(LiveState(model, [optimizer], {}), [0])
+    test.install()
+    for param in model.parameters():
+        # Variances between the two values of `eps`, squared, show the difference.
+        param.grad = torch.full_like(param, 1e-4)
+    optimizer.step()
+    assert "uses more than gradients, groups and state" in str(test.after_record())
+    test.remove()
