@@ -63,9 +63,10 @@ class _Watched:
     accelerated: bool
     pieces: frozenset[tuple[int, int]]  #: that can be audited, each by parameter and first element
     hurried: bool  #: whether the first round is on, in which audits follow each other without a pause
+    left: set[tuple[int, int]]  #: pieces that can be audited, and were not yet
+    whole: bool  #: whether all pieces can be audited
     began: int | None = None  #: newest record when that began
     due: set[tuple[int, int]] = field(default_factory=set)  #: pieces that this round has still to audit
-    left: set[tuple[int, int]] = field(default_factory=set)  #: pieces of all that no audit has gone over yet
     running: dict[int, list[Piece]] = field(default_factory=dict)  #: by the record whose anchors they begin with
     sent: int = 0  #: newest record whose scalars the auditor has
     seen: int = 0
@@ -134,6 +135,8 @@ class Auditing:
             return
         if watched is None:
             watched = self._watched[group.ranks] = self._watch(generation, accelerated)
+            if not watched.pieces:
+                self._found(group.ranks, Cleared(generation.number, whole=False))
         newest = generation.common
         if watched.pieces and self._is_there() and newest > watched.seen:
             watched.seen = newest
@@ -143,10 +146,10 @@ class Auditing:
         if names := _not_importable(generation.spec):
             self._complain(f"no other process can import {', '.join(names.values())}")
         pieces = _all_pieces(generation.spec, generation.layout, accelerated)
-        left = {(one.param, one.start) for group in generation.layout.anchor_groups for one in group}
+        whole = len(pieces) == sum(map(len, generation.layout.anchor_groups))
         # What follows a finding counts as exact only once it is audited.
         hurried = self._findings > 0 or self._loop.clock() >= self._next_at
-        return _Watched(next(self._keys), generation, accelerated, pieces, hurried, left=left)
+        return _Watched(next(self._keys), generation, accelerated, pieces, hurried, set(pieces), whole)
 
     def _complain(self, problem: str) -> None:
         if problem != self._problem:
@@ -269,6 +272,7 @@ class Auditing:
         if message.problem and not message.tensor:
             self._complain(message.problem)
             watched.due, watched.hurried = set(), False  # until the next round
+            self._found(ranks, Cleared(watched.generation.number, whole=False))
             return
         self._pieces += len(pieces)
         last = message.first + watched.generation.spec.period
@@ -281,7 +285,7 @@ class Auditing:
         elif left:
             left -= {(one.param, one.start) for one in pieces}
             if not left:
-                self._found(ranks, Cleared(number))
+                self._found(ranks, Cleared(number, watched.whole))
 
     def _ended(self, reason: str) -> None:
         self._deaths += 1

@@ -257,9 +257,10 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
 
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """The audit has redone each piece of this generation once, and has found no difference."""
+    """The audit has redone all pieces of this generation that it can, and has found no difference."""
 
     generation: int
+    whole: bool  #: whether that is all pieces
 
 
 class Gap(msgspec.Struct, frozen=True, tag="gap"):

@@ -24,7 +24,7 @@ import time
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.processes.log import Seldom
-from memckpt.protocol.trainer import Begin, Drift
+from memckpt.protocol.trainer import Begin, Cleared, Drift
 from memckpt.session.connection import PreparedRegions
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink
@@ -34,6 +34,11 @@ from memckpt.session.staging import Changes, RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
 _NOT_AUDITED = "since then the audit has not redone all parameters"
+_NOT_GRADIENTS = (
+    "An optimizer whose steps depend on more than gradients, groups and state does this, and a hook that changes "
+    "parameters unseen"
+)
+_NOT_ALL_AUDITED = "The audit cannot redo all parameters of this training, so that nothing would say that redo is right"
 #: What follows where redo was found to be wrong for the first time.
 _AT_STEP = (
     "Something may have changed gradients unseen, so they are copied when the optimizer uses them, and each step waits "
@@ -57,7 +62,6 @@ class GenerationSwitch:
         request: settings of the next generation.
         after: record after which the next generation begins; None while none is due.
         began: record after which the current generation began; 0 before the first.
-        cleared: number of the newest generation that the audit has gone over without a finding.
     """
 
     def __init__(
@@ -84,7 +88,8 @@ class GenerationSwitch:
         #: Whether a restore refuted what the held generation gave.
         self._resumed_refuted = False
         self._doubt = ""
-        self.cleared = 0
+        #: Number of the newest generation that the audit has gone over without a finding.
+        self._cleared = 0
         self.after: int | None = None
         self.began = 0
         self.use_mode()
@@ -103,9 +108,9 @@ class GenerationSwitch:
         if self._doubt and writer is not None and writer.generation != self._distrusted:
             # The replica compares all pieces with their anchors in one period.
             applied = self._link.connection.applied if writer.spec.mode == "eager" else 0
-            if writer.snapshots or self.cleared == writer.generation or applied >= self.began + writer.spec.period:
+            if writer.snapshots or self._cleared == writer.generation or applied >= self.began + writer.spec.period:
                 self._doubt = ""
-        return self._doubt
+        return self._doubt and f"{self._doubt}; {_NOT_AUDITED}"
 
     def use_mode(self) -> None:
         """Use the current mode from the next generation on."""
@@ -169,7 +174,7 @@ class GenerationSwitch:
             return  # it is acted upon already
         self._distrusted = drift.generation
         found = str(drift)
-        self._doubt = f"{found}; {_NOT_AUDITED}"
+        self._doubt = found
         if self._recorder.streams and self._mode.mode != "snapshot":
             self._tap.take_at_step(
                 f"{found}. Resumes of these steps, and of all until the whole state is written anew, are not exact, "
@@ -177,14 +182,25 @@ class GenerationSwitch:
             )
             self._recorder.fail(found)
         else:
-            self._mode.distrust(found)
+            self._mode.distrust(found, _NOT_GRADIENTS)
+
+    def handle_cleared(self, notice: Cleared) -> None:
+        """Trust redo again, where nothing is wrong with any piece; where some cannot be audited, give it up.
+
+        Else every later resume would be called not exact for what was found once.
+        """
+        if notice.whole:
+            self._cleared = notice.generation
+        elif self._doubt and notice.generation != self._distrusted:
+            self._mode.distrust(self._doubt, _NOT_ALL_AUDITED)
 
     def distrust_resumed(self, refuted: str) -> None:
         """Act upon a held state that a restore refuted, as upon a finding; on all ranks, before training goes on."""
         if self._mode.mode == "snapshot":
             return
-        self._resumed_refuted, self._doubt = True, f"{refuted}; {_NOT_AUDITED}"
-        if any(self._ranks.gather(self._recorder.streams)):
+        self._resumed_refuted, self._doubt = True, refuted
+        audited = self._mode.mode == "eager" or self._training.config.audit_budget > 0
+        if audited and any(self._ranks.gather(self._recorder.streams)):
             self._tap.take_at_step(f"{refuted}. {_AT_STEP}")
         else:
             self._mode.cannot_redo(refuted)

@@ -175,17 +175,16 @@ class ModeChoice:
         if self._test is not None:
             self._test.install()
 
-    def distrust(self, reason: str) -> None:
-        """Have all ranks capture state from the next look on: what redo gives is wrong, and gradients are not why."""
+    def distrust(self, reason: str, because: str) -> None:
+        """Have all ranks capture state from the next look on; `because` says why gradients would not do."""
         if self.mode != "snapshot" and not self._distrusted:
             self._distrusted = reason
             when = "" if self._ranks.world_size == 1 else f", within {_LOOK_RECORDS} steps"
             _log.warning(
-                "memckpt: %s, once more. Resumes are not exact until the whole state is copied in place of redo%s. "
-                "An optimizer whose steps depend on more than gradients, groups and state does this, and a hook that "
-                "changes parameters unseen",
+                "memckpt: %s. Resumes are not exact until the whole state is copied in place of redo%s. %s",
                 reason,
                 when,
+                because,
             )
 
     def after_record(self, compiled: str | None, changing: str, record: int) -> bool:

@@ -155,7 +155,7 @@ class Protection:
                     if self.drift.is_finding(notice):
                         self._switch.distrust(notice)
                 case Cleared():
-                    self._switch.cleared = notice.generation
+                    self._switch.handle_cleared(notice)
                 case Gap():
                     self._gap = True
                     _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)

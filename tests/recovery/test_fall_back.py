@@ -320,13 +320,14 @@ class Late(torch.optim.Optimizer):
 
 
 def test_a_redo_that_is_refuted_at_each_resume_is_given_up(lab: Lab) -> None:
-    """Else each restart would go on from storage, or begin anew, as the one before."""
+    """Else each restart would go on from storage, or begin anew, as the one before.
+
+    Without an audit nothing would say that gradients taken at the step have helped.
+    """
     case = case_of("late", make=Late, scheduled=False)
     settings = config("lazy", resume_check="witness", audit_budget=0.0, snapshot_every_steps=2)
-    logs = []
-    for kill in (9, 12, 17):
-        logs.append(lab.train(case, settings, seed=4, unchecked=None, actions={("after commit", kill): kill_self}).log)
-    assert "gradients are now taken at the optimizer's step: a sample of the state after step 9" in logs[1]
-    assert "step 10 is resumed from local memory" in logs[2]  # the whole state was written there
-    assert "the whole state is copied after one step of 2 instead" in logs[2]
-    assert lab.train(case, settings, seed=4, unchecked=None).restored_step == 16
+    for kill in (9, 14):
+        died = lab.train(case, settings, seed=4, unchecked=None, actions={("after commit", kill): kill_self})
+    assert "a sample of the state after step 9" in died.log
+    assert "the whole state is copied after one step of 2 instead" in died.log
+    assert lab.train(case, settings, seed=4, unchecked=None).restored_step == 14

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from memckpt.config import DEFAULT_SLOTS, StorageConfig
 from memckpt.session import mode
@@ -30,7 +31,7 @@ from tests.support.trainings.engine_audits import (
 from tests.support.trainings.engine_cases import SHAPE_CASES
 from tests.support.trainings.engine_child import Action, Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES
+from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES, local_momentum
 from tests.support.trainings.engine_steps import ACCUMULATION
 from tests.support.trainings.engine_training import Case, Training
 from tests.support.trainings.killed_ranks import (
@@ -154,9 +155,24 @@ def change_unseen(training: Training, step: int) -> None:
         gradient.numpy().reshape(-1)[1234] += 1.0
 
 
-@pytest.mark.parametrize(("later", "exact"), [(0, True), (2, False), (3 * PERIOD, True)])
-def test_what_follows_a_finding_counts_as_exact_once_it_is_audited(lab: Lab, later: int, exact: bool) -> None:
-    case = Case("unseen-gradients", lambda: Training(change=change_unseen), STEPS)
+class PartlyLocal(Training):
+    """One of its two optimizers is of a class that the auditor cannot import."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        first, *others = self.model.parameters()
+        return [torch.optim.AdamW([first], lr=1e-2), local_momentum()(others)]
+
+
+@pytest.mark.parametrize(
+    ("training", "later", "exact"),
+    [(Training, 0, True), (Training, 2, False), (Training, 3 * PERIOD, True), (PartlyLocal, 3 * PERIOD, True)],
+)
+def test_what_follows_a_finding_counts_as_exact_once_it_is_audited(
+    lab: Lab, training: type[Training], later: int, exact: bool
+) -> None:
+    """Where the audit leaves something out, that never comes: the whole state is copied instead."""
+    name = f"unseen-gradients-{training.__name__}"
+    case = Case(name, lambda: training(change=change_unseen), STEPS)
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
     told: list[int] = []
 
@@ -177,6 +193,7 @@ def test_what_follows_a_finding_counts_as_exact_once_it_is_audited(lab: Lab, lat
     resumed = lab.train(case, settings, seed=1001)
     assert resumed.of("restored")[0]["exact"] == exact
     assert ("since then the audit has not redone all parameters" in resumed.log) != exact
+    assert ("The audit cannot redo all parameters of this training" in died.log) == (training is PartlyLocal)
     lab.check_same(case, resumed)
 
 
