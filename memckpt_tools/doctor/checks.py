@@ -215,9 +215,7 @@ def check_advice(line: str, reason: str) -> Check:
 def check_descriptors(soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | None) -> Check:
     """Whether the limit on open files suffices for the replicator of rank 0's node, which connects to all others.
 
-    Args:
-        soft, hard: limits on open files; None: unlimited. Agents and replicators raise theirs to the hard one.
-        nodes: number of nodes of the job; 1: one, or unknown.
+    None: unlimited. Agents and replicators raise their `soft` limit to the `hard` one. One node: one, or unknown.
     """
     if hard is None:
         return Check("open files", "ok", "unlimited")
@@ -257,30 +255,18 @@ def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """Findings in a run's storage.
-
-    Attributes:
-        problem: why it could not be read; empty if it could.
-        foreign: a message that it belongs to another run; else empty.
-        checkpoints: number of complete checkpoints.
-        step: newest step that can be produced; None: none.
-        nbytes: bytes of the newest checkpoint.
-        wrong: messages about damaged, missing and unreadable files.
-        others: ids of other runs with files in the store.
-        beside: other run directories next to this one.
-        owner: id of the run that the store belongs to, where no run was named; else empty.
-    """
+    """Findings in a run's storage."""
 
     url: str
-    problem: str = ""
-    foreign: str = ""
-    checkpoints: int = 0
-    step: int | None = None
-    nbytes: int = 0
-    wrong: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    owner: str = ""
+    problem: str = ""  #: why it could not be read; empty if it could
+    foreign: str = ""  #: a message that it belongs to another run; else empty
+    checkpoints: int = 0  #: number of complete ones
+    step: int | None = None  #: newest step that can be produced; None: none
+    nbytes: int = 0  #: of the newest checkpoint
+    wrong: tuple[str, ...] = ()  #: messages about damaged, missing and unreadable files
+    others: tuple[str, ...] = ()  #: ids of other runs with files in the store
+    beside: tuple[str, ...] = ()  #: other run directories next to this one
+    owner: str = ""  #: id of the run that the store belongs to, where no run was named; else empty
 
 
 def check_content(facts: StoreFacts) -> Check:
@@ -337,18 +323,13 @@ def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> li
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """Result of writing and syncing a file in the nearest existing directory of where checkpoints would be.
-
-    Attributes:
-        bytes_per_second: rate; None: the write failed, or too few bytes are free to measure it.
-        problem: error of the write; empty: none.
-    """
+    """Result of writing and syncing a file in the nearest existing directory of where checkpoints would be."""
 
     directory: str
     filesystem: str
     free: int
-    bytes_per_second: float | None
-    problem: str = ""
+    bytes_per_second: float | None  #: None: the write failed, or too few bytes are free to measure it
+    problem: str = ""  #: error of the write; empty: none
 
 
 def check_disk(facts: DiskFacts) -> list[Check]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -34,17 +34,14 @@ _ORDER = (
     STEPS, "data position", "input", "loss", "buffer", "frozen", "parameter", "state", "hyperparameters", "absences",
     "generators", "registered", "logged values", *PLAIN,
 )  # fmt: skip
-#: Bytes of a tensor's sketch.
 _SKETCH_BYTES = 8 * SKETCHES
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs between two runs.
+    """A value that differs between two runs, first at a step; `kind` and `name` are ``"parameter", "head.weight"``.
 
     Attributes:
-        step, record: where it differs first.
-        kind, name: what it is, such as ``"parameter"``, ``"head.weight"``.
         relative: distance as a fraction of the expected value, or of a tensor's norm; None where it is not known.
         text: the distance as text; may be empty.
         count: number of points at which it differs.
@@ -80,11 +77,7 @@ def compare(
     """The differences of a run from another one of a single attempt, one for each value: the first ones first.
 
     Steps that a run leaves out, or adds, are a difference, too: a resume may have made its loop shorter, or longer.
-
-    Args:
-        last_record: records behind it are not compared.
-        ignored: ranks and keys of values that are not compared.
-        whole: whether the expected run ended with that record.
+    Records behind `last_record` are not compared; `whole`: the expected run ended with it. Nor are `ignored` values.
     """
     differences: dict[tuple[int, Key], Difference] = {}
     for rank, history in found.ranks.items():
@@ -100,24 +93,21 @@ def compare(
                 known = differences.get(key)
                 restored = not isinstance(point.line, Taken)
                 new = Difference(rank, point.step, point.record, kind, name, relative, text, 1, restored)
-                first = new if known is None or point.record < known.record else known
-                count = 1 if known is None else known.count + 1
-                differences[key] = Difference(**{**vars(first), "count": count})
+                earliest = new if known is None or point.record < known.record else known
+                differences[key] = replace(earliest, count=1 if known is None else known.count + 1)
+    lengths = []
     for rank, history in found.ranks.items() if whole else ():
-        if (rank, (STEPS, "")) in ignored:
-            continue
         late = [one for one in history.points() if one.record > last_record]
         beyond = min(late, key=lambda point: point.record, default=None)
         if beyond is not None:
             text = f"it trains on, where the undisturbed run had ended after {last_record}"
-            new = Difference(rank, beyond.step, beyond.record, STEPS, "", None, text)
-            differences[new.key] = new
+            lengths.append(Difference(rank, beyond.step, beyond.record, STEPS, "", None, text))
     for rank, history in expected.ranks.items():
-        missing = _missing(found.ranks.get(rank), history, last_record)
-        if missing and (rank, (STEPS, "")) not in ignored:
+        if missing := _missing(found.ranks.get(rank), history, last_record):
             text = f"{len(missing)} of {last_record} are missing"
-            new = Difference(rank, missing[0].step, missing[0].record, STEPS, "", None, text, len(missing))
-            differences[new.key] = new
+            first = missing[0]
+            lengths.append(Difference(rank, first.step, first.record, STEPS, "", None, text, len(missing)))
+    differences |= {one.key: one for one in lengths if one.key not in ignored}
     return sorted(differences.values(), key=lambda each: (each.record, not each.restored, _order(each.kind), each.rank))
 
 
@@ -192,6 +182,7 @@ def _relative(found: float, expected: float) -> float:
 
 
 def _tensors(point: Point[Taken] | Point[Restored]) -> dict[Key, tuple[bytes, bytes]]:
+    """Digest and sketch of each tensor."""
     digests, sketches = point.line.digests, point.line.sketches
     return {
         key: (
@@ -233,11 +224,9 @@ class Band:
     """Distances of runs of a training that does not repeat itself, the largest of all steps.
 
     Attributes:
-        loss: largest relative difference of a loss between two undisturbed runs.
-        parameters: largest distance of their parameters, as a fraction of the parameters' norm.
+        loss, parameters: of two undisturbed runs, relative, and as a fraction of the parameters' norm.
         killed_loss, killed_parameters: the same, between the killed run and the nearer one of the two.
         outside: the first step at which the killed run is further away than :data:`BAND_FACTOR` allows; None: nowhere.
-        outside_text: what is outside there.
     """
 
     loss: float
@@ -255,11 +244,9 @@ class Verdict:
     Attributes:
         outcome: ``"equal"``: the killed run has the bits of an undisturbed one. ``"within"``: training does not repeat
             itself, and the killed run is as near as two undisturbed ones are. ``"different"``: it is not.
-        last_step, last_record: up to which steps were compared.
         unrepeatable: differences between the two undisturbed runs.
         differences: differences of the killed run from an undisturbed one, where these two agree.
         holes: plain attributes and variables that change in training, and that a resume has not put back.
-        loaders: datasets of the DataLoaders, and their workers.
         compared: number of values compared at each step, by kind.
         band: where training does not repeat itself; None where it does.
     """
@@ -283,8 +270,7 @@ class Verdict:
 def judge(first: RunHistory, second: RunHistory, killed: RunHistory, last_record: int, whole: bool = False) -> Verdict:
     """Compare two undisturbed runs, and a killed one with them, up to a record.
 
-    Args:
-        whole: whether the first run ended there by itself, so that the killed one is to end there, too.
+    `whole`: whether the first run ended there by itself, so that the killed one is to end there, too.
     """
     unrepeatable = compare(second, first, last_record)
     ignored = {each.key for each in unrepeatable}
@@ -371,21 +357,15 @@ def _apart(found: Point[Taken], expected: Point[Taken]) -> tuple[float, float]:
 
 def _parameters(point: Point[Taken]) -> bytes:
     """The sketches of all parameters, one behind the other."""
-    size = 8 * SKETCHES
-    return b"".join(
-        point.line.sketches[index * size : (index + 1) * size]
-        for index, (kind, _) in enumerate(point.keys)
-        if kind == "parameter"
-    )
+    return b"".join(sketch for (kind, _), (_, sketch) in _tensors(point).items() if kind == "parameter")
 
 
 @dataclass(frozen=True)
 class Overhead:
     """Median seconds of a step with protection, in each undisturbed run, and without (0: not known).
 
-    Attributes:
-        changed: first result that is another one without protection, where the training repeats itself; else None.
-        problem: why it was not measured; empty if it was.
+    `changed`: first result that is another one without protection, where the training repeats itself; else None.
+    `problem`: why it was not measured; empty if it was.
     """
 
     protected: tuple[float, float]

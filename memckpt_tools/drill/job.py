@@ -22,12 +22,7 @@ from memckpt.processes.handles import ProcessHandle, children_of, parent_of, sta
 
 @dataclass(frozen=True)
 class DrillOrders:
-    """What a session does while it is drilled: it uses another run directory, and writes a line for each step.
-
-    Attributes:
-        directory: of this run of the drill.
-        nodes: number of nodes that the drill simulates.
-    """
+    """What a session does while it is drilled: it uses another run directory, and writes a line for each step."""
 
     directory: Path
     nodes: int = 1

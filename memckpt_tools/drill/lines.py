@@ -27,19 +27,14 @@ class Line(msgspec.Struct, frozen=True, tag_field="line"):
 
 
 class Begun(Line, frozen=True, tag="begun"):
-    """A session has begun to train, or goes on from a restored state.
-
-    Attributes:
-        pid, ticks: process id of the trainer, and its start in clock ticks since boot.
-        agent: process id of its node's agent; None while there is none.
-    """
+    """A session has begun to train, or goes on from a restored state."""
 
     pid: int
-    ticks: int
+    ticks: int  #: start of the trainer in clock ticks since boot
     rank: int
     world_size: int
     time: float
-    agent: int | None
+    agent: int | None  #: process id of its node's agent; None while there is none
     node: str
 
 
@@ -56,52 +51,34 @@ class Tensors(Line, frozen=True, tag="tensors"):
 
 
 class Restored(Line, frozen=True, tag="restored"):
-    """A state is restored.
-
-    Attributes:
-        seconds: duration of the restore.
-        repeated: step that is repeated as a proof; None if no step is.
-        digests, sketches: of the tensors then, as in :class:`Taken`.
-    """
+    """A state is restored; digests and sketches are as in :class:`Taken`."""
 
     step: int
     record: int
     tier: str
-    seconds: float
-    repeated: int | None
+    seconds: float  #: duration of the restore
+    repeated: int | None  #: step that is repeated as a proof; None if no step is
     digests: bytes
     sketches: bytes
 
 
 class Taken(Line, frozen=True, tag="taken"):
-    """A step is committed.
+    """A step is committed."""
 
-    Attributes:
-        step, record: the framework's number of it, and its record's.
-        time: when the commit returned.
-        seconds: duration of making this line's digests.
-        losses: what backward began with since the last line, exact, as ``float.hex()`` writes it.
-        digests: of each tensor, 16 bytes each.
-        sketches: of each tensor, 4 float64 each: random signed sums of its elements.
-        values: digests of other parts of the state, and of what is in no state, by kind and name.
-        stalled: seconds that protection has kept the process from training so far, the drill's own work left out.
-        repeated: whether the step was taken once more, as a proof; the state is the held one.
-        agent: process id of the agent that the session is connected to; None if it is to none.
-        check: verdict of the resume check, and its line, where they are new.
-    """
-
-    step: int
+    step: int  #: the framework's number
     record: int
-    time: float
-    seconds: float
-    losses: tuple[str, ...]
-    digests: bytes
-    sketches: bytes
-    values: dict[str, dict[str, str]]
-    stalled: float
-    repeated: bool
-    agent: int | None
-    check: tuple[str, str] | None
+    time: float  #: when the commit returned
+    seconds: float  #: duration of making this line's digests
+    losses: tuple[str, ...]  #: what backward began with since the last line, exact, as ``float.hex()`` writes it
+    digests: bytes  #: 16 bytes of each tensor
+    sketches: bytes  #: 4 float64 of each tensor: random signed sums of its elements
+    values: dict[
+        str, dict[str, str]
+    ]  #: digests of other parts of the state, and of what is in no state, by kind and name
+    stalled: float  #: seconds that protection has kept the process from training so far, without the drill's own work
+    repeated: bool  #: whether the step was taken once more, as a proof; the state is the held one
+    agent: int | None  #: process id of the agent that the session is connected to; None if it is to none
+    check: tuple[str, str] | None  #: verdict of the resume check, and its line, where they are new
 
 
 AnyLine = Union[Begun, Loaders, Tensors, Restored, Taken]  # noqa: UP007

@@ -44,24 +44,15 @@ _FIRST, _LAST = 2, 2
 
 @dataclass(frozen=True)
 class Instant:
-    """When a kill is due, and of whom.
-
-    Attributes:
-        record: the record that is committed by then, at least.
-        fraction: how much of a step's time passes behind its commit, from 0 to 1.
-    """
+    """When a kill is due, and of whom."""
 
     kind: Kind
-    record: int
-    fraction: float
+    record: int  #: the record that is committed by then, at least
+    fraction: float  #: how much of a step's time passes behind its commit, from 0 to 1
 
 
 def parse_kinds(text: str, nodes: int = 1) -> tuple[Kind, ...]:
-    """The kinds in ``"trainer,both"``, for a number of simulated nodes.
-
-    Raises:
-        ConfigurationError: a name is none of them, or there is but one node.
-    """
+    """The kinds in ``"trainer,both"``, for a number of simulated nodes. Raises ConfigurationError."""
     found = [each.strip() for each in text.split(",")]
     if not set(found) <= set(KINDS):
         raise ConfigurationError(f"--kinds: expected names among {', '.join(KINDS)}, with commas, found {text!r}")
@@ -73,8 +64,7 @@ def parse_kinds(text: str, nodes: int = 1) -> tuple[Kind, ...]:
 def draw(seed: int, kills: int, records: int, kinds: Sequence[Kind] = ("trainer",)) -> list[Instant]:
     """`kills` instants in ascending order, one in each of as many equal parts of the run; kinds in turn.
 
-    Raises:
-        ConfigurationError: the run is too short for so many.
+    Raises ConfigurationError if the run is too short for so many.
     """
     room = records - _FIRST - _LAST
     if room < 2 * kills:
@@ -119,36 +109,22 @@ class Blow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drilled.
-
-    Attributes:
-        steps: steps of each run, at most.
-        seed: of the kills' instants.
-        nodes: number of nodes to simulate, with a command for each.
-        overhead: whether a run without protection is compared, too.
-        silence_seconds: seconds without a new step after which a run is given up.
-    """
+    """What is drilled."""
 
     kills: int
-    steps: int
+    steps: int  #: of each run, at most
     seed: int
-    silence_seconds: float = 300.0
+    silence_seconds: float = 300.0  #: time without a new step after which a run is given up
     kinds: tuple[Kind, ...] = ("trainer",)
-    nodes: int = 1
-    overhead: bool = False
+    nodes: int = 1  #: nodes to simulate, with a command for each
+    overhead: bool = False  #: whether a run without protection is compared, too
 
 
 class Run:
     """One run, in a new directory. Ends all processes that it started when :meth:`train` returns.
 
-    Args:
-        records: number of records after which it is ended.
-        protected: whether memckpt is on.
-        on_progress: called with the newest record, and the number of kills.
-
-    Attributes:
-        history: the run's lines.
-        ended_by_itself: whether the script had come to its end when :meth:`train` returned.
+    It is ended after a number of `records`; `protected`: whether memckpt is on. `on_progress` is called with the newest
+    record, and the number of kills. `ended_by_itself`: whether the script had come to its end by then.
     """
 
     def __init__(
@@ -178,14 +154,10 @@ class Run:
     def train(
         self, instants: Sequence[Instant] = (), step_seconds: float = 0.0, to_its_end: bool = False
     ) -> list[Blow]:
-        """Train to the last record, or the script's own end, with a kill at each instant.
+        """Train to the last record, or the script's own end, with a kill at each instant. Raises DrillError.
 
-        Args:
-            step_seconds: usual duration of a step.
-            to_its_end: whether the script is to end by itself behind the last record. It is ended at the next one.
-
-        Raises:
-            DrillError: the command failed by itself, never trained, or stood still.
+        `step_seconds`: usual duration of a step. `to_its_end`: whether the script is to end by itself behind the last
+        record; it is ended at the next one.
         """
         try:
             self._start()
@@ -376,12 +348,8 @@ class Run:
     def _until(self, met: Callable[[], bool], silent: bool = False) -> bool:
         """Wait until the condition is met: True; False if the command ended by itself, with status 0.
 
-        Args:
-            met: the condition.
-            silent: whether no more steps are expected; then False, too, if none come for long.
-
-        Raises:
-            DrillError: it failed, or stood still.
+        `silent`: no more steps are expected; then False, too, if none come for long. Raises DrillError if the command
+        failed, or stood still.
         """
         changed_at = time.monotonic()
         while True:
@@ -455,23 +423,15 @@ FIRST, WITHOUT, SECOND, KILLED = "undisturbed-1", "unprotected", "undisturbed-2"
 
 @dataclass(frozen=True)
 class Result:
-    """What a drill has found.
-
-    Attributes:
-        instants, blows: kills that were drawn, and those that were made.
-        step_seconds: median duration of a step, by run.
-        stall_seconds: median time of a step in which protection kept the process from training, by run.
-        overhead: what protection costs; None: it was not asked for.
-        lent_peers: the peers that the drill has configured, as the script configures none; None where it does.
-    """
+    """What a drill has found; the figures are medians of a step, by run."""
 
     verdict: Verdict
-    instants: list[Instant]
-    blows: list[Blow]
+    instants: list[Instant]  #: kills that were drawn
+    blows: list[Blow]  #: kills that were made
     step_seconds: dict[str, float]
-    stall_seconds: dict[str, float]
-    overhead: Overhead | None
-    lent_peers: ErasureConfig | None
+    stall_seconds: dict[str, float]  #: time in which protection kept the process from training
+    overhead: Overhead | None  #: what protection costs; None: it was not asked for
+    lent_peers: ErasureConfig | None  #: those that the drill has configured, as the script configures none
 
     @property
     def untried(self) -> list[Kind]:
@@ -488,14 +448,9 @@ def drill(
 ) -> Result:
     """Train twice undisturbed and once with kills, and once without protection if that is asked for, and compare.
 
-    Args:
-        directory: existing directory, in which each run gets its own.
-        on_progress: called with a run's name, its newest record, and its kills.
-        on_undisturbed: called with what the two undisturbed runs say alone.
-
-    Raises:
-        DrillError: a run could not be carried out, or none of the kills could be made.
-        ConfigurationError: the training is too short for the kills.
+    Each run gets its own directory in `directory`. `on_progress` is called with a run's name, its newest record, and
+    its kills; `on_undisturbed` with what the two undisturbed runs say alone. Raises DrillError if a run could not be
+    carried out, or no kill could be made; ConfigurationError if the training is too short for the kills.
     """
 
     def run(name: str, records: int) -> Run:

@@ -33,16 +33,9 @@ def parse_address(option: str, text: str) -> tuple[str, int]:
 
 
 def serve(host: str, port: int, ready: Callable[[str], object]) -> tuple[int, float]:
-    """Accept one connection, and count what it sends until it ends; port 0: any.
+    """Accept one connection, and count the bytes that it sends, and the seconds; port 0: any. Raises PeerError.
 
-    Args:
-        ready: called with the address, once it listens.
-
-    Returns:
-        bytes, and seconds from the first to the last.
-
-    Raises:
-        PeerError: the address is not to be had, or the connection breaks or is silent.
+    `ready` is called with the address, once it listens.
     """
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
@@ -96,20 +89,13 @@ def measure_machine(directory: Path, link: str | None, tell: Callable[[str], obj
     """Time this machine: a copy in memory, redo of AdamW, encoding, writing a file, and a link if one is named.
 
     Rates are of one thread for copy and encode, of torch's threads for redo. Copies from an accelerator are not
-    measured: the rate of a copy in memory counts for machines without one.
-
-    Args:
-        directory: where a file is written; it is deleted.
-        link: HOST:PORT of a `memckpt plan --listen`; None: no link is measured.
-        tell: called with what is being measured.
-
-    Raises:
-        ConfigurationError: `directory` is none, or `link` no address. StorageError, PeerError: it cannot be measured.
+    measured: the rate of a copy in memory counts for machines without one. A file is written to `directory`, and
+    deleted. `link` is HOST:PORT of a `memckpt plan --listen`. `tell` is called with what is being measured. Raises
+    ConfigurationError, StorageError, PeerError.
     """
     address = None if link is None else parse_address("--link", link)
     if not directory.is_dir():
         raise ConfigurationError(f"--directory: expected a directory, found {directory}")
-    facts: dict[str, Any] = {}
     tell("measuring: copy in memory")
     copied = copy_rate()
     tell("measuring: redo of AdamW")
@@ -118,14 +104,17 @@ def measure_machine(directory: Path, link: str | None, tell: Callable[[str], obj
     encoded = encode_rate()
     tell(f"measuring: disk at {directory}")
     written = disk_rate(directory)
-    facts |= {"disk_bytes_per_second": written, "encode_bytes_per_second": encoded}
+    facts: dict[str, Any] = {
+        "disk_bytes_per_second": written,
+        "encode_bytes_per_second": encoded,
+        "agent_redo_parameters_per_second": redone,
+    }
     notes = [
         f"measured: copy in memory {copied / 1e9:.2f} GB/s (one thread)",
         f"measured: redo of AdamW {redone / 1e6:.0f}M parameters/s on the CPU",
         f"measured: encoding with k=4, m=2 {encoded / 1e9:.2f} GB/s (one thread)",
         f"measured: disk {written / 1e9:.2f} GB/s with fsync, of this machine alone",
     ]
-    facts["agent_redo_parameters_per_second"] = redone
     if not on_accelerator:
         facts |= {"copy_bytes_per_second": copied, "redo_parameters_per_second": redone, "gpus_per_node": 0}
     if address is not None:
@@ -199,11 +188,7 @@ _WATCH_SECONDS, _LOOK_SECONDS = 10.0, 0.2
 
 
 def observe_run(run: Path, node: str | None, state_bytes: float) -> Measured:
-    """Ask a run's agent twice, some steps apart; `state_bytes`: of a parameter and its optimizer state.
-
-    Raises:
-        AgentNotFoundError: no agent answers.
-    """
+    """Ask a run's agent twice, some steps apart; `state_bytes`: of a parameter and its optimizer state."""
     looker = Looker(AgentAddress.of(run, node), None)
     before = time.monotonic()
     first = _view_of(looker)

@@ -17,8 +17,7 @@ from memckpt.config.settings import KIND, to_mapping, variant_name
 from memckpt.errors import ConfigurationError
 from memckpt.user_messages import nbytes_text, short_number
 from memckpt_tools.planning.pictures import save_figure
-from memckpt_tools.planning.planned import Planned
-from memckpt_tools.planning.scheme import Expectation, Failure
+from memckpt_tools.planning.scheme import Expectation, Failure, Planned
 from memckpt_tools.planning.schemes import Plan
 
 _COLUMNS = (
@@ -98,6 +97,7 @@ def _steps_text(expected: Expectation, kind: Failure) -> str:
 def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
     """Print a plan as one object; all units are in the names of fields."""
     recommended = plan.recommended
+    config = None if recommended is None else recommended.config
     print_json(
         {
             "job": plan.job,
@@ -105,9 +105,9 @@ def print_plan_json(plan: Plan, notes: Sequence[str]) -> None:
             "schemes": [_in_json(row) for row in plan.rows],
             "recommended": None if recommended is None else recommended.scheme.name,
             "reason": plan.reason,
-            "config": None if recommended is None else settings_that_differ(recommended.config),
-            "yaml": None if recommended is None or recommended.config is None else as_yaml(recommended.config),
-            "python": None if recommended is None or recommended.config is None else as_python(recommended.config),
+            "config": None if config is None else settings_that_differ(config),
+            "yaml": None if config is None else as_yaml(config),
+            "python": None if config is None else as_python(config),
         }
     )
 

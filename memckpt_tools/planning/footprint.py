@@ -21,8 +21,7 @@ from memckpt.config import (
 from memckpt.state.layout import SNAPSHOTS
 from memckpt.state.spec import ITEM_BYTES, GradientEncoding, encoded_bytes
 
-#: Bytes that a node sends for each step where its state is on other nodes anyway: rank states, measured
-#: (docs/costs.md, "With DDP 13 KB a node and step travel").
+#: Bytes that a node sends for each step where other nodes have its state anyway: rank states, by docs/costs.md.
 PRIVATE_WIRE_BYTES = 13_000
 #: Bytes per parameter of fp32 parameters with Adam.
 STATE_BYTES = 12
@@ -68,11 +67,6 @@ def default_held(mode: RedoMode) -> Held:
     return Held(parameters=1, gradient_bytes=4, state_bytes=STATE_BYTES, period=period, slots=slots)
 
 
-def ring_records(mode: RedoMode, period: int, slots: int) -> int:
-    """Number of records that the ring in a node's memory holds. Source: ``Layout.ring``."""
-    return {"lazy": period + slots, "eager": slots, "snapshot": SNAPSHOTS}[mode]
-
-
 def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
     """Memory of the agent for base and log, in bytes.
 
@@ -80,8 +74,9 @@ def base_and_log_bytes(mode: RedoMode, held: Held) -> float:
     """
     if mode == "snapshot":
         return SNAPSHOTS * held.whole_bytes
-    ring = ring_records(mode, held.period, held.slots) * held.record_bytes
-    return ring + (held.whole_bytes if mode == "eager" else 0.0)
+    if mode == "eager":
+        return held.slots * held.record_bytes + held.whole_bytes
+    return (held.period + held.slots) * held.record_bytes
 
 
 def kept_for_others_bytes(mode: RedoMode, peers: ErasureConfig, held: Held) -> float:
@@ -154,10 +149,8 @@ def node_memory(
     Source: docs/configuration.md, "Memory" (a new base takes s more, with ranks on other nodes base and log twice), and
     docs/operations.md, "What it takes" (windows twice while a new generation is written).
 
-    Args:
-        private: whether enough nodes hold the same state, so that only the ranks' own bytes are sent.
-        stores: whether checkpoints go to storage.
-        residual_bytes: what compression leaves out of gradients, on all ranks of the node together.
+    `private`: whether enough nodes hold the same state, so that only the ranks' own bytes are sent. `stores`: whether
+    checkpoints go to storage. `residual_bytes`: what compression leaves out of gradients, on all ranks of the node.
     """
     agent = base_and_log_bytes(mode, held)
     kept = 0.0 if peers is None or private else kept_for_others_bytes(mode, peers, held)
@@ -176,11 +169,8 @@ def encoding_of(
 ) -> GradientEncoding | None:
     """How a compressor's averages of one parameter lie in a record; None: as they are.
 
-    Source: the compressors themselves (``Reducer.encoding`` in ``memckpt.compression``), without torch.
-
-    Args:
-        dtype: of the parameter's gradient.
-        ranks: number of ranks whose averages are taken; top-k chooses on each of them.
+    Source: the compressors themselves (``Reducer.encoding`` in ``memckpt.compression``), without torch. Top-k chooses
+    on each of the `ranks`; `dtype` is the gradient's.
     """
     numel = prod(shape)
     if isinstance(config, LossyConfig) and numel < config.min_elements:
@@ -203,8 +193,7 @@ def compressed_gradient_bytes(
 ) -> float:
     """g of compressed gradients: bytes for each parameter, over all parameters of a model.
 
-    Source: :func:`memckpt.state.spec.encoded_bytes` of each parameter. Docs/compression.md has the rule: top-k
-    takes 6 bytes for each of up to ranks x ratio of the elements, quantized 1 byte and 4 for each block.
+    Source: :func:`memckpt.state.spec.encoded_bytes` of each parameter; docs/compression.md has the rule.
     """
     total = found = 0
     for shape in shapes:

@@ -37,15 +37,12 @@ class ModelSize(NamedTuple):
 
 
 def count_parameters(config: Mapping[str, Any]) -> ModelSize:
-    """Count the parameters of a decoder or an encoder.
+    """Count the parameters of a decoder or an encoder. Raises ConfigurationError, also for another architecture.
 
-    With ``rms_norm_eps`` it is taken for Llama's family: norms without biases, a gated MLP of three matrices, grouped
-    attention, biases where ``attention_bias`` says so (and of q, k, v in Qwen2). Without, for that of GPT-2 and BERT:
-    biases everywhere, an MLP of two matrices, positions that are learned; in BERT token types and a pooler, too.
-    Experts multiply the MLP and add a router. Embeddings count twice unless ``tie_word_embeddings`` (the default).
-
-    Raises:
-        ConfigurationError: a size is missing or impossible, or the architecture is another one.
+    ``rms_norm_eps`` stands for Llama's family: norms without biases, a gated MLP of three matrices, grouped attention,
+    biases by ``attention_bias`` (and of q, k, v in Qwen2). Else it is that of GPT-2 and BERT: biases everywhere, an MLP
+    of two matrices, learned positions; in BERT token types and a pooler, too. Experts multiply the MLP and add a
+    router. Embeddings count twice unless ``tie_word_embeddings`` (the default).
     """
     for key, what in _OTHERS.items():
         if config.get(key):
@@ -116,38 +113,27 @@ _Seconds = Annotated[float, Meta(ge=0, le=3.2e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Checked):
-    """Description of a training.
+    """Description of a training; ``memckpt plan --help`` says what its options mean. Raises ConfigurationError.
 
     Attributes:
-        parameters: number of parameters of the model.
         gpus_per_node: accelerators of a node; 0: it trains on CPUs.
         replicas: number of nodes that hold the same parameters: 1 where all nodes hold different shards (FSDP), `nodes`
             where each holds all of them (DDP).
-        gradient_bytes: bytes of a gradient, for each parameter.
-        state_bytes: bytes of a parameter and its optimizer state.
-        step_seconds: time of a step without protection.
+        gradient_bytes: of each parameter. state_bytes: of a parameter and its optimizer state.
         mtbf_seconds: mean time between two failures of the job, of any kind.
         software_share: share of the failures that end processes only, so that the memory of nodes stays.
         cluster_share, domain_share: share of the failures that take all nodes, or a whole failure domain.
         domains: number of failure domains (racks) over which the nodes are spread; 0: each node is one.
-        network_bytes_per_second: rate at which a node sends to its peers: what the replicator and the network carry,
-            whichever is less.
+        network_bytes_per_second: of a node: what the replicator and the network carry, whichever is less.
         network_idle_share: share of a step in which peers may send without making training wait.
-        disk_bytes_per_second: rate at which the job writes to and reads from storage, all nodes together.
-        copy_bytes_per_second: rate at which a node copies into host memory, from all its accelerators.
+        disk_bytes_per_second: of all nodes together.
+        copy_bytes_per_second: into a node's host memory, from all its accelerators.
         copy_overlap: share of that copying for which training does not wait.
-        encode_bytes_per_second: rate at which a node encodes records.
         redo_parameters_per_second: parameters that a node advances by one record in a second at a restore.
         agent_redo_parameters_per_second: the same of the agent's CPU threads (eager redo).
-        restart_seconds: from a failure until processes have started and are ready to restore.
-        replacement_seconds: more, until a lost node has been replaced.
+        restart_seconds: from a failure until processes are ready to restore; `replacement_seconds` more for a new node.
         run_seconds: length of the job, without failures.
-        overhead_budget: share of training time that protection may cost.
-        memory_budget_bytes: host memory of a node that protection may take; None: no limit.
         loss_budget: probability a month with which more may be lost than memory holds.
-
-    Raises:
-        ConfigurationError: a value is out of range, or does not go with another one.
     """
 
     parameters: Annotated[float, Meta(ge=1, le=1e15)]

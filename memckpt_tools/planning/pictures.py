@@ -9,11 +9,7 @@ from memckpt.errors import ConfigurationError
 
 
 def check_plot(path: Path) -> None:
-    """Refuse before any work what could not be drawn.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or does not draw such files, or there is no such directory.
-    """
+    """Refuse what could not be drawn before any work: without matplotlib, of another kind, in no directory."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -28,11 +24,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib; the same values make the same file: no date, no random names.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write a figure of matplotlib; the same values make the same file: no date, no random names."""
     from matplotlib import rc_context
 
     try:

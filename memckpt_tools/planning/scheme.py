@@ -1,4 +1,4 @@
-"""A scheme of protection: its tiers, and what they make of a job's failures on average. Pure."""
+"""A scheme of protection: its tiers, what they make of a job's failures on average, and what it costs there. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from memckpt_tools.planning.job import Failures
+from memckpt.config import MemckptConfig
+from memckpt.user_messages import nbytes_text
+from memckpt_tools.planning.footprint import NodeMemory
+from memckpt_tools.planning.job import Failures, Job
 
 #: Longest time that is taken for meant, in seconds: 3,000 years as a mean time between failures is another unit's.
 LONGEST_SECONDS = 1e11
@@ -24,12 +27,10 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A place that a state is brought back from.
 
     Attributes:
-        every_steps: interval of the states that it holds, in steps.
         lag_steps: number of the newest steps that are on their way to it, and lost with what they come from.
         restore_seconds: time from the start of processes to the first new step.
         group_nodes: nodes of a group that protects its members; 0 where nodes do not matter.
         tolerates: nodes of a group that may be lost at once; 0: none, the tier is the node's own memory.
-        survives_cluster: whether it survives the loss of all nodes.
         rebuild_seconds: time from the first new step until a node that was replaced holds its part of it again; until
             then it counts as lost.
     """
@@ -49,11 +50,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         overhead: time that it adds to training, as a share of undisturbed training time.
-        tiers: its tiers, nearest first; a recovery takes the tier with the newest state that survived, and of equal
-            ones the nearest.
-        memory_bytes: host memory for each node, in bytes.
-        wire_bytes: bytes that a node sends for each step.
-        disk_bytes: bytes that the job writes for each step.
+        tiers: nearest first. A recovery takes the one with the newest state that survived, of equal ones the nearest.
+        memory_bytes: of each node. wire_bytes: that a node sends for each step. disk_bytes: of the job, for each step.
     """
 
     name: str
@@ -66,12 +64,12 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """Expected results of one scheme.
+    """Expected results of one scheme, by kind of failure.
 
     Attributes:
         ettr: share of the wall-clock time that advances training.
-        lost_steps: steps that a failure of a kind costs on average; those of the step in progress count.
-        recovery_seconds: time from a failure of a kind to the first new step.
+        lost_steps: steps that a failure costs on average; the step in progress counts.
+        recovery_seconds: time from a failure to the first new step.
         tiers: name of the tier that serves; empty where training starts over.
     """
 
@@ -82,10 +80,7 @@ class Expectation:
 
 
 def serving_tier(scheme: Scheme, failure: Failure) -> Tier | None:
-    """The tier with the newest state that survives, on average; None where no tier does.
-
-    A failure of nodes is one that a group tolerates.
-    """
+    """The tier with the newest state that survives, on average; None where no tier does."""
     survivors = [tier for tier in scheme.tiers if survives(tier, failure)]
     # Mean age of its newest state at a failure, by the ETTR post: half an interval, and what was not persistent yet.
     return min(survivors, key=lambda tier: tier.lag_steps + tier.every_steps / 2, default=None)
@@ -108,11 +103,9 @@ def expect(
     restart_seconds: float = 0.0,
     replacement_seconds: float = 0.0,
 ) -> Expectation:
-    """Expect the behaviour of a scheme; times are those of a job.
+    """Expect the behaviour of a scheme in a job. Where no tier survives a failure, training starts over.
 
-    Args:
-        run_seconds: length of the job; where no tier survives a failure, training starts over.
-        beyond_per_second: rate of failures, of those of nodes and domains, that take more nodes than a group tolerates.
+    `beyond_per_second`: rate of failures, of those of nodes and domains, that take more nodes than a group tolerates.
     """
     nodes = failures.node + failures.domain
     beyond = min(nodes, beyond_per_second)
@@ -164,3 +157,143 @@ def _lost_seconds(tier: Tier, failures_per_second: float, step_seconds: float) -
     if passed > 700:
         return 1 / failures_per_second
     return 1 / failures_per_second - interval * math.exp(-lag * failures_per_second) / math.expm1(passed)
+
+
+_MONTH_SECONDS = 30 * 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A scheme, evaluated for a job.
+
+    Attributes:
+        choice: its settings in words: an interval, (k, m), a compressor.
+        monthly_loss: probability of losing more than memory holds, in 30 days; None: it holds nothing in memory.
+        keeps_memory: whether that is within the job's budget of losses.
+        config: settings of this product; None for a scheme of others.
+        problems: why it does not do for this job; empty: it does.
+    """
+
+    scheme: Scheme
+    choice: str
+    expectation: Expectation
+    memory: NodeMemory
+    monthly_loss: float | None
+    keeps_memory: bool = False
+    config: MemckptConfig | None = None
+    exact: bool = True
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does for the job, within the budgets."""
+        return not self.problems
+
+
+def evaluate(
+    job: Job,
+    scheme: Scheme,
+    *,
+    choice: str,
+    memory: NodeMemory,
+    in_memory: bool = True,
+    config: MemckptConfig | None = None,
+    exact: bool = True,
+    problems: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Planned:
+    """Evaluate a scheme for a job. `in_memory`: whether it holds anything in memory; others as in :class:`Planned`."""
+    beyond = beyond_rate(job, scheme)
+    expectation = expect(
+        scheme,
+        job.failures,
+        step_seconds=job.step_seconds,
+        run_seconds=job.run_seconds,
+        beyond_per_second=beyond,
+        restart_seconds=job.restart_seconds,
+        replacement_seconds=job.replacement_seconds,
+    )
+    found = list(problems)
+    budget = job.memory_budget_bytes
+    if budget is not None and memory.peak > budget:
+        found.append(f"memory: {nbytes_text(memory.peak)} of {nbytes_text(budget)}")
+    if in_memory and scheme.overhead > job.overhead_budget:
+        found.append(f"overhead: {scheme.overhead:.1%} of {job.overhead_budget:.1%}")
+    monthly = monthly_probability(beyond + job.failures.cluster) if in_memory else None
+    return Planned(
+        scheme=scheme,
+        choice=choice,
+        expectation=expectation,
+        memory=memory,
+        monthly_loss=monthly,
+        keeps_memory=monthly is not None and monthly <= job.loss_budget,
+        config=config,
+        exact=exact,
+        problems=tuple(found),
+        notes=notes,
+    )
+
+
+def beyond_rate(job: Job, scheme: Scheme) -> float:
+    """Rate, per second, of failures of nodes and domains after which memory does not hold the newest state.
+
+    A domain may have more nodes of a group than it tolerates; single failures may come before a group is whole again.
+    """
+    failures = job.failures
+    groups = [tier for tier in scheme.tiers if tier.group_nodes]
+    if not groups:
+        return failures.node + failures.domain
+    group = max(groups, key=lambda tier: tier.tolerates)
+    if group.group_nodes > job.nodes:
+        return failures.node + failures.domain
+    domains = job.domains or job.nodes
+    at_once = -(-group.group_nodes // domains)
+    rate, per_node = 0.0, failures.node / job.nodes
+    if at_once > group.tolerates:
+        rate += failures.domain
+    elif job.domains:
+        per_node += failures.domain / job.domains
+    window = job.restart_seconds + job.replacement_seconds + group.restore_seconds + group.rebuild_seconds
+    return min(
+        failures.node + failures.domain,
+        rate + beyond_memory_rate(per_node, job.nodes, group.group_nodes, group.tolerates, window),
+    )
+
+
+def peer_rate(job: Job) -> float:
+    """Rate at which a node encodes and sends, in bytes per second: the two are a pipeline."""
+    return min(job.network_bytes_per_second, job.encode_bytes_per_second)
+
+
+def storage_tier(name: str, job: Job, interval_seconds: float, persist_seconds: float, restore_seconds: float) -> Tier:
+    """Storage that all nodes reach, with a state for each interval."""
+    return Tier(
+        name=name,
+        every_steps=max(1.0, interval_seconds / job.step_seconds),
+        lag_steps=persist_seconds / job.step_seconds,
+        restore_seconds=restore_seconds,
+        survives_cluster=True,
+    )
+
+
+def beyond_memory_rate(
+    node_failures_per_second: float, nodes: int, group_nodes: int, tolerates: int, window_seconds: float
+) -> float:
+    """Rate, per second, at which a group of a running job loses more nodes than it tolerates.
+
+    Each lost node leaves its group with one node less for a window, until it is replaced and protected again. REFT,
+    equation 7, is the case of one tolerated node. For short windows the rate is
+    groups x C(n, m) (rate x window)^m x (n - m) x rate, with n = `group_nodes` and m = `tolerates`.
+    """
+    if tolerates >= group_nodes:
+        return 0.0
+    down = node_failures_per_second * window_seconds
+    down /= 1 + down  # of the time, by repairs that take the window on average
+    worst = math.comb(group_nodes, tolerates) * down**tolerates * (1 - down) ** (group_nodes - tolerates)
+    return nodes / group_nodes * worst * (group_nodes - tolerates) * node_failures_per_second
+
+
+def monthly_probability(events_per_second: float) -> float:
+    """Probability of at least one event in 30 days, of events that come at a constant rate."""
+    return -math.expm1(-events_per_second * _MONTH_SECONDS)

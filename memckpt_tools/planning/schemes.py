@@ -31,8 +31,7 @@ from memckpt_tools.planning.footprint import (
     wire_bytes,
 )
 from memckpt_tools.planning.job import Job
-from memckpt_tools.planning.planned import Planned, evaluate, peer_rate, storage_tier
-from memckpt_tools.planning.scheme import Scheme, Tier
+from memckpt_tools.planning.scheme import Planned, Scheme, Tier, evaluate, peer_rate, storage_tier
 
 
 def node_state_bytes(job: Job) -> float:
@@ -86,10 +85,9 @@ def asynchronous(job: Job) -> Planned:
 
 
 def young_interval(write_seconds: float, mttf_seconds: float) -> float:
-    """Young's optimal time between two checkpoints, in seconds.
+    """Young's optimal time between two checkpoints, in seconds: sqrt(2 x write x MTTF).
 
-    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974:
-    sqrt(2 x write x MTTF). It makes the synchronous ETTR above largest, too.
+    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
     return math.sqrt(2 * write_seconds * mttf_seconds)
 
@@ -199,9 +197,8 @@ def _coded(job: Job, name: str, data: Sequence[int]) -> Planned:
 def best(found: Iterator[Planned]) -> Planned:
     """The best of some settings, which are given in the order of preference by mode and T.
 
-    First those without problems, then those within the budget of losses, then those whose ETTR is the highest within
-    :data:`SAME_ETTR`, then exact ones. Of these the first mode and T, and with it the least traffic and memory. Where
-    none is without problems, it is the one that costs least.
+    First those without problems, then those within the budget of losses, then those of the highest ETTR, then exact
+    ones. Of these the first mode and T, and with it the least traffic and memory. If all have problems: the cheapest.
     """
     offers = list(found)
     kept = [one for one in offers if one.fits]
@@ -284,14 +281,10 @@ def _setting(
     problems = [storing.problem] if storing.problem else []
     if peers is not None and job.nodes < peers.group_nodes:
         problems.append(f"peers: {peers.group_nodes} nodes of {job.nodes}")
-    tiers = [
-        Tier(
-            name="memory",
-            every_steps=max(1, every),
-            lag_steps=0,
-            restore_seconds=_local_seconds(job, mode, held),
-        )
-    ]
+    seconds = held.whole_bytes / job.copy_bytes_per_second
+    if mode == "lazy":
+        seconds = from_window_seconds(held, job.copy_bytes_per_second, job.redo_parameters_per_second)
+    tiers = [Tier(name="memory", every_steps=max(1, every), lag_steps=0, restore_seconds=seconds)]
     if peers is not None:
         tiers.append(_peer_tier(job, peers, held, sending, private))
     tiers.append(storing.tier)
@@ -350,12 +343,6 @@ def _peer_tier(job: Job, peers: ErasureConfig, held: Held, sending: _Sending, pr
         group_nodes=job.replicas if private else peers.group_nodes,
         tolerates=job.replicas - 1 if private else peers.tolerate,
     )
-
-
-def _local_seconds(job: Job, mode: RedoMode, held: Held) -> float:
-    if mode == "lazy":
-        return from_window_seconds(held, job.copy_bytes_per_second, job.redo_parameters_per_second)
-    return held.whole_bytes / job.copy_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -428,16 +415,8 @@ def make_plan(job: Job) -> Plan:
     highest ETTR among those within the budget of losses; where several are within 0.1%, an exact one that protects
     every step, of the least memory.
     """
-    rows = (
-        unprotected(job),
-        synchronous(job),
-        asynchronous(job),
-        memory_only(job),
-        copies(job),
-        erasure(job),
-        compressed(job),
-        logged(job),
-    )
+    ways = (unprotected, synchronous, asynchronous, memory_only, copies, erasure, compressed, logged)
+    rows = tuple(way(job) for way in ways)
     candidates = [row for row in rows if row.fits and row.config is not None and row.config.compression is None]
     if not candidates:
         own = [row for row in rows if row.config is not None and row.problems]

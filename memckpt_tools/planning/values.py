@@ -26,11 +26,7 @@ def _number(text: str) -> int | float:
 
 
 def read_tree(path: Path, what: str) -> Any:
-    """Plain values from a file: JSON where its name ends in .json, else YAML. `what` names it in errors.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is neither, or PyYAML is not installed.
-    """
+    """Plain values from a file: JSON if its name ends in .json, else YAML. `what` names it in ConfigurationErrors."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,11 +56,7 @@ def read_tree(path: Path, what: str) -> Any:
 
 
 def converted(value: Any, kind: type[T], where: str, *, strict: bool = True) -> T:
-    """Plain values as a type of msgspec's; without `strict` numbers may be texts.
-
-    Raises:
-        ConfigurationError: a field is unknown or missing, of another type or out of range; names the place.
-    """
+    """Convert plain values; without `strict` numbers may be texts. A ConfigurationError names the place."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -78,11 +70,7 @@ def converted(value: Any, kind: type[T], where: str, *, strict: bool = True) -> 
 
 
 def require_range(option: str, value: float, hint: Any, size: float, unit: str) -> None:
-    """Hold an option against the range of the field that it sets, of which a unit of the option has `size` units.
-
-    Raises:
-        ConfigurationError: it is outside.
-    """
+    """Refuse an option outside the range of the field that it sets, of which a unit of the option has `size` units."""
     (meta,) = (one for each in (hint, *typing.get_args(hint)) for one in getattr(each, "__metadata__", ()))
     low, high = meta.gt if meta.ge is None else meta.ge, meta.le
     if not low <= value * size <= high or value * size == meta.gt:

@@ -54,11 +54,7 @@ Draw = Callable[[Any, Theme, Story, Goodput], None]
 
 
 def pictures(story: Story, goodput: Goodput) -> Iterator[Picture]:
-    """The figures of a run; those of which nothing is known are left out.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
+    """The figures of a run; those of which nothing is known are left out."""
     samples = [sample for _, _, sample in story.samples]
     stalls = any(sample.stall_ms is not None for sample in samples)
     drawings: list[tuple[bool, str, Draw, float, str, str]] = [

@@ -19,15 +19,13 @@ class Goodput:
         wall: from the first attempt's begin to the run's end, without pauses after training had finished.
         training, stalled: time that advanced it, and that ranks have waited for protection.
         repeated: time of steps that were taken again: lost ones, and those repeated as a proof.
-        starting: from the first attempt's begin to its first step.
-        down: from failures to the next first steps.
-        steps: number of steps that were taken.
+        starting, down: from the first attempt's begin, and from failures, to the next first steps.
         steps_lost: number of committed steps that were taken again; at least that, if `lost_more`: an attempt has ended
             without a witness of how far it came.
         step, stall: time of a step, and what of it waits for protection; None where it is not known.
         ettr: measured: `training` of `wall`.
-        expected: what the plan's closed form gives for failures as frequent, restarts and restores as long, and the
-            overhead, as they were; None where too little is known.
+        expected: what the plan's closed form gives for failures, restarts, restores and an overhead as they were; None
+            where too little is known.
     """
 
     wall: float

@@ -27,7 +27,7 @@ _LISTED_NOT = (journal.Sample, journal.Stored, journal.FirstStep, journal.Attemp
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint that storage has: step, attempt, time of its writing in seconds since 1970, bytes, and state."""
+    """A checkpoint that storage has; `created` is in seconds since 1970."""
 
     step: int
     attempt: int
@@ -68,11 +68,7 @@ class Table:
 
 
 def render(run: str, story: Story, goodput: Goodput, kept: Sequence[Kept], problem: str) -> str:
-    """The page: the run's name, its story, its goodput, the checkpoints in storage, or why that could not be read.
-
-    Raises:
-        ConfigurationError: jinja2 or matplotlib is not installed.
-    """
+    """The page: the run's name, its story, its goodput, the checkpoints in storage, or why that could not be read."""
     try:
         import jinja2
     except ImportError:
@@ -147,18 +143,21 @@ def _tiers(recovered: Sequence[Attempt]) -> str:
     return ", ".join(f"{number} from {tier}" for tier, number in numbers.items())
 
 
+def _row(*texts: str) -> list[Cell]:
+    return [Cell(text) for text in texts]
+
+
 def _failures(story: Story) -> Table:
     rows = []
     for attempt, following in zip(story.attempts, [*story.attempts[1:], None], strict=True):
         if attempt.end not in ("died", "lost", "left"):
             continue
         at = attempt.ended_at if attempt.ended_at is not None else attempt.seen
-        cells = [_moment(at), f"#{attempt.number}", str(attempt.last_step)]
-        rows.append([*map(Cell, cells), *_after(attempt, following, at)])
+        cells = _row(_moment(at), f"#{attempt.number}", str(attempt.last_step))
+        rows.append(cells + _after(attempt, following, at))
     for loss in story.agents:
-        rows.append(
-            [Cell(_moment(loss.time)), *[Cell("")] * 6, Cell(f"agent pid {loss.pid} on {loss.node} was killed", "warn")]
-        )
+        killed = Cell(f"agent pid {loss.pid} on {loss.node} was killed", "warn")
+        rows.append([*_row(_moment(loss.time), *[""] * 6), killed])
     rows.sort(key=lambda row: row[0].text)
     columns = ["time", "attempt", "at step", "from", "resumed after", "lost", "down", "what"]
     text = "Down is the time from the last trainer's end to the next attempt's first step; lost are steps taken again."
@@ -172,7 +171,7 @@ def _after(attempt: Attempt, following: Attempt | None, at: float) -> list[Cell]
     who = "; ".join(f"{ranks_text(ranks)} on {node}" for node, ranks in dead.items())
     words = {"died": f"died: {who}", "left": "trainers left", "lost": "its nodes were lost"}[attempt.end]
     if following is None:
-        return [Cell("not yet", "warn"), Cell(""), Cell(""), Cell(""), Cell(words)]
+        return [Cell("not yet", "warn"), *_row("", "", "", words)]
     verdict = f"; check {following.verdict}" if following.verdict else ""
     down = "" if following.first_step_at is None else seconds_text(following.first_step_at - at)
     lost, known = lost_steps(attempt, following)
@@ -181,15 +180,9 @@ def _after(attempt: Attempt, following: Attempt | None, at: float) -> list[Cell]
         back = Cell("start over", "bad")
         return [back, Cell(""), Cell(steps, "bad" if lost or not known else ""), Cell(down), Cell(words)]
     recovered = following.recovered
-    took = f"step {recovered.step}, {seconds_text(recovered.seconds)}"
+    from_where = _row(recovered.tier, f"step {recovered.step}, {seconds_text(recovered.seconds)}")
     style = "bad" if following.verdict == "different" else ""
-    return [
-        Cell(recovered.tier),
-        Cell(took),
-        Cell(steps, "warn" if lost or not known else "good"),
-        Cell(down),
-        Cell(words + verdict, style),
-    ]
+    return [*from_where, Cell(steps, "warn" if lost or not known else "good"), Cell(down), Cell(words + verdict, style)]
 
 
 def _attempts(story: Story) -> Table:
@@ -200,35 +193,31 @@ def _attempts(story: Story) -> Table:
         begun = one.recovered
         how = f"from {begun.tier}" if begun is not None else (one.started_over or "")
         end = one.end or "goes on"
-        cells = [f"#{one.number}", _moment(one.began), count(one.world_size, "rank"), first, ready, end, how]
-        rows.append([Cell(text) for text in cells])
+        ranks = count(one.world_size, "rank")
+        rows.append(_row(f"#{one.number}", _moment(one.began), ranks, first, ready, end, how))
     columns = ["attempt", "began", "ranks", "steps", "to first step", "end", "begun"]
     return Table("attempts", "Attempts", "", columns, rows, "There was no attempt.")
 
 
 def _kept(kept: Sequence[Kept], problem: str) -> Table:
-    rows = [
-        [
-            Cell(f"step {one.step}"),
-            Cell(f"#{one.attempt}"),
-            Cell(_moment(one.created)),
-            Cell(nbytes_text(one.nbytes)),
-            Cell(one.state, "" if one.state in ("whole", "whole, pinned") else "bad"),
-        ]
-        for one in kept[:_ROWS]
-    ]
+    rows = []
+    for one in kept[:_ROWS]:
+        state = Cell(one.state, "" if one.state in ("whole", "whole, pinned") else "bad")
+        rows.append(
+            [*_row(f"step {one.step}", f"#{one.attempt}", _moment(one.created), nbytes_text(one.nbytes)), state]
+        )
     none = f"Storage could not be read: {problem}" if problem else "There is no checkpoint in storage."
     columns = ["step", "attempt", "written", "size", "state"]
     return Table("checkpoints", "Checkpoints kept", "", columns, rows, none)
 
 
 def _decisions(story: Story) -> Table:
-    rows = []
-    for entry in story.entries:
-        event = entry.event
-        if isinstance(event, journal.Decision):
-            cells = [_moment(entry.envelope.time), event.name, f"{event.old} → {event.new}", event.reason]
-            rows.append([Cell(text) for text in cells])
+    decided = [(entry.envelope.time, entry.event) for entry in story.entries]
+    rows = [
+        _row(_moment(at), event.name, f"{event.old} → {event.new}", event.reason)
+        for at, event in decided
+        if isinstance(event, journal.Decision)
+    ]
     columns = ["time", "what", "change", "why"]
     none = "Nothing was changed by the system itself."
     return Table("decisions", "Decisions of the system", "", columns, rows[-_ROWS:], none)
@@ -239,16 +228,12 @@ def _events(story: Story) -> Table:
     several = len({entry.envelope.node for entry in story.entries}) > 1
     rows = []
     for entry in listed[-_ROWS:]:
-        node = [Cell(entry.envelope.node)] if several else []
-        words = Cell(words_of(entry.event), _style(entry))
-        rows.append([Cell(_moment(entry.envelope.time)), Cell(f"#{entry.envelope.attempt}"), *node, words])
+        where = entry.envelope
+        words = Cell(words_of(entry.event), _STYLES.get(style_of(entry.event), ""))
+        rows.append([*_row(_moment(where.time), f"#{where.attempt}", *([where.node] if several else [])), words])
     more = f"The newest {_ROWS} of {len(listed)}; " if len(listed) > _ROWS else ""
     columns = ["time", "attempt", *(["node"] if several else []), "event"]
     return Table("events", "Events", f"{more}memckpt events shows all of them.", columns, rows, "There are none.", True)
-
-
-def _style(entry: journal.Entry) -> str:
-    return _STYLES.get(style_of(entry.event), "")
 
 
 def in_json(story: Story, goodput: Goodput) -> Mapping[str, object]:

@@ -20,11 +20,9 @@ class Attempt:
         first_step, first_step_at: its first commit; None if it had none.
         recovered: the state that it went on from; None if it started over.
         started_over: why it did; empty if it did not.
-        verdict, check: of the resume check; empty before it has one.
+        verdict: of the resume check; empty before it has one.
         deaths: trainers that died, with node and time.
-        ended_at: when it ended; None: it goes on.
         end: ``"died"``, ``"left"``, ``"finished"``, ``"lost"`` (its end was not seen), or empty: it goes on.
-        last_step: newest step that is known of it.
         seen: when it was last heard of.
     """
 
@@ -37,7 +35,6 @@ class Attempt:
     recovered: journal.Recovered | None = None
     started_over: str = ""
     verdict: str = ""
-    check: str = ""
     deaths: list[tuple[float, str, journal.TrainerDied]] = field(default_factory=list)
     ended_at: float | None = None
     end: str = ""
@@ -89,7 +86,6 @@ class Story:
         degraded: tiers that did not do what they were configured for.
         agents: agents that were killed.
         samples: figures of the leading node (that of rank 0), by time, with the position of their attempt.
-        stored: checkpoints, by time.
         until: the last moment that is known of.
     """
 
@@ -174,7 +170,7 @@ def _note(attempt: Attempt, at: float, node: str, event: object) -> None:
         case journal.StartedOver():
             attempt.started_over = event.reason
         case journal.ResumeChecked():
-            attempt.verdict, attempt.check = event.verdict, event.line
+            attempt.verdict = event.verdict
         case journal.TrainerDied():
             attempt.deaths.append((at, node, event))
             attempt.end, attempt.ended_at = "died", at

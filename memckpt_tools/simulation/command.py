@@ -200,11 +200,7 @@ def _schemes_of(path: Path | None, tiers: list[str] | None, overhead: float, nam
 
 
 def read_schemes(path: Path) -> list[Scheme]:
-    """Read schemes from a file of JSON (``.json``) or YAML: a list, or a mapping with the list as ``schemes``.
-
-    Raises:
-        ConfigurationError: it cannot be read; a field is unknown, missing, of another type or out of range.
-    """
+    """Read schemes from a file of JSON (``.json``) or YAML: a list, or a mapping with the list as ``schemes``."""
     from memckpt_tools.planning.scheme import Scheme
     from memckpt_tools.planning.values import converted, read_tree
 
@@ -217,7 +213,7 @@ def read_schemes(path: Path) -> list[Scheme]:
 
 
 def parse_tier(text: str) -> Tier:
-    """A tier from ``name=disk,every_steps=100,...``. Raises as :func:`read_schemes`."""
+    """A tier from ``name=disk,every_steps=100,...``."""
     from memckpt_tools.planning.scheme import Tier
     from memckpt_tools.planning.values import converted
 
@@ -321,11 +317,7 @@ def _as_json(setup: Setup, summaries: list[Summary], seed: int, swept: Sweep | N
 
 
 def draw(sweep: Sweep, path: Path, title: str) -> None:
-    """Draw a sweep: a line for each scheme, with its confidence interval as a band.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Draw a sweep: a line for each scheme, with its confidence interval as a band."""
     from matplotlib.figure import Figure
 
     from memckpt_tools.planning.pictures import save_figure
@@ -334,10 +326,8 @@ def draw(sweep: Sweep, path: Path, title: str) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     hours = [(mtbf / 3600, summaries) for mtbf, summaries in sweep.by_mtbf]
     sizes = [(float(nodes), summaries) for nodes, summaries in sweep.by_nodes]
-    for axes, label, points in (
-        (left, "mean time between failures of the job, hours", hours),
-        (right, "nodes", sizes),
-    ):
+    labels = ("mean time between failures of the job, hours", "nodes")
+    for axes, label, points in zip((left, right), labels, (hours, sizes), strict=True):
         for at in range(len(points[0][1])):
             _draw_line(axes, [(x, summaries[at]) for x, summaries in points])
         axes.set_xscale("log")
@@ -351,10 +341,7 @@ def draw(sweep: Sweep, path: Path, title: str) -> None:
     save_figure(figure, path)
 
 
-def _draw_line(axes: object, points: Sequence[tuple[float, Summary]]) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _draw_line(axes: Any, points: Sequence[tuple[float, Summary]]) -> None:
     xs = [x for x, _ in points]
     ettrs = [summary.ettr for _, summary in points]
     widths = [ettr.half_width or 0.0 for ettr in ettrs]

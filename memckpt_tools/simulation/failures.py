@@ -67,12 +67,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Checked):
-    """The nodes of a job. Racks are runs of neighbouring nodes, zones are runs of racks.
-
-    Attributes:
-        nodes_per_rack: number of nodes in a rack, the last one may have fewer; None: racks are not known.
-        racks_per_zone: number of racks in a zone, the last one may have fewer; None: zones are not known.
-    """
+    """The nodes of a job. Racks are runs of neighbouring nodes, zones are runs of racks; None: they are not known."""
 
     nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)]
     nodes_per_rack: Count | None = None
@@ -110,17 +105,11 @@ class Cluster(Checked):
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures of one run, in the order of time.
+    """Failures of one run, in the order of time."""
 
-    Attributes:
-        seconds: when they happen, from the start of training.
-        kinds: index into `KINDS`.
-        units: number of the node, rack or zone; 0 of the cluster.
-    """
-
-    seconds: Floats
-    kinds: Integers
-    units: Integers
+    seconds: Floats  #: when they happen, from the start of training
+    kinds: Integers  #: indices into `KINDS`
+    units: Integers  #: number of the node, rack or zone; 0 of the cluster
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -131,12 +120,10 @@ class FailureModel:
     """Distributions of failures; all units fail independently of each other. None: there are none of the kind.
 
     Attributes:
-        nodes: time between failures of a node with its memory (hardware).
-        processes: time between failures of a node's processes, whose memory stays (software).
-        racks, zones: time between failures of a rack or zone, with the memory of all its nodes.
-        cluster: time between failures of all nodes at once.
-        new: whether units are new when training starts. Otherwise they have been in service for long, and fail as
-            often from the start. It makes no difference to exponential times.
+        nodes: of a node with its memory (hardware). processes: of a node's processes, whose memory stays (software).
+        racks, zones, cluster: of a rack, a zone or all nodes, with the memory of all its nodes.
+        new: whether units are new when training starts. Else they have been in service for long, and fail as often
+            from the start. It makes no difference to exponential times.
     """
 
     nodes: Lifetime | None = None
@@ -150,13 +137,9 @@ class FailureModel:
     def of_nodes(
         cls, mean_seconds: float, *, software_share: float = 0.0, shape: float = 1.0, new: bool = False
     ) -> FailureModel:
-        """Failures of nodes by hardware and software.
+        """Failures of nodes by hardware and software, whose times between failures are exponential.
 
-        Args:
-            mean_seconds: mean time between failures of one node, of both kinds.
-            software_share: share of software among them. Its times between failures are exponential.
-            shape: shape of the times between failures of hardware.
-            new: whether nodes are new when training starts.
+        `mean_seconds` is of one node, of both kinds; `shape` is that of hardware's times.
         """
         require(0 <= software_share <= 1, "software_share", "0 to 1", software_share)
         hardware = Lifetime(mean_seconds / (1 - software_share), shape) if software_share < 1 else None
@@ -240,18 +223,11 @@ COLUMNS = ("time_seconds", "kind", "node")
 
 
 def parse_trace(text: str, cluster: Cluster, name: str = "trace") -> Failures:
-    """Failures in comma-separated values.
+    """Failures in comma-separated values. Raises ConfigurationError, with the line and the column.
 
     The first line names the columns ``time_seconds``, ``kind`` and ``node``, in any order; others are left alone. Empty
-    lines are left out, and lines that begin with ``#``.
-
-    Args:
-        text: the file. `time_seconds` counts from the start of training and never falls. `kind` is process, node,
-            rack, zone or cluster. `node` is a node's number from 0; any node of the rack or zone that fails, and
-            nothing is needed for the cluster.
-
-    Raises:
-        ConfigurationError: it is malformed; the line, the column, what was expected and found are named.
+    lines are left out, and lines that begin with ``#``. Times count from the start of training and never fall. `node`
+    is a node's number from 0: any node of the rack or zone that fails; nothing is needed for the cluster.
     """
     lines = [
         (number, line)
@@ -284,7 +260,7 @@ def parse_trace(text: str, cluster: Cluster, name: str = "trace") -> Failures:
 
 
 def read_trace(path: Path, cluster: Cluster) -> Failures:
-    """Failures in a file; see :func:`parse_trace`, also for errors."""
+    """Failures in a file, as :func:`parse_trace` reads them."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

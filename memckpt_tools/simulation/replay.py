@@ -28,15 +28,10 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Repair(Checked):
-    """How long it takes until lost nodes are there again.
+    """How long it takes until lost nodes are there again; the times are those of ``memckpt simulate --help``.
 
-    Attributes:
-        detection_seconds: time from a failure until it is noticed and the job's processes have ended.
-        replacement_seconds: time from then until a spare node has the place of a lost one.
-        repair_seconds: time from a failure until a lost node can serve as a spare.
-        spares: number of spare nodes at the start; None: there always is one. Where all are in use, training waits for
-            the first node that is repaired.
-        start_seconds: time from the start of processes to the first step, where nothing is held.
+    `spares`: number of spare nodes at the start; None: there always is one. Where all are in use, training waits for
+    the first node that is repaired.
     """
 
     detection_seconds: Seconds = 0.0
@@ -61,12 +56,9 @@ class Outcome:
     Attributes:
         useful_seconds: time that its steps at the end would have taken without protection.
         overhead_seconds: time that protection added to them.
-        lost_seconds: time of steps that were lost with a failure.
-        down_seconds: time in which there was no training.
-        lost_steps: steps that were lost with failures, parts of steps included.
+        lost_seconds, lost_steps: of steps that were lost with a failure, parts of steps included.
         failures: number of failures by kind, in the order of `KINDS`.
-        recoveries: number of recoveries from each tier, and last from nothing. A recovery that another failure
-            interrupts counts, so each failure has one.
+        recoveries: number of recoveries from each tier, and last from nothing; each failure has one.
     """
 
     useful_seconds: float
@@ -91,12 +83,7 @@ class Outcome:
 def replay(
     scheme: Scheme, failures: Failures, cluster: Cluster, training: Training, repair: Repair | None = None
 ) -> Outcome:
-    """What becomes of a training with these failures; those after its end are left out.
-
-    Args:
-        scheme: how it is protected; its values are taken as they are.
-        repair: None: lost nodes are replaced at once.
-    """
+    """What becomes of a training with these failures; without a `repair` lost nodes are replaced at once."""
     repair = repair or Repair()
     places = [_Place(tier, cluster.nodes) for tier in scheme.tiers]
     restores = [*(tier.restore_seconds for tier in scheme.tiers), repair.start_seconds]
@@ -187,8 +174,7 @@ def group_of(node: int, nodes: int, group_nodes: int) -> int:
 class _Place:
     """What one tier holds, in the course of a training.
 
-    Attributes:
-        lost: whether the last failure, or one from which its nodes have not recovered, was more than it survives.
+    `lost`: whether the last failure, or one from which its nodes have not recovered, was more than it survives.
     """
 
     def __init__(self, tier: Tier, nodes: int) -> None:

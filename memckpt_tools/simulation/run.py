@@ -25,10 +25,7 @@ from memckpt_tools.simulation.replay import NOTHING, Outcome, Repair, Training, 
 class Estimate:
     """The mean of repetitions.
 
-    Attributes:
-        half_width: half the width of its confidence interval, by Student's t distribution; None with one repetition,
-            which has no spread.
-        confidence: probability with which such an interval has the true mean in it.
+    `half_width`: half of its confidence interval, by Student's t distribution; None with one repetition.
     """
 
     mean: float
@@ -141,11 +138,7 @@ class Summary:
 
 
 def check_schemes(schemes: Sequence[Scheme], nodes: int) -> None:
-    """Refuse schemes that a cluster of so many nodes cannot have.
-
-    Raises:
-        ConfigurationError: there is none, two have one name, or a value of one is out of range.
-    """
+    """Refuse schemes that a cluster of so many nodes cannot have, names that are not unique, values out of range."""
     if not schemes:
         raise ConfigurationError("schemes: expected one or more, found none")
     _refuse_twins("schemes", [scheme.name for scheme in schemes])
@@ -174,21 +167,10 @@ def simulate(
     workers: int = 1,
     confidence: float = 0.95,
 ) -> list[Summary]:
-    """Simulate trainings under each scheme.
+    """Simulate trainings under each scheme, and summarize each. Raises ConfigurationError.
 
-    A repetition depends on the seed and its number only: not on how many there are, nor on `workers`. A trace is
-    replayed once.
-
-    Args:
-        workers: processes that repetitions are shared among. With more than one, the caller's main module must be
-            importable without side effects, as `multiprocessing` asks for.
-        confidence: that of the intervals.
-
-    Returns:
-        A summary for each scheme, in their order.
-
-    Raises:
-        ConfigurationError: a value is out of range, or does not fit the cluster.
+    A repetition depends on the seed and its number only: not on how many there are, nor on `workers`, the processes
+    that share them. A trace is replayed once.
     """
     require(1 <= repetitions <= 1_000_000, "repetitions", "1 to 1000000", repetitions)
     require(0 <= seed < 2**63, "seed", "0 to 2^63 - 1", seed)
@@ -236,10 +218,9 @@ class Sweep:
 
 
 def sweep(setup: Setup, schemes: Sequence[Scheme], run: Callable[[Setup], Iterable[Summary]]) -> Sweep:
-    """Simulate with times between failures, and with numbers of nodes, times each factor.
+    """Simulate with times between failures, and with numbers of nodes, times each factor, by `run`.
 
-    Clusters that are smaller than the largest group of a scheme are left out. Failures are no trace, which belongs to
-    one cluster. `run` simulates the schemes in a setup.
+    Clusters smaller than the largest group of a scheme are left out. Failures are no trace, which fits one cluster.
     """
     model = setup.failures
     assert isinstance(model, FailureModel), "distributions can be scaled"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from memckpt_tools.planning.planned import beyond_memory_rate, monthly_probability
+from memckpt_tools.planning.scheme import beyond_memory_rate, monthly_probability
 from memckpt_tools.planning.schemes import daly_interval, young_interval
 from tests.support.planning.tiers import daly_wall_seconds
 
