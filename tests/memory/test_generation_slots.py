@@ -154,19 +154,6 @@ def node() -> Iterator[Callable[..., Node]]:
         one.groups.close()
 
 
-def test_ranks_that_share_slots_wait_for_each_other(node: Callable[..., Node]) -> None:
-    one = node([(0, 1)])
-    one.begins(0, 1)
-    assert one.waiting == {0}
-    one.begins(1, 1)
-    assert not one.waiting
-    one.commits(0, 2)
-    one.begins(1, 2)  # the other one writes its part a moment later
-    assert one.held(0) == [1]
-    one.begins(0, 2)
-    assert (one.held(0), one.generations(0), one.waiting) == ([2], 1, set())
-
-
 def test_the_old_one_goes_when_the_other_ranks_of_the_node_are_through_the_record(node: Callable[..., Node]) -> None:
     one = node([(0,), (1,)])
     one.all_begin(1)
@@ -180,16 +167,6 @@ def test_the_old_one_goes_when_the_other_ranks_of_the_node_are_through_the_recor
     assert not one.waiting
     assert (one.held(0), one.generations(0)) == ([2], 1)
     assert one.groups[(0,)].nbytes == size
-
-
-def test_where_another_rank_could_not_stage_the_record_both_are_held(node: Callable[..., Node]) -> None:
-    one = node([(0,), (1,)])
-    one.all_begin(1)
-    one.begins(0, 2)
-    one.goes_through(1, 2)
-    assert not one.waiting
-    assert one.held(0) == [1, 2]
-    assert one.generations(0) == 2
 
 
 @pytest.mark.parametrize("fate", ["stands still", "has gone", "is through"])

@@ -25,6 +25,11 @@ FUZZ = settings(
 LIMIT = 4096
 
 
+def greeting_of(name: str, own: str = "1", meant: str = "") -> bytes:
+    said = links.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
+    return links.encode(said)
+
+
 class Stage:
     """Two nodes that have met, and somebody who connects to the first one, with its keys if there are any."""
 
@@ -56,8 +61,7 @@ class Stage:
         """Send messages as the intruder, and wait until all have been looked at: then its last one, a greeting, was."""
         self.number += 1
         name = f"last {self.number}"
-        said = links.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
-        greeting = links.encode(said)
+        greeting = greeting_of(name)
         with self.intruder() as sock:
             for frames in (*messages, [greeting]):
                 sock.send_multipart(frames)
@@ -182,16 +186,12 @@ def test_states_out_of_any_order(stage: Stage) -> None:
 def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
     name, own = "miscounter", "miscounter.1"
 
-    def state(meant: str) -> bytes:
-        return links.encode(
-            links.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
-        )
-
-    stage.throw([state("")])
+    stage.throw([greeting_of(name, own)])
     link = stage.a.transport._directory.peers[name].link
     data = links.encode(links.Data(name, own, link.own, 0, 0))
     before = stage.a.transport.refused["malformed"]
-    wrong = [[data], [data, b""], [data, b"", b"", b""], [state(link.own), b""], [state(link.own), b"", b""]]
+    said = greeting_of(name, own, link.own)
+    wrong = [[data], [data, b""], [data, b"", b"", b""], [said, b""], [said, b"", b""]]
     stage.throw(*wrong)
     assert stage.a.transport.refused["malformed"] == before + len(wrong)
     assert not link.met
@@ -203,9 +203,7 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
 
 def test_lists_in_lists(stage: Stage) -> None:
     """What does not belong into an envelope is skipped, however deep it is."""
-    state = links.encode(
-        links.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
-    )
+    state = greeting_of("deep")
     longer = bytes([state[0] + 1]) + state[1:] + b"\x91" * 1900 + b"\x90"
     before = stage.a.transport.refused["malformed"]
     stage.throw([longer])
@@ -247,9 +245,7 @@ def test_a_conversation_is_cut_off_and_its_bytes_come_once_more(stage: Stage, cu
     """All that a proper client says, up to some byte; then the same, as who has listened sends it."""
     stage.number += 1
     name, heard = f"cut {stage.number}", bytearray()
-    greeting = links.encode(
-        links.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", links.WIRE_VERSION)
-    )
+    greeting = greeting_of(name)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         sock = stack.enter_context(stage.intruder(f"tcp://127.0.0.1:{listener.getsockname()[1]}"))

@@ -187,6 +187,28 @@ class LogMachine(RuleBasedStateMachine):
 
     # What must hold
 
+    @rule(back=st.none() | st.integers(0, 1))
+    def nothing_fails_for_a_while(self, back: int | None) -> None:
+        """A checkpoint and the records behind it are soon in storage, and those of an attempt that goes on there."""
+        self.down = False
+        self.clock.passes(record_log._RETRY_SECONDS)
+        self.flush()
+        self.train(1, waits=True)
+        self.checkpoint(0)
+        self._train_and_find_all_of_it()
+        if back is not None:
+            self.resume_from_memory(back, torn=False, elsewhere=False)
+            self._train_and_find_all_of_it()
+
+    def _train_and_find_all_of_it(self) -> None:
+        self.train(2, waits=True)
+        self.flush()
+        assert not self.log.busy
+        assert not self.log.alarm
+        assert self.log.covers(self.filled.newest)
+        newest = stored_points(read_catalog(open_store(self.url)))[0]
+        assert (newest.timeline, newest.record) == (self.timeline, self.filled.newest)
+
     @rule()
     def look(self) -> None:
         for url in self.urls:

@@ -187,21 +187,22 @@ def history(size: BatchSize, fixed: float, each: float, step: float, batches: in
     return found
 
 
-def test_fast_writes_are_made_at_every_step() -> None:
-    assert history(BatchSize(64, fixed=False), 0.04, 0.0, 1.0, 4) == [64, 64, 1, 1]
-
-
-def test_short_steps_make_no_more_than_a_batch_each_second() -> None:
-    assert history(BatchSize(64, fixed=False), 0.0001, 0.0, 0.1, 4) == [64, 64, 10, 10]
-
-
-def test_slow_writes_are_rare() -> None:
-    assert history(BatchSize(64, fixed=False), 0.1, 0.0, 0.1, 12)[-1] == 20
-    assert history(BatchSize(64, fixed=False), 5.0, 0.0, 0.01, 12) == [64] * 12
-
-
-def test_a_configured_number_stays() -> None:
-    assert history(BatchSize(7, fixed=True), 0.001, 0.0, 10.0, 5) == [7] * 5
+@pytest.mark.parametrize(
+    ("size", "fixed", "step", "last"),
+    [
+        (BatchSize(64, fixed=False), 0.04, 1.0, 1),
+        (BatchSize(64, fixed=False), 0.0001, 0.1, 10),  # no more than a batch each second
+        (BatchSize(64, fixed=False), 0.1, 0.1, 20),
+        (BatchSize(64, fixed=False), 5.0, 0.01, 64),
+        (BatchSize(7, fixed=True), 0.001, 10.0, 7),
+    ],
+)
+def test_fast_writes_are_made_at_every_step_and_slow_ones_are_rare(
+    size: BatchSize, fixed: float, step: float, last: int
+) -> None:
+    first = size.records
+    found = history(size, fixed, 0.0, step, 12)
+    assert (found[:2], found[-1]) == ([first] * 2, last)
 
 
 def test_storage_that_becomes_slow_gets_larger_batches() -> None:
