@@ -19,6 +19,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
+from tests.support.cluster.made_up_time import MadeUp
 from tests.support.cluster.waiting import until
 
 
@@ -97,26 +98,19 @@ def test_a_stopped_process_that_was_killed_is_dying(victim: Victim) -> None:
     assert victim.handle.dying()
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> MadeUp:
+    return MadeUp(0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def loop(clock: Clock) -> Iterator[EventLoop]:
+def loop(clock: MadeUp) -> Iterator[EventLoop]:
     loop = EventLoop(clock=clock)
     with contextlib.closing(loop):
         yield loop
 
 
-def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, loop: EventLoop, clock: Clock) -> None:
+def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, loop: EventLoop, clock: MadeUp) -> None:
     before = len(os.listdir("/proc/self/fd"))
     fence = Fence([victim.trainer(BY_HAND)], 60.0, loop)
     assert fence.report() is None
@@ -150,7 +144,7 @@ def test_a_trainer_on_an_accelerator_has_time_to_unlock_what_is_held(
     gate.close()
 
 
-def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, loop: EventLoop, clock: Clock) -> None:
+def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, loop: EventLoop, clock: MadeUp) -> None:
     before = len(os.listdir("/proc/self/fd"))
     fence = Fence([victim.trainer(BY_HAND)], 60.0, loop)
     loop.each_turn(lambda: None, lambda: clock.now)

@@ -19,21 +19,12 @@ from memckpt.protocol.channel import Channel
 from memckpt.protocol.status import StatusRequest
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Credit, Hello, Launcher, Leaving
 from memckpt.session.connection import Reconnection
+from tests.support.cluster.made_up_time import MadeUp
 from tests.support.cluster.waiting import until
 from tests.support.linked import link_over
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
-
-
-class Clock:
-    """Stands still until it is told otherwise."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class StandingAgent:
@@ -105,12 +96,12 @@ def agent(address: AgentAddress) -> Iterator[StandingAgent]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> MadeUp:
+    return MadeUp()
 
 
 @pytest.fixture
-def again(address: AgentAddress, clock: Clock) -> Iterator[Reconnection]:
+def again(address: AgentAddress, clock: MadeUp) -> Iterator[Reconnection]:
     again = Reconnection(address, patience=0.0, clock=clock)
     yield again
     again.close()
@@ -139,7 +130,7 @@ def test_an_agent_that_dies_meanwhile_is_replaced_at_once(again: Reconnection, a
 
 
 def test_an_agent_that_stands_still_again_and_again_is_used_ever_more_seldom(
-    again: Reconnection, agent: StandingAgent, clock: Clock
+    again: Reconnection, agent: StandingAgent, clock: MadeUp
 ) -> None:
     pauses = []
     for _ in range(9):
@@ -157,7 +148,7 @@ def test_an_agent_that_stands_still_again_and_again_is_used_ever_more_seldom(
 
 @pytest.mark.promise("a new agent after the death of the last one")
 @pytest.mark.promise("no new agent can be started")
-def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(again: Reconnection, clock: Clock) -> None:
+def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(again: Reconnection, clock: MadeUp) -> None:
     def pause(cost: float) -> float:
         assert again.due()
         clock.now += cost
@@ -173,7 +164,7 @@ def test_attempts_that_fail_come_ever_more_seldom_and_what_they_cost_counts(agai
     assert pause(0.0) == 1.0
 
 
-def test_where_the_job_waits_for_this_node_there_are_no_pauses(address: AgentAddress, clock: Clock) -> None:
+def test_where_the_job_waits_for_this_node_there_are_no_pauses(address: AgentAddress, clock: MadeUp) -> None:
     again = Reconnection(address, patience=0.0, pauses=False, clock=clock)
     assert again.due()
     again.note_failure(AgentError("out of processes"))

@@ -16,8 +16,8 @@ from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.replication import Halt, Halted
-from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.processes import kill_and_wait
+from tests.support.cluster.waiting import until
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def child(body: Callable[[], None]) -> Iterator[int]:
             os._exit(0)
     try:
         if body is nothing:
-            wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S", "it sleeps")
+            until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S", "it sleeps")
         yield pid
     finally:
         kill_and_wait(pid)
@@ -63,7 +63,7 @@ def wait_for_a_lock_that_is_taken() -> None:
 
 def looks_quiet(watch: LifeWatch) -> None:
     """Wait until a process counts as standing still."""
-    wait_for(watch.stands_still, "it stands still")
+    until(watch.stands_still, "it stands still")
 
 
 @pytest.mark.promise(

@@ -20,8 +20,8 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.replication.keeping import fragment_store
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
-from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.replicator_node import Node
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
@@ -71,11 +71,11 @@ def test_memory_comes_in_chunks_and_says_how_far_it_is(kernel: Kernel) -> None:
         closing(Reservation("x", [(region, 0, 5 * CHUNK + 1)])) as made,
     ):
         kernel.go_on(2)
-        wait_for(lambda: made.reserved == 2 * CHUNK, "two chunks are there")
+        until(lambda: made.reserved == 2 * CHUNK, "two chunks are there")
         assert not made.over
         assert bytes_being_reserved() == 3 * CHUNK + 1
         kernel.go_on()
-        wait_for(lambda: made.over, "all of it is there")
+        until(lambda: made.over, "all of it is there")
         assert made.reserved == 5 * CHUNK + 1
         assert bytes_being_reserved() == 0
         assert kernel.chunks == [*((number * CHUNK, CHUNK) for number in range(5)), (5 * CHUNK, 1)]
@@ -97,7 +97,7 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
         assert kernel.asked.wait(60)
         closer = threading.Thread(target=made.close)
         closer.start()
-        wait_for(made._closing.is_set, "it is to end")
+        until(made._closing.is_set, "it is to end")
         kernel.go_on(1)
         closer.join()
         assert len(kernel.chunks) == 1
@@ -117,7 +117,7 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
         assert isinstance(again, NotStored)
         assert len(node.replicator._memory._reserving) == 1
         kernel.go_on()
-        wait_for(lambda: node.replicator._memory._reserving[0][1].over, "it is there")
+        until(lambda: node.replicator._memory._reserving[0][1].over, "it is there")
         assert node.says("a", opened) == []
         assert node.keep("a", 3) == [Stored((0,), "ga", 3)]
         assert not node.replicator._memory._reserving

@@ -7,18 +7,11 @@ import signal
 import pytest
 
 from memckpt_run.supervisor import End, Finished, GiveUp, Policy, Restart, Verdict
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.cluster.made_up_time import MadeUp
 
 
 def judged(ends: list[End], restarts: int = 100, lifetime: float = 1.0) -> list[Verdict]:
-    clock = Clock()
+    clock = MadeUp()
     policy = Policy(restarts, clock)
     verdicts = []
     for end in ends:
@@ -36,7 +29,7 @@ def test_status_0_is_the_end_and_so_is_a_signal_that_asks_for_it() -> None:
 
 
 def test_a_restart_that_cannot_be_made_is_tried_ever_more_seldom() -> None:
-    clock = Clock()
+    clock = MadeUp()
     policy = Policy(3, clock)
     policy.started()
     policy.ended(End(-signal.SIGKILL, 5), stopped=False)

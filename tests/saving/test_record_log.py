@@ -133,23 +133,6 @@ def gradients(store: Store, timeline: Timeline, record: int) -> list[float]:
 # Another place
 
 
-def test_a_log_that_moves_to_another_place_needs_a_checkpoint_there(node: Node) -> None:
-    node.train(4)
-    node.checkpoint(3)
-    assert node.log.based
-    node.resume(T2, 4, T1, node.elsewhere)
-    node.train(10)
-    assert not node.log.based
-    assert not node.log.reaches(10)
-    assert newest(node.elsewhere) is None
-    node.checkpoint(9)
-    node.train(13)
-    node.flush()
-    assert node.log.covers(13)
-    assert newest(node.elsewhere) == (T2, 13)
-    assert gradients(node.elsewhere, T2, 13) == [value_of(T2, record) for record in range(10, 14)]
-
-
 def test_what_was_on_its_way_goes_to_the_place_it_was_meant_for(node: Node) -> None:
     """Two attempts end while the process is still busy with the first one's; the third one writes elsewhere."""
     node.train(3, work=False)
@@ -163,37 +146,7 @@ def test_what_was_on_its_way_goes_to_the_place_it_was_meant_for(node: Node) -> N
     assert batches_of(node.here) == [(T1, 1, 3), (T2, 4, 4)]
 
 
-def test_a_process_is_ended_before_slots_that_it_reads_for_the_old_place_are_filled_anew(node: Node) -> None:
-    node.train(2)
-    node.checkpoint(1)
-    node.train(4)
-    node.train(5, work=False)
-    reads = node.process
-    node.resume(T2, 3, T1, node.elsewhere)
-    assert reads.closed
-    node.train(6, work=False)
-    node.work()
-    for timeline, _, last in batches_of(node.here):
-        assert gradients(node.here, timeline, last) == [value_of(T1, record) for record in range(2, last + 1)]
-
-
 # Back behind the log
-
-
-def test_an_attempt_that_goes_back_logs_its_own_records(node: Node) -> None:
-    """Nothing of the old attempt is on its way: what it had logged beyond the step is passed by."""
-    node.train(3)
-    node.checkpoint(2)
-    node.train(6)
-    node.resume(T2, 4, T1)
-    assert node.log.based
-    node.train(10)
-    node.flush()
-    assert not node.process.closed
-    assert node.log.covers(10)
-    expected = [value_of(T1, 3), value_of(T1, 4), *(value_of(T2, record) for record in range(5, 11))]
-    assert gradients(node.here, T2, 10) == expected
-    assert gradients(node.here, T1, 6) == [value_of(T1, record) for record in range(3, 7)]
 
 
 def test_what_has_not_been_handed_on_of_an_abandoned_future_is_dropped(node: Node) -> None:
@@ -231,47 +184,6 @@ def test_a_process_that_reads_an_abandoned_future_is_ended(node: Node) -> None:
     assert newest(node.here) in [(T1, 3), (T1, 4)]
 
 
-def test_the_first_batch_of_an_attempt_follows_the_one_before_whatever_happens_meanwhile(node: Node) -> None:
-    """While the process is busy with the first attempt's records the second one begins and ends."""
-    node.train(2)
-    node.checkpoint(2)
-    node.train(3, work=False)
-    node.resume(T2, 3, T1)
-    node.train(4, work=False)
-    node.resume(T3, 4, T2)
-    node.train(5, work=False)
-    node.work()
-    node.flush()
-    assert node.log.covers(5)
-    assert newest(node.here) == (T3, 5)
-    assert gradients(node.here, T3, 5) == [value_of(T1, 3), value_of(T2, 4), value_of(T3, 5)]
-
-
-def test_a_flush_with_nothing_new_leaves_the_way_to_the_attempt_before_open(node: Node) -> None:
-    """As when an attempt is preempted before its first commit, and goes on."""
-    node.train(3)
-    node.checkpoint(3)
-    node.train(4)
-    node.resume(T2, 4, T1)
-    node.flush()
-    assert batches_of(node.here)[-1] == (T1, 4, 4)
-    node.train(5)
-    node.flush()
-    assert node.log.covers(5)
-    assert newest(node.here) == (T2, 5)
-
-
-def test_a_checkpoint_beyond_the_step_that_training_went_back_to_is_no_base(node: Node) -> None:
-    node.train(5)
-    node.checkpoint(5)
-    assert node.log.based
-    node.resume(T2, 4, T1)
-    assert not node.log.based
-    node.train(8)
-    node.flush()
-    assert newest(node.here) == (T1, 5)
-
-
 def test_a_flush_of_nothing_ends_at_once(node: Node) -> None:
     """Else the agent would wait for it with its leave."""
     node.filled.commit(1)
@@ -279,35 +191,6 @@ def test_a_flush_of_nothing_ends_at_once(node: Node) -> None:
     node.log.pause()
     node.log.flush()
     assert not node.log.busy
-
-
-def test_a_checkpoint_of_the_record_that_its_attempt_began_behind_is_no_base_for_others_that_go_back_there(
-    node: Node,
-) -> None:
-    """It is stored under its own attempt, and theirs follow the one that made the record."""
-    node.train(3)
-    node.resume(T2, 3, T1)
-    node.checkpoint(3)
-    node.train(5)
-    assert node.log.based
-    node.resume(T3, 3, T1)
-    assert not node.log.based
-    node.train(6)
-    node.flush()
-    assert newest(node.here) == (T2, 5)
-
-
-def test_it_is_one_for_others_that_go_on_behind_it(node: Node) -> None:
-    node.train(3)
-    node.resume(T2, 3, T1)
-    node.checkpoint(3)
-    node.train(5)
-    node.resume(T3, 4, T2)
-    node.train(6)
-    node.flush()
-    assert node.log.covers(6)
-    assert newest(node.here) == (T3, 6)
-    assert gradients(node.here, T3, 6) == [value_of(T2, 4), value_of(T3, 5), value_of(T3, 6)]
 
 
 def test_what_is_logged_after_a_finding_of_the_audit_says_so(node: Node) -> None:

@@ -17,6 +17,7 @@ import zmq
 
 from memckpt.protocol.peer_job import PeerKeys
 from memckpt.replication.transport.transport import Delivery, Limits, Met, Transport
+from tests.support.cluster.waiting import until
 
 PATIENCE_SECONDS = 60.0
 
@@ -104,14 +105,6 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(0.005)  # nothing signals the work of the library's threads and the kernel
-
-
 def open_things() -> tuple[int, int]:
     """Number of this process's threads and of its descriptors."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
@@ -119,7 +112,7 @@ def open_things() -> tuple[int, int]:
 
 def assert_nothing_is_left_beyond(before: tuple[int, int]) -> None:
     """Check for leaked threads and descriptors. A joined thread stays listed for an instant."""
-    wait_for(
+    until(
         lambda: all(now <= then for now, then in zip(open_things(), before, strict=True)),
         f"threads and descriptors as before: {before}",
     )

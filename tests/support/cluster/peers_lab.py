@@ -22,9 +22,9 @@ from memckpt.processes.control import ask_status
 from memckpt.protocol.recovery import Recover, Recovered
 from memckpt.session.peers import PeerRecovery
 from tests.support.cluster.netns import Network
-from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.processes import command, kill_and_wait
 from tests.support.cluster.sharded_cases import Setup, ShardedJob, check_verdict
+from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_ranks import (
@@ -294,7 +294,7 @@ def kill_replicators(rank: PeersRank) -> None:
     """Kill the replicator of the rank's node, and three successors, each as soon as it runs."""
     name = rank.job.node(rank.rank)
     for _ in range(4):
-        wait_for(lambda: bool(replicators_of(rank.job, name)), "a replicator")
+        until(lambda: bool(replicators_of(rank.job, name)), "a replicator")
         kill_and_wait(replicator_of(rank.job, name))
 
 
@@ -336,7 +336,7 @@ def continue_both(rank: PeersRank) -> None:
     assert rank.job.run_dir is not None
     os.kill(agent, signal.SIGCONT)
     address = AgentAddress.of(rank.job.run_dir, name)
-    wait_for(lambda: ask_status(address) is not None, "the agent answers")
+    until(lambda: ask_status(address) is not None, "the agent answers")
 
 
 def continue_replicator(rank: PeersRank) -> None:
