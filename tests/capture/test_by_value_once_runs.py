@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from memckpt.capture import by_value, spec_request
+from memckpt.capture import spec_request
 from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
-from tests.support.faults.deferred_copier import defer
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_ranks import (
@@ -89,29 +88,6 @@ def test_a_bit_that_flips_on_one_rank_is_that_rank_s_own(lab: Lab, death: Death,
         assert rank[-1]["apart"] == ["average.middle.weight"]
         assert "average.first.weight" in rank[-1]["names"]
         assert "average.middle.weight" not in rank[-1]["names"]
-
-
-@pytest.mark.promise(
-    "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
-    " no restorable record, and gets its own values back"
-)
-@pytest.mark.parametrize(
-    ("death", "resumed"),
-    [
-        (Death("all", 6, "committed"), 6),
-        (Death("all", 8, "stepped"), 6),  # where commits are sent later, it shows one record later
-        (Death("all", 8, "committed"), 9),
-        (Death("all", 10, "committed"), 10),  # the last commit is not sent before somebody waits for it
-    ],
-    ids=["at-the-flip", "before-it-shows", "as-it-shows", "later"],
-)
-def test_digests_come_as_late_as_copies(lab: Lab, monkeypatch: pytest.MonkeyPatch, death: Death, resumed: int) -> None:
-    defer(monkeypatch)
-    monkeypatch.setattr(by_value, "on_host", lambda tensor: False)
-    # The newest record on which they agree may be the oldest that is held.
-    unchecked = ["record 5 is not held any more"]
-    last = survives(lab, job_of(lab, flip=(1, 6)), [death], [resumed], unchecked)
-    assert all(rank[-1]["apart"] == ["average.middle.weight"] for rank in noted(last, "shared"))
 
 
 @pytest.mark.parametrize("flips", [False, True], ids=["agree", "disagree"])

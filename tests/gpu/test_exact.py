@@ -1,4 +1,4 @@
-"""Lazy redo on the device: after real kills training comes to the same bits as without.
+"""On the device: after real kills training comes to the same bits as without.
 
 Against an undisturbed run, so with deterministic algorithms (``torch.use_deterministic_algorithms(True)`` and
 ``CUBLAS_WORKSPACE_CONFIG=:4096:8``): what does not repeat itself without a kill does not do so with one.
@@ -7,15 +7,18 @@ Against an undisturbed run, so with deterministic algorithms (``torch.use_determ
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 
+from memckpt.capture.gradient_staging import GradientStaging
+from memckpt.capture.slot_writer import SlotWriter
 from tests.gpu.cases import BORROWED, GIVEN_UP, OWN
 from tests.support.storage.stored_runs import BEFORE_5, stored, until_stored
 from tests.support.trainings.engine_cases import PLAIN
-from tests.support.trainings.engine_child import Actions, config, kill_both, kill_self
+from tests.support.trainings.engine_child import Actions, Control, config, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.engine_steps import kills_of
+from tests.support.trainings.engine_steps import ACCUMULATION, kills_of
 from tests.support.trainings.engine_training import Case
 
 #: A commit from a device is sent a little later than it is made: a kill right behind it may lose it.
@@ -28,17 +31,29 @@ def point_of(case: Case) -> list[tuple[str, int]]:
     return kills_of(case, BEFORE)
 
 
+#: In each of these something else changes what is being copied: buffers, gradients within the step and behind it, the
+#: next backward, a backward that raises.
+HARD = {"adversarial", "interrupted", "zeroed-in-place", "closure", "clip-norm", "scaler-fused", "sgd-nesterov"}
+CASES: list[Any] = [(case, {}) for case in [*BORROWED, *OWN]]
+CASES += [(case, {"tap": "step"}) for case in BORROWED if case.name in HARD]
+CASES += [(case, {"redo": "snapshot"}) for case in BORROWED if case.name in ("interrupted", "zeroed-in-place")]
+
+
 @pytest.mark.promise("CUDA")
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("case", [*BORROWED, *OWN], ids=lambda case: case.name)
-def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "changed"), CASES, ids=[" ".join([case.name, *changed.values()]) for case, changed in CASES]
+)
+def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case, changed: dict[str, str]) -> None:
     if case.name == "inductor":
         importlib.import_module("torch._dynamo")  # takes seconds, which children then need not spend
-    first = gpu_lab.train(case, config("lazy", resume_check="witness"), actions=killing(case))
-    resumed = gpu_lab.train(case, config("lazy", resume_check="witness"), seed=1001)
+    settings = config(resume_check="witness", **changed)
+    first = gpu_lab.train(case, settings, actions=killing(case))
+    resumed = gpu_lab.train(case, settings, seed=1001)
     assert len(first.of("killed")) == 1
     assert resumed.restored_step in (6, 7, 8, 9), resumed.log[-3000:]
-    assert resumed.mode == ("snapshot" if case.name in GIVEN_UP else "lazy")
+    assert resumed.mode == ("snapshot" if case.name in GIVEN_UP else settings.redo)
+    assert resumed.verdict[0] == "equal" or gpu_lab.device == "cuda", resumed.verdict
     gpu_lab.check_same(case, first, resumed)
 
 
@@ -53,3 +68,27 @@ def test_a_checkpoint_is_copied_while_training_goes_on(gpu_lab: Lab) -> None:
     resumed = gpu_lab.train(PLAIN, settings, seed=2)
     assert resumed.restored_step == 5
     gpu_lab.check_same(PLAIN, first, resumed)
+
+
+def test_accumulation_that_nobody_announces_is_learned(gpu_lab: Lab, device: str) -> None:
+    """From two steps alike: then only the gradients of a step's last batch are copied."""
+    if device == "cpu":
+        pytest.skip("copies nothing ahead")
+
+    def prepare(control: Control) -> None:
+        original = GradientStaging.stage
+
+        def stage(staging: GradientStaging, writer: SlotWriter, param: Any, gradient: Any) -> None:
+            original(staging, writer, param, gradient)
+            copied = staging._staged_after[writer.index[id(param)]] > 0
+            control.journal.note("made", batch=control.step, copied=copied)
+
+        GradientStaging.stage = stage  # type: ignore[method-assign]
+
+    ended = gpu_lab.train(ACCUMULATION, config("lazy"), prepare=prepare)
+    gpu_lab.check_same(ACCUMULATION, ended)
+    made = ended.of("made")
+    early, later = range(4, 10), range(10, ACCUMULATION.steps + 1)  # nothing is staged before the first generation
+    expected = {*early, *(batch for batch in later if batch % 3 == 0)}
+    assert {one["batch"] for one in made if one["copied"]} == expected
+    assert {one["batch"] for one in made if not one["copied"]} == {*early, *later} - expected

@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from memckpt.capture import spec_request
 from memckpt.compression import PowerSGD, RandomK, TopK
 from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import Death, Job, survives
+from tests.support.trainings.killed_ranks import Death, survives
+from tests.support.trainings.rank_trainings import DdpJob
 
 DEATHS = [Death(1, 4, "backward"), Death("all", 7, "stepped")]
 
 
-def ddp(lab: Lab, **settings: object) -> Job:
+def ddp(lab: Lab, **settings: object) -> DdpJob:
     return replace(rank_trainings.job_of(lab), config=config(resume_check="off", **settings))
 
 
@@ -25,13 +27,17 @@ JOBS = {
     "ddp-topk": lambda lab: ddp(lab, compression=TopK(ratio=0.9)),
     "ddp-randomk": lambda lab: ddp(lab, compression=RandomK(ratio=0.1)),
     "ddp-powersgd": lambda lab: ddp(lab, compression=PowerSGD()),
+    "ddp-average": lambda lab: replace(ddp(lab), averages=True),
     "ddp-eager": lambda lab: ddp(lab, redo="eager"),
 }
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", JOBS)
-def test_ranks_resume_at_their_bits(gpu_lab: Lab, device: str, name: str) -> None:
+def test_ranks_resume_at_their_bits(gpu_lab: Lab, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device != "late":
         pytest.skip("one device for two ranks: NCCL takes one for each")
+    # Averages of the size of a test's model are held once, as large ones are.
+    monkeypatch.setattr(spec_request, "SHARED_ABOVE_BYTES", 1000)
+    monkeypatch.setattr(spec_request, "SMALL_BY_VALUE_BYTES", 0)
     survives(gpu_lab, replace(JOBS[name](gpu_lab), device=device), DEATHS)

@@ -1,33 +1,22 @@
-"""A copier that makes copies as late as its contract permits, as a GPU may: for trainings on a CPU.
-
-Until a copy is made its destination holds other bytes, which an early reader finds; a source that changes too early is
-copied with its new values.
-"""
+"""A copier that makes copies as late as its contract permits, in the order in which they were begun."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import pytest
 import torch
 
-from memckpt.capture.staging_check import StagingCheck
-from memckpt.memory.region import Region
-from memckpt.session import link, session
-from memckpt.state import codec
+from memckpt.capture.copier import HostCopier
 
 
-class DeferredCopier:
-    """Copies only when sources may change, or when somebody waits for the copies."""
+class DeferredCopier(HostCopier):
+    """Copies only when sources may change, or when a token is waited for. Until then destinations hold other bytes."""
 
     asynchronous = True
-    caveat = ""
 
     def __init__(self) -> None:
+        super().__init__()
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._lock = threading.Lock()
         #: Number of copies made before changes, and of copies made for waiters.
@@ -60,9 +49,6 @@ class DeferredCopier:
         with self._lock:
             self.made[0] += self._make(len(self._begun))
 
-    def behind_training(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def token(self) -> Callable[[], None]:
         with self._lock:
             last = self._begun[-1] if self._begun else None
@@ -81,38 +67,3 @@ class DeferredCopier:
     def done(self) -> int:
         with self._lock:
             return sum(self.made)
-
-    def recording_graph(self) -> bool:
-        return False
-
-    def adopt(self, region: Region, parts: Sequence[tuple[int, int]] = (), at_once: int | None = None) -> None:
-        return
-
-
-class LateThread:
-    """A thread that runs only when somebody waits for it."""
-
-    def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
-        self._target: Callable[[], None] | None = target
-
-    def start(self) -> None:
-        return
-
-    def join(self) -> None:
-        target, self._target = self._target, None
-        if target is not None:
-            target()
-
-
-def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat small tensors as tensors on a device: they arrive as late as all others."""
-    monkeypatch.setattr(codec, "on_host", lambda tensor: False)
-    # The check reads gradients in host memory only, where factors do not have to be waited for.
-    monkeypatch.setattr(StagingCheck, "compare", lambda *arguments: None)
-
-
-def defer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make sessions of this process, and of those forked from it, copy and send as late as they may."""
-    copiers: Callable[[Any], DeferredCopier] = lambda device: DeferredCopier()  # noqa: E731
-    monkeypatch.setattr(session, "copier_for", copiers)
-    monkeypatch.setattr(link, "threading", types.SimpleNamespace(Thread=LateThread))

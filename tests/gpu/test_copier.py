@@ -1,0 +1,137 @@
+"""The accelerators' copier on the late device, whose order of events shows each race: streams, commits, graphs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memckpt.capture.copier import AcceleratorCopier
+from tests.gpu.test_late_device import run_in_child
+from tests.support.late import device as late
+
+
+def copier_of() -> AcceleratorCopier:
+    AcceleratorCopier.BUCKET_BYTES, AcceleratorCopier.PART_BYTES = 1 << 8, 1 << 10
+    return AcceleratorCopier(torch.device("late", 0))
+
+
+def on(stream: torch.Stream) -> Any:
+    return torch.get_device_module("late").stream(stream)
+
+
+def begin_copy(copier: AcceleratorCopier, source: torch.Tensor) -> torch.Tensor:
+    place = torch.full((source.numel(),), -1.0, pin_memory=True)
+    copier.copy(place, source)
+    return place
+
+
+def copies_begin_and_sources_change_on_any_stream() -> None:
+    """Sources are freed at once, changed on their own stream behind the wait, or read by the host behind a token."""
+    streams = [torch.accelerator.current_stream(), torch.Stream("late"), torch.Stream("late")]
+    for seed in range(20):
+        draw, copier = random.Random(seed), copier_of()
+        late.be_slow(*draw.choice([(0, 200), (100, 0)]))
+        begun: list[tuple[torch.Tensor, float, int]] = []
+        kept: list[tuple[torch.Tensor, torch.Stream]] = []
+        for value in range(1, 60):
+            stream = draw.choice(streams)
+            with on(stream):
+                match draw.choice(["copy", "copy", "copy", "change", "read", "look"]):
+                    case "copy":
+                        source = torch.full((draw.choice([1, 10, 100, 700]),), float(value), device="late")
+                        begun.append((begin_copy(copier, source), value, copier.ticket()))
+                        kept += [(source, stream)] if draw.random() < 0.5 else []
+                        del source
+                    case "change":
+                        late.take_waits()
+                        copier.wait_before_changes()
+                        assert late.take_waits() == {}
+                        for changed, made_on in kept:
+                            if made_on == stream:
+                                changed.zero_()
+                        kept = [each for each in kept if each[1] != stream]
+                    case "read":
+                        wait = copier.token()
+                        expected = [*begun]
+                        begun.append(
+                            (begin_copy(copier, torch.full((1,), float(value), device="late")), value, 1 << 60)
+                        )
+                        wait()
+                        assert all(place.eq(held).all() for place, held, _ in expected)
+                    case "look":
+                        late.take_waits()
+                        done = copier.done()
+                        assert late.take_waits() == {}
+                        assert all(place.eq(held).all() for place, held, ticket in begun if ticket <= done)
+        copier.token()()
+        assert all(place.eq(held).all() for place, held, _ in begun)
+        copier.wait_before_changes()
+        kept.clear()
+        torch.accelerator.synchronize()
+    assert late.races() == []
+
+
+def commits_outside_of_the_streams_that_train() -> None:
+    """One stream steps, or two do; a commit without a backward since reads buffers that they may have changed."""
+    outside, *trained = torch.accelerator.current_stream(), torch.Stream("late"), torch.Stream("late")
+    late.be_slow(100, 100)
+    copier = copier_of()
+    for steps in (1, 2):
+        weights = [torch.zeros(300, device="late") for _ in trained]
+        for stream in trained:
+            stream.wait_stream(outside)
+        for number in range(1, 4):
+            for stream, weight in zip(trained[:steps], weights, strict=False):
+                with on(stream):
+                    copier.wait_before_changes()  # before an optimizer steps
+                    weight.fill_(float(number))
+            for _ in range(2):
+                with copier.behind_training():
+                    places = [begin_copy(copier, weight) for weight in weights[:steps]]
+                    copier.wait_before_changes()
+                for stream, weight in zip(trained[:steps], weights, strict=False):
+                    with on(stream):  # the next forward may change buffers
+                        weight.add_(0.5)
+                        weight.sub_(0.5)
+                copier.token()()
+                assert all(place.eq(number).all() for place in places)
+        torch.accelerator.synchronize()
+        del weights
+    assert late.races() == []
+
+
+def nothing_is_launched_or_waited_for_in_a_graph() -> None:
+    module: Any = torch.get_device_module("late")
+    recording = [True]
+    module.is_current_stream_capturing = lambda: recording[0]
+    copier = copier_of()
+    begin_copy(copier, torch.ones(4, device="late"))
+    copier.wait_before_changes()
+    assert (copier.done(), copier.ticket()) == (0, 1)
+    assert copier.recording_graph()
+    recording[0] = False
+    copier.wait_before_changes()
+    copier.token()()
+    assert copier.done() == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        copies_begin_and_sources_change_on_any_stream,
+        commits_outside_of_the_streams_that_train,
+        nothing_is_launched_or_waited_for_in_a_graph,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_copier(body: Callable[[], None], tmp_path: Path) -> None:
+    try:
+        late.library()
+    except late.UnavailableError as error:
+        pytest.skip(str(error))
+    run_in_child(body, tmp_path / "log")
