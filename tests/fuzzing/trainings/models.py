@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from tests.fuzzing.trainings.ingredients import SIMPLE, Model, code
+from textwrap import indent
+from typing import Any
+
+from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, SIMPLE, Model, code
+
+#: Models that no deep copy, and no average, is made of.
+COPY = frozenset({"copy"})
+
+
+def _own(name: str, forward: str, init: str = "", base: str = "nn.Module", make: str = "", **more: Any) -> Model:
+    """A model of a class that a user writes: the bodies of its methods, and how one is made."""
+    parts = ", body, head" if base == "Net" else ""
+    lines = [f"class {name}({base}):"]
+    if init:
+        lines += [f"    def __init__(self{parts}):", f"        super().__init__({parts[2:]})"]
+        lines.append(indent(code(init), " " * 8))
+    lines += ["    def forward(self, x):", indent(code(forward), " " * 8)]
+    return Model(f"{name}({make})", "\n".join(lines), **more)
+
+
+def _net(name: str, forward: str, init: str = "", **more: Any) -> Model:
+    """A class around a body and a head."""
+    return _own(name, forward, init, "Net", **{"make": "nn.Linear(12, 20), nn.Linear(20, 5)", **more})
+
 
 MODELS: dict[str, Model] = {
     "mlp": Model("Net(nn.Sequential(nn.Linear(12, 20), nn.ReLU()), nn.Linear(20, 5))", traits=SIMPLE),
@@ -37,126 +60,79 @@ MODELS: dict[str, Model] = {
     "orthogonal": Model(
         "Net(nn.Sequential(torch.nn.utils.parametrizations.orthogonal(nn.Linear(12, 12)), nn.Tanh()), nn.Linear(12, 5))"
     ),
-    "float64": Model(
-        "Double(nn.Sequential(nn.Linear(12, 20), nn.Tanh()).double(), nn.Linear(20, 5).double())",
-        code("""
-            class Double(Net):
-                def forward(self, x):
-                    return super().forward(x.double()).float()
-        """),
+    "float64": _net(
+        "Double",
+        "return super().forward(x.double()).float()",
+        make="nn.Sequential(nn.Linear(12, 20), nn.Tanh()).double(), nn.Linear(20, 5).double()",
     ),
-    "tied": Model(
-        "Tied()",
-        code("""
-            class Tied(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
-                    self.again = self.body.weight
-                def forward(self, x):
-                    return self.head(F.linear(torch.tanh(self.body(x)), self.again.T))
-        """),
+    "tied": _own(
+        "Tied",
+        "return self.head(F.linear(torch.tanh(self.body(x)), self.again.T))",
+        """
+            self.body, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
+            self.again = self.body.weight
+        """,
     ),
-    "attention": Model(
-        "Attending()",
-        code("""
-            class Attending(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
-                    self.head = nn.Linear(12, 5)
-                def forward(self, x):
-                    return self.head(self.body(x.view(-1, 3, 4)).flatten(1))
-        """),
+    "attention": _own(
+        "Attending",
+        "return self.head(self.body(x.view(-1, 3, 4)).flatten(1))",
+        """
+            self.body = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+            self.head = nn.Linear(12, 5)
+        """,
     ),
-    "recurrent": Model(
-        "Recurrent()",
-        code("""
-            class Recurrent(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body, self.head = nn.LSTM(4, 6, 2, dropout=0.1, batch_first=True), nn.Linear(18, 5)
-                def forward(self, x):
-                    return self.head(self.body(x.view(-1, 3, 4))[0].flatten(1))
-        """),
+    "recurrent": _own(
+        "Recurrent",
+        "return self.head(self.body(x.view(-1, 3, 4))[0].flatten(1))",
+        "self.body, self.head = nn.LSTM(4, 6, 2, dropout=0.1, batch_first=True), nn.Linear(18, 5)",
     ),
-    "checkpointed": Model(
-        "Checkpointed(nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Dropout(0.1)), nn.Linear(20, 5))",
-        code("""
-            class Checkpointed(Net):
-                def forward(self, x):
-                    return self.head(torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False))
-        """),
+    "checkpointed": _net(
+        "Checkpointed",
+        "return self.head(torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False))",
+        make="nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Dropout(0.1)), nn.Linear(20, 5)",
     ),
-    "sparse embedding": Model(
-        "Rows()",
-        code("""
-            class Rows(nn.Module):
-                def __init__(self, sparse=True):
-                    super().__init__()
-                    self.body, self.head = nn.Embedding(60, 6, sparse=sparse), nn.Linear(72, 5)
-                def forward(self, x):
-                    return self.head(self.body((x * 20).long().abs() % 60).flatten(1))
-        """),
-        traits=frozenset({"linear"}),
+    "sparse embedding": _own(
+        "Rows",
+        "return self.head(self.body((x * 20).long().abs() % 60).flatten(1))",
+        "self.body, self.head = nn.Embedding(60, 6, sparse=True), nn.Linear(72, 5)",
+        traits=LINEAR,
     ),
-    "embedding of bounded norm": Model(
-        "Bounded()",
-        code("""
-            class Bounded(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body, self.head = nn.Embedding(60, 6, max_norm=1.0), nn.Linear(72, 5)
-                def forward(self, x):
-                    return self.head(self.body((x * 20).long().abs() % 60).flatten(1))
-        """),
+    "embedding of bounded norm": _own(
+        "Bounded",
+        "return self.head(self.body((x * 20).long().abs() % 60).flatten(1))",
+        "self.body, self.head = nn.Embedding(60, 6, max_norm=1.0), nn.Linear(72, 5)",
     ),
-    "scalar of bfloat16": Model(
-        "Scaled()",
-        code("""
-            class Scaled(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body, self.head = nn.Linear(12, 20), nn.Linear(20, 5)
-                    self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.bfloat16))
-                def forward(self, x):
-                    return self.head(self.body(x)) * self.scale
-        """),
+    "scalar of bfloat16": _own(
+        "Scaled",
+        "return self.head(self.body(x)) * self.scale",
+        """
+            self.body, self.head = nn.Linear(12, 20), nn.Linear(20, 5)
+            self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.bfloat16))
+        """,
     ),
-    "scalar beside float64": Model(
-        "Mixed()",
-        code("""
-            class Mixed(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body, self.head = nn.Linear(12, 20), nn.Linear(20, 5).double()
-                    self.scale = nn.Parameter(torch.tensor(1.3))
-                def forward(self, x):
-                    return self.head(self.body(x).double()).float() * self.scale
-        """),
-        traits=frozenset({"dense"}),
+    "scalar beside float64": _own(
+        "Mixed",
+        "return self.head(self.body(x).double()).float() * self.scale",
+        """
+            self.body, self.head = nn.Linear(12, 20), nn.Linear(20, 5).double()
+            self.scale = nn.Parameter(torch.tensor(1.3))
+        """,
+        traits=DENSE,
     ),
-    "bfloat16": Model(
-        "Low(nn.Sequential(nn.Linear(12, 20), nn.ReLU()).bfloat16(), nn.Linear(20, 5).bfloat16())",
-        code("""
-            class Low(Net):
-                def forward(self, x):
-                    return super().forward(x.bfloat16()).float()
-        """),
-        traits=frozenset({"dense"}),
+    "bfloat16": _net(
+        "Low",
+        "return super().forward(x.bfloat16()).float()",
+        make="nn.Sequential(nn.Linear(12, 20), nn.ReLU()).bfloat16(), nn.Linear(20, 5).bfloat16()",
+        traits=DENSE,
     ),
-    "complex": Model(
-        "Waves()",
-        code("""
-            class Waves(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body = nn.Linear(12, 20, dtype=torch.complex64)
-                    self.head = nn.Linear(20, 5)
-                def forward(self, x):
-                    return self.head(self.body(x.to(torch.complex64)).abs())
-        """),
-        traits=frozenset({"linear"}),
+    "complex": _own(
+        "Waves",
+        "return self.head(self.body(x.to(torch.complex64)).abs())",
+        """
+            self.body = nn.Linear(12, 20, dtype=torch.complex64)
+            self.head = nn.Linear(20, 5)
+        """,
+        traits=LINEAR,
     ),
     "extra state": Model(
         "Annealed(nn.Sequential(nn.Linear(12, 20), nn.ReLU()), nn.Linear(20, 5))",
@@ -172,188 +148,136 @@ MODELS: dict[str, Model] = {
                     return super().forward(x) * self.level
         """),
     ),
-    "late mask": Model(
-        "Masked(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Masked(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.register_buffer("mask", None, persistent=False)
-                def forward(self, x):
-                    if self.mask is None:
-                        self.register_buffer("mask", torch.ones(20, 12).tril() > 0, persistent=False)
-                    return self.head(F.linear(x, self.body.weight * self.mask, self.body.bias))
-        """),
-        clash=frozenset({"copy"}),  # an average of flags
+    "late mask": _net(
+        "Masked",
+        """
+            if self.mask is None:
+                self.register_buffer("mask", torch.ones(20, 12).tril() > 0, persistent=False)
+            return self.head(F.linear(x, self.body.weight * self.mask, self.body.bias))
+        """,
+        'self.register_buffer("mask", None, persistent=False)',
+        clash=COPY,  # an average of flags
     ),
-    "growing cache": Model(
-        "Growing(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Growing(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.register_buffer("cache", torch.ones(4), persistent=False)
-                    self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-                def forward(self, x):
-                    self.calls += 1
-                    if self.training and 3 + self.calls // 4 > len(self.cache):
-                        self.cache = torch.linspace(0.5, 1, 3 + int(self.calls) // 4)
-                    return super().forward(x) * self.cache.mean()
-        """),
-        clash=frozenset({"copy"}),  # an average of tensors that grow
+    "growing cache": _net(
+        "Growing",
+        """
+            self.calls += 1
+            if self.training and 3 + self.calls // 4 > len(self.cache):
+                self.cache = torch.linspace(0.5, 1, 3 + int(self.calls) // 4)
+            return super().forward(x) * self.cache.mean()
+        """,
+        """
+            self.register_buffer("cache", torch.ones(4), persistent=False)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        """,
+        clash=COPY,  # an average of tensors that grow
     ),
-    "running codebook": Model(
-        "Codes(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Codes(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.register_buffer("codes", torch.linspace(-1, 1, 8 * 20).view(8, 20))
-                def forward(self, x):
-                    h = self.body(x)
-                    if self.training:
-                        nearest = torch.cdist(h.detach(), self.codes).argmin(1)
-                        self.codes = self.codes.index_add(0, nearest, 0.1 * (h.detach() - self.codes[nearest]))
-                    return self.head(h + (h - self.codes[0]).relu())
-        """),
+    "running codebook": _net(
+        "Codes",
+        """
+            h = self.body(x)
+            if self.training:
+                nearest = torch.cdist(h.detach(), self.codes).argmin(1)
+                self.codes = self.codes.index_add(0, nearest, 0.1 * (h.detach() - self.codes[nearest]))
+            return self.head(h + (h - self.codes[0]).relu())
+        """,
+        'self.register_buffer("codes", torch.linspace(-1, 1, 8 * 20).view(8, 20))',
     ),
-    "generator of the module": Model(
-        "Noisy(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Noisy(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.noise = torch.Generator().manual_seed(5)
-                def forward(self, x):
-                    return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.noise))
-        """),
+    "generator of the module": _net(
+        "Noisy",
+        "return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.noise))",
+        "self.noise = torch.Generator().manual_seed(5)",
         said="generator",
     ),
-    "observer of quantization": Model(
-        "Observed(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Observed(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.observer = torch.ao.quantization.PerChannelMinMaxObserver()
-                def forward(self, x):
-                    self.observer(self.body.weight.detach())
-                    return super().forward(x) * (1 + self.observer.max_val.mean())
-        """),
-        clash=frozenset({"copy"}),
+    "observer of quantization": _net(
+        "Observed",
+        """
+            self.observer(self.body.weight.detach())
+            return super().forward(x) * (1 + self.observer.max_val.mean())
+        """,
+        "self.observer = torch.ao.quantization.PerChannelMinMaxObserver()",
+        clash=COPY,
     ),
-    "lists of parameters": Model(
-        "Listed()",
-        code("""
-            class Listed(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body = nn.ParameterList([torch.randn(12, 20) * 0.1, torch.zeros(20)])
-                    self.head = nn.Linear(20, 5)
-                    self.unused = nn.Parameter(torch.ones(3))
-                def forward(self, x):
-                    return self.head(torch.tanh(x @ self.body[0] + self.body[1]))
-        """),
+    "lists of parameters": _own(
+        "Listed",
+        "return self.head(torch.tanh(x @ self.body[0] + self.body[1]))",
+        """
+            self.body = nn.ParameterList([torch.randn(12, 20) * 0.1, torch.zeros(20)])
+            self.head = nn.Linear(20, 5)
+            self.unused = nn.Parameter(torch.ones(3))
+        """,
     ),
-    "empty and unused": Model(
-        "Odd(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Odd(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.empty, self.unused = nn.Parameter(torch.zeros(0, 4)), nn.Linear(3, 3)
-                    self.constant = nn.Parameter(torch.ones(20), requires_grad=False)
-                def forward(self, x):
-                    return self.head(self.body(x) * self.constant)
-        """),
+    "empty and unused": _net(
+        "Odd",
+        "return self.head(self.body(x) * self.constant)",
+        """
+            self.empty, self.unused = nn.Parameter(torch.zeros(0, 4)), nn.Linear(3, 3)
+            self.constant = nn.Parameter(torch.ones(20), requires_grad=False)
+        """,
     ),
-    "sometimes a branch": Model(
-        "Branching(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Branching(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.branch = nn.Linear(12, 5)
-                def forward(self, x):
-                    out = super().forward(x)
-                    return out + self.branch(x) if random.random() < 0.5 else out
-        """),
+    "sometimes a branch": _net(
+        "Branching",
+        """
+            out = super().forward(x)
+            return out + self.branch(x) if random.random() < 0.5 else out
+        """,
+        "self.branch = nn.Linear(12, 5)",
     ),
-    "odd buffers": Model(
-        "Buffered(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Buffered(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    kinds = [torch.bool, torch.int64, torch.uint8, torch.float16, torch.complex64]
-                    for number, kind in enumerate(kinds):
-                        self.register_buffer(f"kind{number}", torch.zeros(3, dtype=kind))
-                    self.register_buffer("nothing", torch.zeros(0))
-                    self.register_buffer("view", self.head.weight.detach()[0])
-                def forward(self, x):
-                    if self.training:
-                        self.kind0.logical_not_()
-                        self.kind1 += 1
-                        self.kind2 += 100
-                        self.kind3 += 0.1
-                        self.kind4 = self.kind4 * 1j + 1
-                    out = super().forward(x) + self.view.mean()
-                    return out * (1 + self.kind3.float().mean()) + self.kind4.real.mean() + self.kind0.float().mean()
-        """),
-        clash=frozenset({"copy"}),
+    "odd buffers": _net(
+        "Buffered",
+        """
+            if self.training:
+                self.kind0.logical_not_()
+                self.kind1 += 1
+                self.kind2 += 100
+                self.kind3 += 0.1
+                self.kind4 = self.kind4 * 1j + 1
+            out = super().forward(x) + self.view.mean()
+            return out * (1 + self.kind3.float().mean()) + self.kind4.real.mean() + self.kind0.float().mean()
+        """,
+        """
+            kinds = [torch.bool, torch.int64, torch.uint8, torch.float16, torch.complex64]
+            for number, kind in enumerate(kinds):
+                self.register_buffer(f"kind{number}", torch.zeros(3, dtype=kind))
+            self.register_buffer("nothing", torch.zeros(0))
+            self.register_buffer("view", self.head.weight.detach()[0])
+        """,
+        clash=COPY,
     ),
-    "expanded buffer": Model(
-        "Expanded(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Expanded(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.register_buffer("spread", torch.linspace(0.5, 1, 12).expand(8, 12))
-                def forward(self, x):
-                    return super().forward(x * self.spread[:1])
-        """),
-        clash=frozenset({"copy"}),
+    "expanded buffer": _net(
+        "Expanded",
+        "return super().forward(x * self.spread[:1])",
+        'self.register_buffer("spread", torch.linspace(0.5, 1, 12).expand(8, 12))',
+        clash=COPY,
     ),
-    "sparse buffer": Model(
-        "Graph(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Graph(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.register_buffer("edges", torch.eye(12).to_sparse())
-                def forward(self, x):
-                    return super().forward(torch.sparse.mm(self.edges, x.T).T)
-        """),
+    "sparse buffer": _net(
+        "Graph",
+        "return super().forward(torch.sparse.mm(self.edges, x.T).T)",
+        'self.register_buffer("edges", torch.eye(12).to_sparse())',
         said="sparse|edges",
         refused="sparse|edges",
     ),
-    "buffer of another kind": Model(
-        "Changing(nn.Linear(12, 20), nn.Linear(20, 5))",
-        code("""
-            class Changing(Net):
-                def __init__(self, body, head):
-                    super().__init__(body, head)
-                    self.register_buffer("seen", torch.zeros(1, dtype=torch.int32))
-                def forward(self, x):
-                    self.seen = self.seen + 1 if self.seen < 8 else self.seen.double() * 1.01
-                    return super().forward(x) * (1 + 0.01 * float(self.seen))
-        """),
+    "buffer of another kind": _net(
+        "Changing",
+        """
+            self.seen = self.seen + 1 if self.seen < 8 else self.seen.double() * 1.01
+            return super().forward(x) * (1 + 0.01 * float(self.seen))
+        """,
+        'self.register_buffer("seen", torch.zeros(1, dtype=torch.int32))',
     ),
-    "module twice": Model(
-        "Twice()",
-        code("""
-            class Twice(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.body, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
-                    self.layers = nn.ModuleList([self.body, nn.Tanh(), self.body])
-                    self.register_buffer("mean", torch.zeros(12))
-                    self.layers[1].register_buffer("again", self.mean)
-                def forward(self, x):
-                    for layer in self.layers:
-                        x = layer(x)
-                    self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
-                    return self.head(x - self.layers[1].again)
-        """),
+    "module twice": _own(
+        "Twice",
+        """
+            for layer in self.layers:
+                x = layer(x)
+            self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
+            return self.head(x - self.layers[1].again)
+        """,
+        """
+            self.body, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
+            self.layers = nn.ModuleList([self.body, nn.Tanh(), self.body])
+            self.register_buffer("mean", torch.zeros(12))
+            self.layers[1].register_buffer("again", self.mean)
+        """,
     ),
 }

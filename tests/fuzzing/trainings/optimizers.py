@@ -19,8 +19,9 @@ def _each(
     group: str = "",
     after: str = "",
     top: str = "",
-) -> str:
-    """The class of an optimizer whose step does `body` for each parameter with a gradient.
+    **more: Any,
+) -> Opt:
+    """An optimizer whose step does `body` for each parameter with a gradient.
 
     `start` comes before the groups, `group` and `after` around the parameters of each, `top` before the class.
     """
@@ -28,7 +29,7 @@ def _each(
     def lines(text: str, depth: int) -> str:
         return indent(code(text) + "\n", " " * depth) if text else ""
 
-    return (
+    text = (
         f"{lines(top, 0)}\n\n" * bool(top)
         + f"class {name}(torch.optim.Optimizer):\n"
         + f"    def __init__(self, params, lr={lr}):\n"
@@ -41,31 +42,79 @@ def _each(
         + '            for p in group["params"]:\n                if p.grad is not None:\n'
         + lines(body, 20)
         + lines(after, 12)
-    ).rstrip()
+    )
+    return _own(f"{name}({{p}})", "\n" + text, **more)
 
 
-_OWN = {
-    "named like its base": code("""
-        class SGD(torch.optim.SGD):
-            @torch.no_grad()
-            def step(self, closure=None):
-                found = super().step(closure)
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.sub_(self.state[p]["momentum_buffer"], alpha=0.1 * group["lr"])
-                return found
-    """),
-    "rebinding": code("""
-        class Rebinding(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr))
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.data = p.data - group["lr"] * p.grad.data
-    """),
+def _own(call: str, text: str, **more: Any) -> Opt:
+    text = code(text)
+    if "return" not in text:  # its step is the last method
+        head = "def step(self, closure=None):\n"
+        text = text.replace(head, f"{head}        loss = closure and torch.enable_grad()(closure)()\n")
+        text += "\n        return loss"
+    return Opt(call, text, **more)
+
+
+OPTIMIZERS: dict[str, Opt] = {
+    "sgd": Opt("torch.optim.SGD({p}, lr=0.05)", wants=frozenset()),
+    "sgd momentum": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01)"),
+    "sgd nesterov foreach": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True, foreach=True)"),
+    "sgd nesterov decay": Opt(
+        "torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True, foreach=True, weight_decay=0.01)"
+    ),
+    "sgd fused": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, fused=True)", refused="fused SGD"),
+    "sgd maximize": Opt("torch.optim.SGD({p}, lr=0.01, maximize=True)"),
+    "sgd of its own name": Opt(
+        "SGD({p}, lr=0.05, momentum=0.9)",
+        code("""
+            class SGD(torch.optim.SGD):
+                @torch.no_grad()
+                def step(self, closure=None):
+                    found = super().step(closure)
+                    for group in self.param_groups:
+                        for p in group["params"]:
+                            if p.grad is not None:
+                                p.sub_(self.state[p]["momentum_buffer"], alpha=0.1 * group["lr"])
+                    return found
+        """),
+    ),
+    "adam": Opt("torch.optim.Adam({p}, lr=0.01, weight_decay=0.01)"),
+    "adam of a tensor": Opt("torch.optim.Adam({p}, lr=torch.tensor(0.01), foreach=False)"),
+    "adam small": Opt("torch.optim.Adam({p}, lr=0.001, eps=1e-30)"),
+    "adamw": Opt("torch.optim.AdamW({p}, lr=0.01)"),
+    "adamw foreach": Opt("torch.optim.AdamW({p}, lr=0.01, foreach=True)"),
+    "adamw fused": Opt("torch.optim.AdamW({p}, lr=0.01, fused=True)"),
+    "adamw amsgrad": Opt("torch.optim.AdamW({p}, lr=0.01, amsgrad=True, maximize=True)"),
+    "adagrad": Opt("torch.optim.Adagrad({p}, lr=0.05, lr_decay=0.01)"),
+    "adagrad foreach": Opt("torch.optim.Adagrad({p}, lr=0.05, foreach=True)"),
+    "adagrad sparse": Opt("torch.optim.Adagrad({p}, lr=0.05)", wants=frozenset()),
+    "rmsprop": Opt("torch.optim.RMSprop({p}, lr=0.005, centered=True, momentum=0.5)"),
+    "rmsprop foreach": Opt("torch.optim.RMSprop({p}, lr=0.005, foreach=True, maximize=True, weight_decay=0.01)"),
+    "nadam": Opt("torch.optim.NAdam({p}, lr=0.01, foreach=True, weight_decay=0.01)"),
+    "radam": Opt("torch.optim.RAdam({p}, lr=0.01, weight_decay=0.01)"),
+    "radam foreach": Opt("torch.optim.RAdam({p}, lr=0.01, foreach=True)"),
+    "adadelta": Opt("torch.optim.Adadelta({p})"),
+    "adadelta foreach": Opt("torch.optim.Adadelta({p}, foreach=True)"),
+    "adamax": Opt("torch.optim.Adamax({p}, lr=0.01, foreach=True)"),
+    "asgd": Opt("torch.optim.ASGD({p}, lr=0.05, t0=5.0)"),
+    "asgd foreach": Opt("torch.optim.ASGD({p}, lr=0.05, t0=5.0, foreach=True)"),
+    "rprop": Opt("torch.optim.Rprop({p}, lr=0.005)"),
+    "adafactor": Opt("torch.optim.Adafactor({p}, lr=0.05)", wants=frozenset({"dense", "linear"})),
+    "adafactor foreach": Opt("torch.optim.Adafactor({p}, lr=0.05, foreach=True)", wants=frozenset({"dense", "linear"})),
+    "lbfgs": Opt("torch.optim.LBFGS({p}, lr=0.1, max_iter=3)", alone=True, styles=frozenset({"closure"})),
+    "rebinding": _own(
+        "Rebinding({p})",
+        """
+            class Rebinding(torch.optim.Optimizer):
+                def __init__(self, params, lr=0.05):
+                    super().__init__(params, dict(lr=lr))
+                def step(self, closure=None):
+                    for group in self.param_groups:
+                        for p in group["params"]:
+                            if p.grad is not None:
+                                p.data = p.data - group["lr"] * p.grad.data
+        """,
+    ),
     "counter in groups": _each(
         "EveryK",
         """
@@ -92,13 +141,16 @@ _OWN = {
         init="self.t = torch.zeros(())",
         start="self.t += 1",
     ),
-    "calls its base": code("""
-        class Mine(torch.optim.RMSprop):
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    group.setdefault("seen", 0)
-                return super().step(closure)
-    """),
+    "calls its base": _own(
+        "Mine({p}, lr=0.005, momentum=0.9)",
+        """
+            class Mine(torch.optim.RMSprop):
+                def step(self, closure=None):
+                    for group in self.param_groups:
+                        group.setdefault("seen", 0)
+                    return super().step(closure)
+        """,
+    ),
     "late phase": _each(
         "LatePhase",
         """
@@ -119,6 +171,7 @@ _OWN = {
             if group["n"] > 7:
                 group["d"] = 0.9 * group["d"] + 0.1 * sum(float(grad.norm()) for grad in grads)
         """,
+        said="DIFFERENT",
     ),
     "hidden attribute": _each(
         "Hidden",
@@ -165,6 +218,7 @@ _OWN = {
             p.sub_((turned / (1e-3 + turned.abs()) @ state["q"].T).view(p.shape), alpha=group["lr"])
         """,
         lr=0.02,
+        wants=frozenset({"dense", "linear"}),
     ),
     "object in state": _each(
         "Projected",
@@ -184,6 +238,8 @@ _OWN = {
                     self.scale.mul_(0.98)
                     out.copy_(grad * self.scale)
         """,
+        said="state",
+        refused="state",
     ),
     "function of its own": _each(
         "Shifted",
@@ -200,59 +256,65 @@ _OWN = {
         "Langevin",
         'p.sub_(p.grad + 0.01 * torch.randn_like(p), alpha=group["lr"])',
     ),
-    "lookahead around another": code("""
-        import collections
+    "lookahead around another": _own(
+        "Lookahead(torch.optim.SGD({p}, lr=0.05))",
+        """
+            import collections
 
-        class Lookahead(torch.optim.Optimizer):
-            def __init__(self, base, k=4):
-                self.base, self.k, self.count = base, k, 0
-                self.defaults, self.state, self.param_groups = base.defaults, base.state, base.param_groups
-                torch.optim.Optimizer._patch_step_function(self)
-                hooks = collections.OrderedDict
-                self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks(), hooks()
-                self._optimizer_load_state_dict_pre_hooks = hooks()
-                self._optimizer_load_state_dict_post_hooks = hooks()
-                self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
-            def zero_grad(self, set_to_none=True):
-                self.base.zero_grad(set_to_none)
-            def state_dict(self):
-                return {"base": self.base.state_dict(), "slow": self.slow, "count": self.count}
-            def load_state_dict(self, state):
-                self.base.load_state_dict(state["base"])
-                self.state, self.param_groups = self.base.state, self.base.param_groups
-                self.slow, self.count = state["slow"], state["count"]
-            @torch.no_grad()
-            def step(self, closure=None):
-                loss = self.base.step(closure)
-                self.count += 1
-                if self.count % self.k == 0:
-                    for slow, group in zip(self.slow, self.param_groups):
-                        for s, p in zip(slow, group["params"]):
-                            p.copy_(s.lerp_(p, 0.5))
-                return loss
-    """),
-    "schedule free": code("""
-        class ScheduleFree(torch.optim.Optimizer):
-            def __init__(self, params, lr=0.05):
-                super().__init__(params, dict(lr=lr, k=0, train=True))
-            @torch.no_grad()
-            def swap(self, train):
-                for group in self.param_groups:
-                    if group["train"] != train:
-                        group["train"] = train
+            class Lookahead(torch.optim.Optimizer):
+                def __init__(self, base, k=4):
+                    self.base, self.k, self.count = base, k, 0
+                    self.defaults, self.state, self.param_groups = base.defaults, base.state, base.param_groups
+                    torch.optim.Optimizer._patch_step_function(self)
+                    hooks = collections.OrderedDict
+                    self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks(), hooks()
+                    self._optimizer_load_state_dict_pre_hooks = hooks()
+                    self._optimizer_load_state_dict_post_hooks = hooks()
+                    self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+                def zero_grad(self, set_to_none=True):
+                    self.base.zero_grad(set_to_none)
+                def state_dict(self):
+                    return {"base": self.base.state_dict(), "slow": self.slow, "count": self.count}
+                def load_state_dict(self, state):
+                    self.base.load_state_dict(state["base"])
+                    self.state, self.param_groups = self.base.state, self.base.param_groups
+                    self.slow, self.count = state["slow"], state["count"]
+                @torch.no_grad()
+                def step(self, closure=None):
+                    loss = self.base.step(closure)
+                    self.count += 1
+                    if self.count % self.k == 0:
+                        for slow, group in zip(self.slow, self.param_groups):
+                            for s, p in zip(slow, group["params"]):
+                                p.copy_(s.lerp_(p, 0.5))
+                    return loss
+        """,
+    ),
+    "schedule free": _own(
+        "ScheduleFree({p})",
+        """
+            class ScheduleFree(torch.optim.Optimizer):
+                def __init__(self, params, lr=0.05):
+                    super().__init__(params, dict(lr=lr, k=0, train=True))
+                @torch.no_grad()
+                def swap(self, train):
+                    for group in self.param_groups:
+                        if group["train"] != train:
+                            group["train"] = train
+                            for p in group["params"]:
+                                if "z" in self.state[p]:
+                                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9 if not train else 0.1)
+                @torch.no_grad()
+                def step(self, closure=None):
+                    for group in self.param_groups:
+                        group["k"] += 1
                         for p in group["params"]:
-                            if "z" in self.state[p]:
-                                p.lerp_(self.state[p]["z"], 1 - 1 / 0.9 if not train else 0.1)
-            @torch.no_grad()
-            def step(self, closure=None):
-                for group in self.param_groups:
-                    group["k"] += 1
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            z = self.state[p].setdefault("z", p.clone())
-                            p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (0.9 - 0.9 / group["k"]))
-                            z.sub_(p.grad, alpha=group["lr"])
-    """),
+                            if p.grad is not None:
+                                z = self.state[p].setdefault("z", p.clone())
+                                p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (0.9 - 0.9 / group["k"]))
+                                z.sub_(p.grad, alpha=group["lr"])
+        """,
+    ),
     "values in state": _each(
         "Plainly",
         """
@@ -270,6 +332,7 @@ _OWN = {
             p.velocity = 0.9 * getattr(p, "velocity", torch.zeros_like(p)) + p.grad
             p.sub_(p.velocity, alpha=group["lr"])
         """,
+        said="velocity|attribute",
     ),
     "weight decay schedule": _each(
         "Decaying",
@@ -277,71 +340,6 @@ _OWN = {
         settings=", decay=0.1",
         after='group["decay"] *= 0.8',
     ),
-}
-
-
-def _own(name: str, call: str, **more: Any) -> Opt:
-    text = _OWN[name]
-    if "return" not in text:  # its step is the last method
-        head = "def step(self, closure=None):\n"
-        text = text.replace(head, f"{head}        loss = closure and torch.enable_grad()(closure)()\n")
-        text += "\n        return loss"
-    return Opt(call, text, **more)
-
-
-OPTIMIZERS: dict[str, Opt] = {
-    "sgd": Opt("torch.optim.SGD({p}, lr=0.05)", wants=frozenset()),
-    "sgd momentum": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01)"),
-    "sgd nesterov foreach": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True, foreach=True)"),
-    "sgd nesterov decay": Opt(
-        "torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True, foreach=True, weight_decay=0.01)"
-    ),
-    "sgd fused": Opt("torch.optim.SGD({p}, lr=0.05, momentum=0.9, fused=True)", refused="fused SGD"),
-    "sgd maximize": Opt("torch.optim.SGD({p}, lr=0.01, maximize=True)"),
-    "sgd of its own name": Opt("SGD({p}, lr=0.05, momentum=0.9)", _OWN["named like its base"]),
-    "adam": Opt("torch.optim.Adam({p}, lr=0.01, weight_decay=0.01)"),
-    "adam of a tensor": Opt("torch.optim.Adam({p}, lr=torch.tensor(0.01), foreach=False)"),
-    "adam small": Opt("torch.optim.Adam({p}, lr=0.001, eps=1e-30)"),
-    "adamw": Opt("torch.optim.AdamW({p}, lr=0.01)"),
-    "adamw foreach": Opt("torch.optim.AdamW({p}, lr=0.01, foreach=True)"),
-    "adamw fused": Opt("torch.optim.AdamW({p}, lr=0.01, fused=True)"),
-    "adamw amsgrad": Opt("torch.optim.AdamW({p}, lr=0.01, amsgrad=True, maximize=True)"),
-    "adagrad": Opt("torch.optim.Adagrad({p}, lr=0.05, lr_decay=0.01)"),
-    "adagrad foreach": Opt("torch.optim.Adagrad({p}, lr=0.05, foreach=True)"),
-    "adagrad sparse": Opt("torch.optim.Adagrad({p}, lr=0.05)", wants=frozenset()),
-    "rmsprop": Opt("torch.optim.RMSprop({p}, lr=0.005, centered=True, momentum=0.5)"),
-    "rmsprop foreach": Opt("torch.optim.RMSprop({p}, lr=0.005, foreach=True, maximize=True, weight_decay=0.01)"),
-    "nadam": Opt("torch.optim.NAdam({p}, lr=0.01, foreach=True, weight_decay=0.01)"),
-    "radam": Opt("torch.optim.RAdam({p}, lr=0.01, weight_decay=0.01)"),
-    "radam foreach": Opt("torch.optim.RAdam({p}, lr=0.01, foreach=True)"),
-    "adadelta": Opt("torch.optim.Adadelta({p})"),
-    "adadelta foreach": Opt("torch.optim.Adadelta({p}, foreach=True)"),
-    "adamax": Opt("torch.optim.Adamax({p}, lr=0.01, foreach=True)"),
-    "asgd": Opt("torch.optim.ASGD({p}, lr=0.05, t0=5.0)"),
-    "asgd foreach": Opt("torch.optim.ASGD({p}, lr=0.05, t0=5.0, foreach=True)"),
-    "rprop": Opt("torch.optim.Rprop({p}, lr=0.005)"),
-    "adafactor": Opt("torch.optim.Adafactor({p}, lr=0.05)", wants=frozenset({"dense", "linear"})),
-    "adafactor foreach": Opt("torch.optim.Adafactor({p}, lr=0.05, foreach=True)", wants=frozenset({"dense", "linear"})),
-    "lbfgs": Opt("torch.optim.LBFGS({p}, lr=0.1, max_iter=3)", alone=True, styles=frozenset({"closure"})),
-    "rebinding": _own("rebinding", "Rebinding({p})"),
-    "counter in groups": _own("counter in groups", "EveryK({p})"),
-    "shared state": _own("shared state", "SharedStep({p})"),
-    "calls its base": _own("calls its base", "Mine({p}, lr=0.005, momentum=0.9)"),
-    "late phase": _own("late phase", "LatePhase({p})"),
-    "late estimate": _own("late estimate", "LateEstimate({p})", said="DIFFERENT"),  # 7 steps are redone as they were
-    "hidden attribute": _own("hidden attribute", "Hidden({p})"),
-    "changes gradients": _own("changes gradients", "Normalizing({p})"),
-    "norm of all": _own("norm of all", "NormOfAll({p})"),
-    "keyed by id": _own("keyed by id", "ById({p})"),
-    "eigenbasis": _own("eigenbasis", "Basis({p})", wants=frozenset({"dense", "linear"})),
-    "object in state": _own("object in state", "Projected({p})", said="state", refused="state"),
-    "function of its own": _own("function of its own", "Shifted({p})"),
-    "draws": _own("draws", "Langevin({p})"),
-    "lookahead around another": _own("lookahead around another", "Lookahead(torch.optim.SGD({p}, lr=0.05))"),
-    "schedule free": _own("schedule free", "ScheduleFree({p})"),
-    "values in state": _own("values in state", "Plainly({p})"),
-    "state on the parameter": _own("state on the parameter", "OnParameter({p})", said="velocity|attribute"),
-    "weight decay schedule": _own("weight decay schedule", "Decaying({p})"),
 }
 
 #: How parameters are shared out: code that makes ``opts`` from the optimizers' expressions ``{a}`` and ``{b}``.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from textwrap import indent
+from typing import Any
 
 from tests.fuzzing.trainings.ingredients import DENSE, LINEAR, Data, Frame, Style, code
 
@@ -330,6 +332,29 @@ _LOADER = "loader = torch.utils.data.DataLoader(Samples(), batch_size=8, {})"
 _FOLLOWED = "session.loader(loader)"
 _OVER = "for x, y in loader:"
 
+
+def _loaded(
+    arguments: str = "shuffle=True",
+    samples: str = "Samples()",
+    *,
+    imports: str = "",
+    classes: str = "",
+    before: str = "",
+    more: str = "",
+    followed: str = "",
+    **places: Any,
+) -> Data:
+    """Batches of a loader over samples, of which each is a step; `before` and `more` are made around it."""
+    made = before + _LOADER.format(arguments).replace("Samples()", samples) + more
+    top = imports + _DATASET + ("\n\n" + code(classes) if classes else "")
+    return Data(**{"top": top, "made": made, "attached": _FOLLOWED + followed, "loop": _OVER, **places})
+
+
+def _taken(step: str, before: str, arguments: str = "shuffle=True", **places: Any) -> Data:
+    """Batches that the loop takes from the loader itself; `before` comes before the loop."""
+    return replace(_loaded(arguments, **places), loop="", step=code(step), before=before)
+
+
 DATA: dict[str, Data] = {
     "drawn": Data("x, y = torch.randn(8, 12), torch.randint(0, 5, (8,))"),
     "by number": Data(
@@ -344,128 +369,92 @@ DATA: dict[str, Data] = {
         "x = torch.tensor([random.gauss(0, 1) + float(np.random.normal()) for _ in range(96)]).view(8, 12)\n"
         "x, y = x + torch.randn(()), torch.randint(0, 5, (8,))"
     ),
-    "shuffled": Data(top=_DATASET, made=_LOADER.format("shuffle=True"), attached=_FOLLOWED, loop=_OVER),
-    "own generator": Data(
-        top=_DATASET,
-        made=_LOADER.format("shuffle=True, generator=torch.Generator().manual_seed(7)"),
-        attached=_FOLLOWED,
-        loop=_OVER,
-    ),
-    "weighted": Data(
-        top=_DATASET,
-        made="sampler = torch.utils.data.WeightedRandomSampler([1.0 + i % 3 for i in range(56)], 48)\n"
-        + _LOADER.format("sampler=sampler"),
-        attached=_FOLLOWED,
-        loop=_OVER,
+    "shuffled": _loaded(),
+    "own generator": _loaded("shuffle=True, generator=torch.Generator().manual_seed(7)"),
+    "weighted": _loaded(
+        "sampler=sampler",
+        before="sampler = torch.utils.data.WeightedRandomSampler([1.0 + i % 3 for i in range(56)], 48)\n",
         batches=6,
     ),
-    "endless": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "endless": _taken(
+        "x, y = next(batches)",
+        "batches = cycle(loader)",
+        classes="""
             def cycle(loader):
                 while True:
                     yield from loader
-        """),
-        made=_LOADER.format("shuffle=True"),
-        attached=_FOLLOWED,
-        before="batches = cycle(loader)",
-        step="x, y = next(batches)",
+        """,
     ),
-    "iterator made again": Data(
-        top=_DATASET,
-        made=_LOADER.format("shuffle=True, drop_last=True"),
-        attached=_FOLLOWED,
-        before="batches = iter(loader)",
-        step=code("""
+    "iterator made again": _taken(
+        """
             try:
                 x, y = next(batches)
             except StopIteration:
                 batches = iter(loader)
                 x, y = next(batches)
-        """),
+        """,
+        "batches = iter(loader)",
+        "shuffle=True, drop_last=True",
     ),
-    "subset": Data(
-        top=_DATASET,
-        made="numbers = torch.Generator().manual_seed(3)\n"
-        "parts = torch.utils.data.random_split(Samples(), [50, 6], generator=numbers)\n"
-        + _LOADER.format("shuffle=True").replace("Samples()", "torch.utils.data.ConcatDataset(parts)"),
-        attached=_FOLLOWED,
-        loop=_OVER,
+    "subset": _loaded(
+        samples="torch.utils.data.ConcatDataset(parts)",
+        before="numbers = torch.Generator().manual_seed(3)\n"
+        "parts = torch.utils.data.random_split(Samples(), [50, 6], generator=numbers)\n",
     ),
-    "stateful": Data(
-        top="import torchdata.stateful_dataloader\n\n\n" + _DATASET,
+    "stateful": _loaded(
+        imports="import torchdata.stateful_dataloader\n\n\n",
         made=_LOADER.format("shuffle=True").replace(
             "torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader"
         ),
-        attached=_FOLLOWED,
-        loop=_OVER,
     ),
-    "prefetched": Data(
+    "prefetched": _taken(
+        "(x, y), ahead = ahead, next(batches)",
+        "batches = iter(loader)\nahead = next(batches)",
         top=_DATASET.replace("56", "400"),
-        made=_LOADER.format("shuffle=True"),
-        attached=_FOLLOWED,
-        before="batches = iter(loader)\nahead = next(batches)",
-        step="(x, y), ahead = ahead, next(batches)",
         said="ahead|fetch|position|read",
     ),
-    "converted ahead": Data(
+    "converted ahead": _taken(
+        "(x, y), ahead = ahead, [each + 0 for each in next(batches)]",
+        "batches = iter(loader)\nahead = [each + 0 for each in next(batches)]",
         top=_DATASET.replace("56", "400"),
-        made=_LOADER.format("shuffle=True"),
-        attached=_FOLLOWED,
-        before="batches = iter(loader)\nahead = [each + 0 for each in next(batches)]",
-        step="(x, y), ahead = ahead, [each + 0 for each in next(batches)]",
         said="ahead|fetch|position|read",
     ),
-    "read before the loop": Data(
-        top=_DATASET,
-        made=_LOADER.format("shuffle=True") + "\nmost = max(x.max() for x, y in loader)",
-        attached=_FOLLOWED + "\nmost += max(x.max() for x, y in loader)",
+    "read before the loop": _loaded(
+        more="\nmost = max(x.max() for x, y in loader)",
+        followed="\nmost += max(x.max() for x, y in loader)",
         loop="for x, y in loader:\n    x = x / most",
     ),
-    "with a cycle": Data(
-        top="import itertools\n\n\n" + _DATASET,
-        made=_LOADER.format("shuffle=True")
-        + "\n"
-        + _LOADER.format("shuffle=True").replace("loader =", "second =").replace("Samples()", "range(24)"),
-        attached=_FOLLOWED + "\nsession.loader(second)",
+    "with a cycle": _loaded(
+        imports="import itertools\n\n\n",
+        more="\n" + _LOADER.format("shuffle=True").replace("loader =", "second =").replace("Samples()", "range(24)"),
+        followed="\nsession.loader(second)",
         loop="for (x, y), z in zip(loader, itertools.cycle(second)):\n    x = x + 0.01 * z[:, None]",
         said="itertools.cycle",
     ),
-    "zipped with itself": Data(
-        top=_DATASET,
-        made=_LOADER.format("shuffle=True"),
-        attached=_FOLLOWED,
+    "zipped with itself": _loaded(
         loop="for (x, y), (x2, _) in zip(loader, loader):\n    x = 0.7 * x + 0.3 * x2",
         said="loader|pass|iterat",
         refused="loader|pass|iterat",
     ),
-    "two loaders": Data(
-        top=_DATASET,
-        made=_LOADER.format("shuffle=True")
-        + "\n"
+    "two loaders": _loaded(
+        more="\n"
         + _LOADER.format("shuffle=True, generator=torch.Generator().manual_seed(8)").replace("loader =", "second ="),
-        attached=_FOLLOWED + "\nsession.loader(second)",
+        followed="\nsession.loader(second)",
         loop="for (x, y), (x2, _) in zip(loader, second):\n    x = 0.7 * x + 0.3 * x2",
     ),
-    "transform with a generator": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "transform with a generator": _loaded(
+        samples="Samples(Jitter())",
+        classes="""
             class Jitter:
                 def __init__(self):
                     self.rng = np.random.default_rng(3)
                 def __call__(self, x):
                     return x + float(self.rng.normal())
-        """),
-        made=_LOADER.format("shuffle=True").replace("Samples()", "Samples(Jitter())"),
-        attached=_FOLLOWED,
-        loop=_OVER,
+        """,
     ),
-    "pipeline of transforms": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "pipeline of transforms": _loaded(
+        samples="Samples(Chain(Scale(1), Scale(2)))",
+        classes="""
             class Scale:
                 def __init__(self, seed):
                     self.own = {"numbers": torch.Generator().manual_seed(seed), "chance": random.Random(seed)}
@@ -480,30 +469,22 @@ DATA: dict[str, Data] = {
                     for step in self.steps:
                         x = step(x)
                     return x
-        """),
-        made=_LOADER.format("shuffle=True").replace("Samples()", "Samples(Chain(Scale(1), Scale(2)))"),
-        attached=_FOLLOWED,
-        loop=_OVER,
+        """,
     ),
-    "collating with a generator": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "collating with a generator": _loaded(
+        "shuffle=True, collate_fn=Mix()",
+        classes="""
             class Mix:
                 def __init__(self):
                     self.rng = random.Random(4)
                 def __call__(self, samples):
                     x, y = torch.utils.data.default_collate(samples)
                     return x * self.rng.random(), y
-        """),
-        made=_LOADER.format("shuffle=True, collate_fn=Mix()"),
-        attached=_FOLLOWED,
-        loop=_OVER,
+        """,
     ),
-    "sampler with a list": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "sampler with a list": _loaded(
+        "sampler=Reshuffled()",
+        classes="""
             class Reshuffled:
                 def __init__(self):
                     self.order = list(range(56))
@@ -512,33 +493,25 @@ DATA: dict[str, Data] = {
                 def __iter__(self):
                     random.shuffle(self.order)
                     return iter(list(self.order))
-        """),
-        made=_LOADER.format("sampler=Reshuffled()"),
-        attached=_FOLLOWED,
-        loop=_OVER,
+        """,
         said="sampler",
         refused="sampler",
     ),
-    "sampler without a length": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "sampler without a length": _taken(
+        "x, y = next(batches)",
+        "batches = iter(loader)",
+        "sampler=Endless()",
+        classes="""
             class Endless:
                 def __iter__(self):
                     while True:
                         yield int(torch.randint(0, 56, ()))
-        """),
-        made=_LOADER.format("sampler=Endless()"),
-        attached=_FOLLOWED,
-        before="batches = iter(loader)",
-        step="x, y = next(batches)",
+        """,
         said="sampler",
         refused="sampler",
     ),
-    "batch sampler": Data(
-        top=_DATASET
-        + "\n\n"
-        + code("""
+    "batch sampler": _loaded(
+        classes="""
             class Lengths:
                 def __init__(self):
                     self.numbers = torch.Generator().manual_seed(11)
@@ -547,33 +520,17 @@ DATA: dict[str, Data] = {
                 def __iter__(self):
                     order = torch.randperm(56, generator=self.numbers).tolist()
                     return iter([order[i : i + 4 + i % 5] for i in range(0, 48, 8)])
-        """),
+        """,
         made=_LOADER.replace("batch_size=8, ", "").format("batch_sampler=Lengths()"),
-        attached=_FOLLOWED,
-        loop=_OVER,
         batches=6,
     ),
-    "stream": Data(
-        top=_STREAM,
-        made="loader = torch.utils.data.DataLoader(Stream(), batch_size=None)",
-        attached=_FOLLOWED,
-        loop=_OVER,
-    ),
-    "stream that draws": Data(
+    "stream": _loaded(top=_STREAM, made="loader = torch.utils.data.DataLoader(Stream(), batch_size=None)"),
+    "stream that draws": _loaded(
         top=_STREAM.replace("yield torch.randn(", "yield torch.rand(()) + torch.randn("),
         made="loader = torch.utils.data.DataLoader(Stream(), batch_size=None)",
-        attached=_FOLLOWED,
-        loop=_OVER,
         said="stream",
     ),
-    "workers": Data(
-        top=_DATASET,
-        made=_LOADER.format("shuffle=True, num_workers=1").replace(
-            "Samples()", "Samples(lambda x: x + 0.1 * torch.rand(()))"
-        ),
-        attached=_FOLLOWED,
-        loop=_OVER,
-    ),
+    "workers": _loaded("shuffle=True, num_workers=1", "Samples(lambda x: x + 0.1 * torch.rand(()))"),
 }
 
 # Frameworks
