@@ -20,8 +20,6 @@ from torch import nn
 from memckpt.agent.group import Group
 from memckpt.agent.saving.state_copies import Run, StateCopies, StateCopy, carry_on
 from memckpt.capture import by_value
-from memckpt.capture.by_value import Digests
-from memckpt.capture.copier import HostCopier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.errors import DamagedStateError, MemoryBudgetError
@@ -66,29 +64,6 @@ def test_an_average_is_held_once_a_node() -> None:
     assert [round(one.total_bytes / 2**20) for one in (each, once)] == [93, 77]
 
 
-@pytest.mark.parametrize("beside", [{}, {"asynchronous": True, "world_size": 4}, {"shares": False}])
-def test_what_another_period_takes_needs_no_look_at_the_tensors(beside: dict[str, Any]) -> None:
-    live = averaged()
-    ranks = {"mode": "lazy", "local_ranks": (0, 1), "world_size": 2, "shares": True, **beside}
-    found, wanted = (SpecRequest(period=period, slots=slots, **ranks) for period, slots in [(8, 3), (32, 7)])
-    assert wanted.lay_out(live.spec(found)) == live.spec(wanted)
-
-
-def test_an_average_of_100_million_parameters_on_8_ranks() -> None:
-    """By formula, T = 8 and D = 3: 11 slots of 4 + 12/8 bytes a parameter, and 4 averages of 4 bytes."""
-    parameter = TensorSpec("weight", (10_000, 10_000), "float32")
-    spec = ring_spec(8, 8, 3, shared=("average",))
-    state = OwnerSpec(0, 0, ())
-    spec = msgspec.structs.replace(
-        spec,
-        params=(ParamSpec(parameter, (state,), False, 0),),
-        by_value=(TensorSpec("average", (10_000, 10_000), "float32"),),
-    )
-    sizes = [spec, msgspec.structs.replace(spec, shared=()), msgspec.structs.replace(spec, shared=(), by_value_slots=0)]
-    by_value = [Layout(one).by_value_slot_bytes * Layout(one).by_value_ring / 2**30 for one in sizes]
-    assert [round(one, 1) for one in by_value] == [1.5, 11.9, 32.8]
-
-
 @pytest.mark.parametrize(
     "request_of",
     [
@@ -126,13 +101,6 @@ def test_what_is_known_to_differ_is_each_rank_s_own_for_ever() -> None:
 )
 def test_units_that_are_ahead_keep_what_another_goes_back_to(request_of: dict[str, Any], slots: int) -> None:
     assert example(2, **request_of).slots == slots
-
-
-def test_who_holds_what_is_of_no_account_for_what_a_state_is() -> None:
-    spec = example(2)
-    other = msgspec.structs.replace(spec, shared=(), apart=("average.weight",))
-    assert spec.shared
-    assert other.content() == spec.content()
 
 
 def test_a_budget_that_is_too_small_says_how_often_averages_are_held() -> None:
@@ -193,24 +161,16 @@ def test_views_are_read_in_row_major_order() -> None:
     assert by_value.sums(halves).equal(by_value.sums(halves.clone()))
 
 
-def test_those_of_host_and_device_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [torch.full((4,), value) for value in (1.0, 2.0, 3.0)]
-    away = tensors[1]
-    monkeypatch.setattr(by_value, "on_host", lambda tensor: float(tensor[0]) != 2.0)
-    expected = [by_value.digest(tensors[0]), by_value.sums(away).numpy().tobytes(), by_value.digest(tensors[2])]
-    assert Digests(tensors, HostCopier()).encode() == b"".join(expected)
-
-
 # Stamps
 
 
 def ring_spec(ranks: int, period: int, slots: int, shared: Sequence[str] = (), **other: Any) -> StateSpec:
-    average = TensorSpec("average", (4,), "float32")
-    return StateSpec(
+    names = {"count": (2,), "average": (4,), "second": (4,)}
+    spec = StateSpec(
         params=(ParamSpec(TensorSpec("weight", (4,), "float32"), (OwnerSpec(0, 0, ()),), True, 0),),
         optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
         static=(),
-        by_value=(TensorSpec("count", (2,), "float32"), average, TensorSpec("second", (4,), "float32")),
+        by_value=tuple(TensorSpec(name, shape, "float32") for name, shape in names.items()),
         mode="lazy",
         period=period,
         slots=slots,
@@ -218,8 +178,8 @@ def ring_spec(ranks: int, period: int, slots: int, shared: Sequence[str] = (), *
         world_size=ranks,
         by_value_slots=slots + 1,
         shared=tuple(shared),
-        **other,
     )
+    return msgspec.structs.replace(spec, **other)
 
 
 @pytest.fixture
@@ -308,14 +268,6 @@ def test_a_layout_from_elsewhere_shares_by_value_tensors_only() -> None:
             continue
         with pytest.raises(ValueError, match=found):
             read_spec(data)
-
-
-def test_each_of_them_is_staged_by_one_rank() -> None:
-    layout = Layout(ring_spec(2, 2, 3, ("average", "second")))
-    assert sorted(layout.shared_stagers) == [1, 2]
-    assert sorted(layout.shared_stagers.values()) == [0, 1]
-    places = [layout.by_value_offsets(rank) for rank in (0, 1)]
-    assert [len({one[position] for one in places}) for position in range(3)] == [2, 1, 1]
 
 
 @pytest.mark.promise(
@@ -517,10 +469,6 @@ class Job:
         return found
 
 
-UNITS = pytest.mark.parametrize("units", [(2,), (3,), (2, 1), (2, 2)], ids=str)
-LATE = pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
-
-
 @pytest.mark.promise(
     "averages that a node holds once are equal on all its ranks in every promised record; a rank that differs costs"
     " no restorable record, and gets its own values back"
@@ -528,27 +476,23 @@ LATE = pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.promise(
     "all ranks of a node, just after ranks that share an average or a large buffer began to differ in it"
 )
-@LATE
-@UNITS
-@given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("units", [(2,), (3,), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=pytest.mark.slow)])
 def test_ranks_that_disagree_cost_nothing_that_could_be_restored(
-    units: tuple[int, ...], late: bool, data: st.DataObject
+    units: tuple[int, ...], late: bool, examples: int
 ) -> None:
-    disagree(units, late, data)
+    """Whenever the job dies, all can go back as far as they could at any time before, each to what it had."""
 
+    @given(data=st.data())
+    @settings(max_examples=examples, deadline=None)
+    def holds(data: st.DataObject) -> None:
+        disagree(units, late, data)
 
-@pytest.mark.slow
-@LATE
-@UNITS
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_the_same_many_times(units: tuple[int, ...], late: bool, data: st.DataObject) -> None:
-    disagree(units, late, data)
+    holds()
 
 
 def disagree(units: tuple[int, ...], late: bool, data: st.DataObject) -> None:
-    """Whenever the job dies, all can go back as far as they could at any time before, each to what it had."""
     period = data.draw(st.integers(1, 4))
     job = Job(units, period, 5 if late and len(units) > 1 else 3, late)
     strayed = begun = 0

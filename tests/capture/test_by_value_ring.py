@@ -21,7 +21,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.spec_request import SpecRequest
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
-from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.errors import DamagedStateError
 from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
@@ -36,7 +36,9 @@ from memckpt.replication.keeping.outgoing import rooms_for
 from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.spec import StateSpec, TensorSpec
+from tests.capture.test_by_value_once import example
+from tests.capture.test_by_value_once import ring_spec as shared_spec
 from tests.support.cluster.peers_records import RANKS, Network, Node, Records, layout_spec
 from tests.support.cluster.reader_lab import check_right, closing_all
 from tests.support.trainings.engine_child import Control, config
@@ -47,19 +49,8 @@ from tests.support.trainings.engine_training import Case
 # What it takes
 
 
-def example(local_ranks: int, **request: Any) -> StateSpec:
-    """A model of about a million parameters with an average of it, T = 8 and D = 3."""
-    model = nn.Linear(1024, 1024)
-    average = nn.Linear(1024, 1024).requires_grad_(False)
-    live = LiveState(model, [torch.optim.AdamW(model.parameters())], {"average": average})
-    live.growth.changing = {"average.weight", "average.bias"}
-    ranks = tuple(range(local_ranks))
-    arguments = {"mode": "lazy", "period": 8, "slots": 3, "local_ranks": ranks, "world_size": local_ranks}
-    return live.spec(SpecRequest(**{**arguments, **request}))
-
-
 def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
-    spec = example(2)
+    spec = example(2, shares=False)
     average = 4 * (1024 * 1024 + 1024)
     before = Layout(msgspec.structs.replace(spec, by_value_slots=0))
     after = Layout(spec)
@@ -104,35 +95,20 @@ def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None
     assert MemckptConfig(**settings_of).reads_late is late
 
 
-def test_a_budget_that_is_too_small_says_what_averages_take() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"of these 32 MiB are averages.* 2 tensors by each of 2 ranks"):
-        make_generation(1, example(2), Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
-
-
-def test_how_many_are_held_is_of_no_account_for_what_a_state_is() -> None:
+def test_how_many_are_held_and_by_whom_is_of_no_account_for_what_a_state_is() -> None:
     """A checkpoint, or a log, goes on under another configuration."""
     spec = example(2)
-    assert spec.by_value_slots == 4
-    assert msgspec.structs.replace(spec, by_value_slots=0).content() == spec.content()
+    assert (spec.by_value_slots, spec.shared) == (4, ("average.weight",))
+    for other in ({"by_value_slots": 0}, {"shared": (), "apart": ("average.weight",)}):
+        assert msgspec.structs.replace(spec, **other).content() == spec.content()
 
 
 # What is promised is there
 
 
 def ring_spec(ranks: int, period: int, slots: int, by_value_slots: int) -> StateSpec:
-    tensor = TensorSpec("weight", (4,), "float32")
-    return StateSpec(
-        params=(ParamSpec(tensor, (OwnerSpec(0, 0, ()),), True, 0),),
-        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
-        static=(),
-        by_value=(TensorSpec("average", (4,), "float32"),),
-        mode="lazy",
-        period=period,
-        slots=slots,
-        local_ranks=tuple(range(ranks)),
-        world_size=ranks,
-        by_value_slots=by_value_slots,
-    )
+    average = TensorSpec("average", (4,), "float32")
+    return shared_spec(ranks, period, slots, by_value_slots=by_value_slots, by_value=(average,))
 
 
 class Held:

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.protocol.recovery import FromFragments, FromNode
-from memckpt.recovery.plan import NewAttempt, RestoreRecord, RestoreStored, StartOver, Stored, make_plan, must_reshard
+from memckpt.recovery.plan import NewAttempt, RestoreStored, StartOver, Stored, make_plan, must_reshard
 from memckpt.recovery.sources import BadSource, Fetch, newest_history, serves
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
@@ -85,24 +83,12 @@ def generation_of(fetch: Fetch) -> str | None:
     return fetch.source.generation if isinstance(fetch.source, FromFragments) else None
 
 
-def test_nothing_is_fetched_where_every_node_holds_its_own() -> None:
-    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], ITS_FRAGMENTS)
-    assert found == RestoreRecord(Timeline(2, "n"), 8, 80, "local memory", 0, (), FIRST)
-
-
 def test_a_lost_unit_is_decoded_from_all_fragments_that_are_left() -> None:
     found = plan(SURVIVORS, ITS_FRAGMENTS)
     assert (found.record, found.step, found.tier, found.lost) == (8, 80, "peers", 0)
     left = (("a", 0), ("b", 1), ("d", 2))
     assert found.fetches == (Fetch((2,), "c", 8, FromFragments("g", left, 2, 2)),)
     assert all(serves(found.fetches, node) == () for node in "abcd")
-
-
-def test_a_unit_that_another_node_holds_live_is_not_decoded() -> None:
-    moved = [("b", (0,)), ("a", (1,)), ("c", (2,)), ("d", (3,))]
-    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], [fragments("d", 0, 0)], units=moved)
-    assert found.fetches == (Fetch((0,), "b", 8, FromNode("a")), Fetch((1,), "a", 8, FromNode("b")))
-    assert [serves(found.fetches, node) for node in "abcd"] == [((0,),), ((1,),), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -145,10 +131,6 @@ def test_a_node_that_has_only_what_is_static_is_read_too() -> None:
     assert plan(SURVIVORS, kept).fetches[0].source.fragments == (("a", 0), ("b", 1), ("d", 2))
 
 
-def test_what_has_no_history_counts_for_nothing() -> None:
-    assert isinstance(plan([live(node, rank, history=()) for node, (rank,) in PLACES]), StartOver)
-
-
 def test_a_step_that_only_fragments_have_is_found() -> None:
     found = plan(SURVIVORS, ITS_FRAGMENTS, resume=60)
     assert (found.record, found.lost) == (6, 2)
@@ -169,13 +151,6 @@ def test_the_newest_generation_is_preferred_and_an_older_one_will_do() -> None:
 
 
 PRIVATE = [fragments(node, 2, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")]
-
-
-def test_private_fragments_need_a_replica_and_one_record_only() -> None:
-    kept = [fragments("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
-    found = plan(SURVIVORS, kept)
-    assert found.fetches == (Fetch((2,), "c", 8, FromFragments("g", (("a", 0),), 1, 1, ("a", (0,)))),)
-    assert serves(found.fetches, "a") == ((0,),)
 
 
 def fetched_before(survivors: list[HeldRecords], kept: list[HeldFragments]) -> list[bool]:
@@ -214,14 +189,6 @@ def test_the_record_before_of_private_fragments_comes_with_a_replica_that_has_it
     assert (found.before, found.server) == (False, ("a", (0,)))  # rank 0 itself has none
     newest = [fragments("a", 2, 0, range(8, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, newest) == [False]
-
-
-def test_all_that_have_a_part_of_the_record_before_are_asked() -> None:
-    kept = [fragments("a", 2, 0), fragments("b", 2, 1), fragments("d", 2, 2, range(6, 7), static=False)]
-    assert [one.source.fragments for one in plan(SURVIVORS, kept).fetches] == [(("a", 0), ("b", 1))]
-    assert [one.source.fragments for one in plan(SURVIVORS, kept, before=True).fetches] == [
-        (("a", 0), ("b", 1), ("d", 2))
-    ]
 
 
 def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
@@ -337,19 +304,6 @@ def test_storage_that_has_seen_a_later_attempt_than_fragments_comes_first() -> N
 def test_never_drops_fragments_too() -> None:
     found = plan([], ITS_FRAGMENTS, resume="never")
     assert found == StartOver(Timeline(2, "n"), "resume='never'", discard=True, asked=True)
-
-
-@given(st.permutations(range(4)), st.permutations(range(3)), st.permutations(range(4)))
-def test_the_plan_depends_on_neither_order_nor_repetition(
-    first: list[int], second: list[int], third: list[int]
-) -> None:
-    by_rank = [PLACES[index] for index in third]  # repeated by the ranks of a unit, in whatever order
-    found = plan(
-        [SURVIVORS[index] for index in [*first, first[0]]],
-        [ITS_FRAGMENTS[index] for index in [*second, second[0]]],
-        units=[*by_rank, by_rank[0]],
-    )
-    assert found == plan(SURVIVORS, ITS_FRAGMENTS)
 
 
 def test_the_newest_history_is_that_of_the_latest_attempt() -> None:
