@@ -19,7 +19,7 @@ from memckpt.processes.control import ask_status
 from memckpt.storage.export import export
 from memckpt.storage.local_store import LocalStore
 from tests.support.storage.stored_runs import leave_only_storage
-from tests.support.trainings import fake_session, killed_programs
+from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import noted_encodings
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hydra_settings import compose
@@ -141,10 +141,6 @@ MORE_CASES = [
     Case("stateful_loader_persistent", loader="stateful_loader", **PERSISTENT),
 ]
 
-STAND_IN: dict[str, Any] = {"attach": fake_session.attach}
-ENGINE: dict[str, Any] = {}
-
-
 Reference = Callable[..., Ended]
 
 
@@ -165,15 +161,15 @@ PLAIN = Case("plain")
 @pytest.mark.promise("loops' counters, an owed validation, an owed end of epoch")
 @pytest.mark.promise("epoch aggregates of `self.log`, torchmetrics, `callback_metrics`")
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [STAND_IN, ENGINE], ids=["stand-in", "engine"])
-def test_one_run_killed_at_every_point(engine: dict[str, Any], lab: Lab, reference: Reference, tmp_path: Path) -> None:
-    attempts = interrupted(lab, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **engine)
-    check_exact(reference(PLAIN), attempts, checked=not engine)
+def test_one_run_killed_at_every_point(lab: Lab, reference: Reference, tmp_path: Path) -> None:
+    check_exact(reference(PLAIN), interrupted(lab, ONE_AFTER_ANOTHER, PLAIN, tmp_path))
 
 
 @pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize(
-    "case", [PLAIN, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)], ids=lambda case: case.name
+    "case",
+    [PLAIN, *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES, *MORE_CASES])],
+    ids=lambda case: case.name,
 )
 def test_nothing_fails_and_nothing_changes(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     check_exact(reference(case), interrupted(lab, [], case, tmp_path))
@@ -288,19 +284,17 @@ def test_a_finished_run_that_is_started_again_ends_where_it_ended(
 @pytest.mark.parametrize("part", ["rng", "aggregates", "metrics", "restart flags"])
 def test_the_comparison_notices_a_part_left_out(part: str, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     case = Case("plateau_epoch", scheduler="plateau_epoch")
-    without = {"sabotage": partial(sabotage, part), **STAND_IN}
-    *_, last = interrupted(lab, [("before_optimizer", 6)], case, tmp_path, **without)
+    *_, last = interrupted(lab, [("before_optimizer", 6)], case, tmp_path, sabotage=partial(sabotage, part))
     assert differences(reference(case).outcomes[0], last.outcomes[0]) != []
 
 
 @pytest.mark.promise("Lightning: each feature, with the engine")
-@pytest.mark.parametrize("engine", [STAND_IN, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["stand-in", "engine"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_ranks(workers: int, engine: dict[str, Any], lab: Lab, reference: Reference, tmp_path: Path) -> None:
+def test_two_ranks(workers: int, lab: Lab, reference: Reference, tmp_path: Path) -> None:
     case = Case(f"ddp_{workers}", workers=workers, persistent=workers > 0)
     # Behind the epoch's start, in its validation, and in the next epoch, which has another sampler seed.
     kills: list[Kill] = [("before_optimizer", 4), ("validation_step", 1), ("loss", 3)]
-    check_exact(reference(case, 2), interrupted(lab, kills, case, tmp_path, ranks=2, **engine), checked=not engine)
+    check_exact(reference(case, 2), interrupted(lab, kills, case, tmp_path, ranks=2))
 
 
 @pytest.mark.promise(
@@ -345,9 +339,3 @@ def test_each_feature_killed_all_along(case: Case, lab: Lab, reference: Referenc
     assert attempts[-1].codes == [0]
     assert len(attempts) > 3, "expected several deaths"
     check_exact(reference(case), attempts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
-def test_nothing_fails_and_nothing_changes_more(case: Case, lab: Lab, reference: Reference, tmp_path: Path) -> None:
-    check_exact(reference(case), interrupted(lab, [], case, tmp_path))

@@ -6,9 +6,10 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,13 +26,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
-import memckpt
 from lightning_memckpt import MemCheckpoint
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.trainer_state import LoggingState
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+from memckpt.session.resume import chosen, first_steps
+from memckpt.state import rng
 from tests.support.faults.check_lines import unproved
-from tests.support.trainings import fake_session
 from tests.support.trainings.compressed import note_encodings
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_programs import Ended, Kill, Run, finish, values
@@ -61,12 +62,10 @@ class LightningRun(Run):
     """Parameters of one attempt.
 
     Attributes:
-        attach: opens a session; None for the engine's.
         resume, checkpoint: arguments of the callback, and of fit().
         storage: whether the run has a storage tier.
     """
 
-    attach: Callable[..., Any] | None = None
     resume: str | int = "auto"
     checkpoint: str | None = None
     storage: bool = False
@@ -78,8 +77,6 @@ def train(run: LightningRun) -> dict[str, Any]:
     control = Control(run)
     if run.ranks > 1:  # as torchrun does
         os.environ.update(GROUP_RANK="0", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test")
-    if run.attach is not None:
-        memckpt.attach = run.attach
     pl.seed_everything(1, workers=case.seed_workers, verbose=False)
     plain, sharded = (NetWithHooks, ShardedNetWithHooks) if case.user_hooks else (Net, ShardedNet)
     if case.compression is not None:
@@ -267,7 +264,8 @@ def sabotage(what: str) -> None:
 
     match what:
         case "rng":
-            fake_session.FakeSession.restore_rng = nothing  # type: ignore[method-assign]
+            for module in (chosen, first_steps):
+                module.rng = SimpleNamespace(**{**vars(rng), "restore": nothing})  # type: ignore[attr-defined]
         case "aggregates":
             LoggingState._restore_result = nothing  # type: ignore[method-assign]
         case "metrics":
@@ -285,10 +283,9 @@ def interrupted(lab: Lab, kills: Sequence[Kill], case: Case, directory: Path, **
     return [finish(lab, train, replace(run, kill=kill)) for kill in [*kills, None]]
 
 
-def check_exact(expected: Ended, attempts: Sequence[Ended], *, checked: bool = True) -> None:
-    """Check that an interrupted run equals the uninterrupted one; `checked`: the engine has repeated steps."""
+def check_exact(expected: Ended, attempts: Sequence[Ended]) -> None:
+    """Check that an interrupted run equals the uninterrupted one, and that repeated steps were equal."""
     for rank, (theirs, ours) in enumerate(zip(expected.outcomes, attempts[-1].outcomes, strict=True)):
         assert differences(theirs, ours) == [], f"rank {rank}"
         assert values(attempts, rank) == values([expected], rank)
-    if checked:
-        assert unproved("".join(each.logs[0] for each in attempts)) == []
+    assert unproved("".join(each.logs[0] for each in attempts)) == []
