@@ -29,7 +29,7 @@ from memckpt.agent.status import describe
 from memckpt.errors import AgentError, MemckptError, RunBusyError
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.generation import Generation
-from memckpt.memory.life import LifePage, look_seconds
+from memckpt.memory.pages import LifePage, look_seconds
 from memckpt.memory.redo_news import MemoryReserved, RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.attempt import Attempt, TrainerHandle

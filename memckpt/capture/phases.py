@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memckpt.memory.phases import Phase, PhaseWriter
+from memckpt.memory.pages import Phase, PhaseWriter
 
 
 @dataclass

@@ -20,15 +20,13 @@ from memckpt.memory.slots import SlotRing
 from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state import codec
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import rebuild_from_spec
+from memckpt.state.optimizers import Missing, beside_tensors, rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients, chunks, tensor_at
 from memckpt.state.tensors import allowed_rounding, relative_distance
 
 #: Replicas of one agent take turns: together they may use as many threads as one.
 _turn = threading.Lock()
-
-Missing = tuple[tuple[int, int, str], ...]
 
 
 class Replica:
@@ -117,20 +115,8 @@ class Replica:
 
     def describe_state(self) -> tuple[Missing, bytes]:
         """What of the optimizer state does not exist, and what of it is not a tensor; the replica must be frozen."""
-        missing: list[tuple[int, int, str]] = []
-        plain: dict[int, dict[int, dict[str, Any]]] = {}
-        for redo_target in self._redo_targets:
-            for owner in self._layout.spec.params[redo_target.param].owners:
-                state = redo_target.states.get(owner.optimizer, {})
-                missing += [
-                    (redo_target.param, owner.optimizer, spec.key)
-                    for spec in owner.state
-                    if not isinstance(state.get(spec.key), torch.Tensor)
-                ]
-                values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-                if values:
-                    plain.setdefault(redo_target.param, {})[owner.optimizer] = values
-        return tuple(missing), codec.encode(plain) if plain else b""
+        targets = self._redo_targets
+        return beside_tensors(self._layout.spec, lambda index, optimizer: targets[index].states.get(optimizer, {}))
 
     # Control, from the agent's own thread
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from memckpt.memory.life import LifePage
+from memckpt.memory.pages import LifePage
 from memckpt.protocol.descriptors import HasDescriptor
 
 

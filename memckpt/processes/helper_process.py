@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.launch import helper_environment
 from memckpt.protocol.audit import AgentToAuditor, AuditorToAgent

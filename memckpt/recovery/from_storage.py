@@ -9,7 +9,6 @@ from contextlib import closing
 from functools import partial
 from itertools import groupby
 from math import prod
-from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 
 from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.recovery.target import HostState, RedoThreads, RestoreTarget, common_device, is_restored, progress
-from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RankGroup, RecordMeta, decode_meta
@@ -67,18 +65,11 @@ class StoredUnit:
     def make_room(self, target: RestoreTarget, wanted: Collection[int] | None = None) -> dict[str, torch.Tensor]:
         """Parameters, and room for the optimizer state that there is, by their names in the store."""
         found: dict[str, torch.Tensor] = {}
-        plain: dict[int, Any] = codec.decode(self.state.plain) if self.state.plain else {}
-        absent = set(self.state.missing)
-        for index, spec, param in target.numbered(wanted):
-            found[self.names.tensor(spec.tensor)] = param
-            for owner in spec.owners:
-                values = dict(plain.get(index, {}).get(owner.optimizer, {}))
-                for state in owner.state:
-                    if (index, owner.optimizer, state.key) not in absent:
-                        room = values[state.key] = target.state_tensor(param, state)
-                        found[self.names.state(spec, owner.optimizer, state)] = room
-                if values:
-                    target.optimizers[owner.optimizer].state[param] = values
+        for spec, owner, state, tensor in target.make_room(self.state.missing, self.state.plain, wanted):
+            if owner is None or state is None:
+                found[self.names.tensor(spec.tensor)] = tensor
+            else:
+                found[self.names.state(spec, owner.optimizer, state)] = tensor
         return found
 
     def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:

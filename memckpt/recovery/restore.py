@@ -18,7 +18,7 @@ from memckpt.memory.slots import SlotRing
 from memckpt.recovery.target import RedoThreads, RestoreTarget, as_parameter, common_device, is_restored, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, Piece
-from memckpt.state.optimizers import rebuild_like
+from memckpt.state.optimizers import Missing, rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import OptimizerFactory, RedoGroup, RedoTarget, StagedGradients, tensor_at
 from memckpt.state.spec import OwnerSpec, StateTensorSpec
@@ -59,7 +59,7 @@ class Restorer:
         record: int,
         rank: int | None,
         metas: Sequence[bytes],
-        missing: Sequence[tuple[int, int, str]],
+        missing: Missing,
         plain: bytes,
     ) -> None:
         """Copy the state after `record` into the live tensors.
@@ -74,7 +74,7 @@ class Restorer:
         if self._replica is None:
             self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
         else:
-            self._restore_from_replica(missing, codec.decode(plain) if plain else {})
+            self._restore_from_replica(missing, plain)
             for meta in metas:
                 self._redo_behind_replica(decode_meta(meta))
         self._target.order_state_keys()
@@ -84,30 +84,19 @@ class Restorer:
 
     # Eager: copy the replica
 
-    def _restore_from_replica(self, missing: Sequence[tuple[int, int, str]], plain: dict[int, Any]) -> None:
+    def _restore_from_replica(self, missing: Missing, plain: bytes) -> None:
         assert self._replica is not None
-        absent = set(missing)
-        source = self._replica.map
+        places = iter(self._layout.replica_offsets)
         with progress("restoring", self._layout.replica_bytes) as advance:
-            for index, (spec, offsets) in enumerate(
-                zip(self._layout.spec.params, self._layout.replica_offsets, strict=True)
-            ):
-                param = self._params[index]
-                held = tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype)
-                local(param).copy_(held)
-                advance(spec.tensor.nbytes)
-                for owner in spec.owners:
-                    values = dict(plain.get(index, {}).get(owner.optimizer, {}))
-                    for state in owner.state:
-                        if (index, owner.optimizer, state.key) in absent:
-                            continue
-                        held = tensor_at(source, offsets[1][owner.optimizer, state.key], state.shape, state.dtype)
-                        room = self._target.state_tensor(param, state)
-                        local(room).copy_(held)
-                        values[state.key] = room
-                        advance(state.nbytes)
-                    if values:
-                        self._optimizers[owner.optimizer].state[param] = values
+            for spec, owner, state, tensor in self._target.make_room(missing, plain):
+                if owner is None or state is None:
+                    offset, states = next(places)
+                    held = tensor_at(self._replica.map, offset, spec.tensor.shape, spec.tensor.dtype)
+                else:
+                    offset = states[owner.optimizer, state.key]
+                    held = tensor_at(self._replica.map, offset, state.shape, state.dtype)
+                local(tensor).copy_(held)
+                advance(held.nbytes)
 
     def _redo_behind_replica(self, meta: RecordMeta) -> None:
         """Redo one record in the live tensors, as the replica will."""

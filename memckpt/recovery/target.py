@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from memckpt.state import codec
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import dtype_of, rebuild_from_spec, without_global_hooks
+from memckpt.state.optimizers import Missing, beside_tensors, dtype_of, rebuild_from_spec, without_global_hooks
 from memckpt.state.redo import RedoTarget
-from memckpt.state.spec import ParamSpec, StateSpec, StateTensorSpec, TensorSpec, is_ours
+from memckpt.state.spec import OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec, is_ours
 from memckpt.state.tensors import is_like, local
 from memckpt.storage.base import StoredNames
 from memckpt.storage.format import NodeState
@@ -69,6 +69,26 @@ class RestoreTarget:
             }
             found.append(RedoTarget(index, 0, local(param).numel(), as_parameter(local(param)), own))
         return found
+
+    def make_room(
+        self, missing: Missing, plain: bytes, wanted: Collection[int] | None = None
+    ) -> Iterator[tuple[ParamSpec, OwnerSpec | None, StateTensorSpec | None, torch.Tensor]]:
+        """Tensors to be filled: each of these parameters, then its optimizer state, for which it makes room.
+
+        `missing` state gets none; `plain` is what of the state is no tensor, encoded.
+        """
+        absent = set(missing)
+        others: dict[int, Any] = codec.decode(plain) if plain else {}
+        for index, spec, param in self.numbered(wanted):
+            yield spec, None, None, param
+            for owner in spec.owners:
+                values = dict(others.get(index, {}).get(owner.optimizer, {}))
+                for state in owner.state:
+                    if (index, owner.optimizer, state.key) not in absent:
+                        room = values[state.key] = self.state_tensor(param, state)
+                        yield spec, owner, state, room
+                if values:
+                    self.optimizers[owner.optimizer].state[param] = values
 
     def forget_optimizer_state(self) -> None:
         """Drop the optimizers' state for the parameters that are about to be restored."""
@@ -183,7 +203,8 @@ class RedoThreads:
             redo()
             after()
             return
-        self._running.append((self._pool.submit(_without_gradients, redo), after))
+        without_gradients = torch.no_grad()(redo)  # a thread's own setting
+        self._running.append((self._pool.submit(without_gradients), after))
         if len(self._running) > 2 * self._threads:
             self._take_first()
 
@@ -200,11 +221,6 @@ class RedoThreads:
     def _is_safe(self, redo_target: RedoTarget) -> bool:
         param = self._layout.spec.params[redo_target.param]
         return redo_target.parameter.device.type == "cpu" and not param.whole
-
-
-def _without_gradients(redo: Callable[[], None]) -> None:
-    with torch.no_grad():  # a thread's own setting
-        redo()
 
 
 class _Shell:
@@ -246,23 +262,18 @@ class HostState:
 
     def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
         """All tensors except by-value ones, by their names in a store, and their metadata."""
-        spec = self._spec
-        names = StoredNames(spec)
+        spec, names = self._spec, StoredNames(self._spec)
         tensors = {names.tensor(one): self.tensors[one.name].data for one in spec.static}
-        missing: list[tuple[int, int, str]] = []
-        plain: dict[int, dict[int, dict[str, Any]]] = {}
         for index, param in enumerate(spec.params):
-            tensor = self.tensors[param.tensor.name]
-            tensors[names.tensor(param.tensor)] = tensor.data
+            tensors[names.tensor(param.tensor)] = self.tensors[param.tensor.name].data
             for owner in param.owners:
-                kept = self._shells[owner.optimizer].state.get(tensor, {})
+                kept = self._state_of(index, owner.optimizer)
                 for one in owner.state:
-                    value = kept.get(one.key)
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value := kept.get(one.key), torch.Tensor):
                         tensors[names.state(param, owner.optimizer, one)] = value
-                    else:
-                        missing.append((index, owner.optimizer, one.key))
-                values = {key: value for key, value in kept.items() if not isinstance(value, torch.Tensor)}
-                if values:
-                    plain.setdefault(index, {})[owner.optimizer] = values
-        return tensors, NodeState(spec, tuple(missing), codec.encode(plain) if plain else b"", rank_states)
+        return tensors, NodeState(spec, *beside_tensors(spec, self._state_of), rank_states)
+
+    def _state_of(self, index: int, optimizer: int) -> Mapping[str, Any]:
+        param = self.tensors[self._spec.params[index].tensor.name]
+        found: Mapping[str, Any] = self._shells[optimizer].state.get(param, {})
+        return found

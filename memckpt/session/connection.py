@@ -19,7 +19,7 @@ from typing import TypeVar
 from memckpt import errors
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.backoff import Backoff

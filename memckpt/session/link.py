@@ -14,7 +14,7 @@ import torch
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, MemoryBudgetError, StorageError
 from memckpt.journal.events import TrainerEvent
-from memckpt.memory.phases import PhasesPage
+from memckpt.memory.pages import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.launch import user_search_path

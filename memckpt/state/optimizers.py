@@ -11,7 +11,7 @@ import importlib
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import optimizer as _optimizer_module
 
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
-from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, StateTensorSpec
+from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, StateSpec, StateTensorSpec
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 from memckpt.state.traces import Traces, leaving_no_trace
 
@@ -227,6 +227,28 @@ def describe_state(
         full = tuple(held.shape) if same else spec.shape
         tensors.append(StateTensorSpec(spec.key, full, spec.dtype, same, spec.on_cpu))
     return StateDescription(tuple(tensors), found.keys)
+
+
+#: (parameter, optimizer, key) of optimizer state that does not exist.
+Missing = tuple[tuple[int, int, str], ...]
+
+
+def beside_tensors(spec: StateSpec, state_of: Callable[[int, int], Mapping[str, Any]]) -> tuple[Missing, bytes]:
+    """What of a spec's optimizer state does not exist, and what of it is no tensor, encoded.
+
+    `state_of` returns the state of a parameter in an optimizer, both by index.
+    """
+    missing: list[tuple[int, int, str]] = []
+    plain: dict[int, dict[int, dict[str, Any]]] = {}
+    for index, param in enumerate(spec.params):
+        for owner in param.owners:
+            state = state_of(index, owner.optimizer)
+            lacks = (one.key for one in owner.state if not isinstance(state.get(one.key), torch.Tensor))
+            missing += [(index, owner.optimizer, key) for key in lacks]
+            values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+            if values:
+                plain.setdefault(index, {})[owner.optimizer] = values
+    return tuple(missing), codec.encode(plain) if plain else b""
 
 
 def fits_slots(value: object, param: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from memckpt.errors import AgentError, AgentGoneError, ConfigurationError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
-from memckpt.memory.phases import PhasesPage
+from memckpt.memory.pages import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.processes import helper_process

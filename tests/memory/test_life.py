@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memckpt.errors import AgentGoneError
-from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.replication import Halt, Halted
@@ -137,7 +137,7 @@ def test_who_was_stopped_itself_has_seen_nothing(page: LifePage) -> None:
 
 
 def test_the_counter_comes_round(page: LifePage) -> None:
-    page._words[0] = 2**64 - 1
+    page.words[0] = 2**64 - 1
     page.beat()
     assert page.beats == 0
     page.close()

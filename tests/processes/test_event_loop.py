@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import zmq
 
-from memckpt.memory.life import LifePage
+from memckpt.memory.pages import LifePage
 from memckpt.processes.event_loop import EventLoop
 from tests.support.cluster.made_up_time import MadeUp
 

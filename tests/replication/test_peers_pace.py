@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.memory.phases import Phase
+from memckpt.memory.pages import Phase
 from memckpt.replication.pacing.governor import StepClock
 from memckpt.replication.pacing.pace import Pacer, RateCap
 

@@ -22,7 +22,7 @@ from memckpt.capture.phases import PhaseMarks, StallClock
 from memckpt.capture.taps.ddp import BucketTap
 from memckpt.capture.taps.tap import StepTap, StreamingTap
 from memckpt.errors import DamagedStateError
-from memckpt.memory.phases import Phase, PhaseReader, PhasesPage, PhaseWriter
+from memckpt.memory.pages import Phase, PhaseReader, PhasesPage, PhaseWriter
 from memckpt.memory.region import Region
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
@@ -97,7 +97,7 @@ def test_an_entry_that_is_being_written_is_not_read(page: PhasesPage) -> None:
 
 WRITE_MANY = """
 import os, sys
-from memckpt.memory.phases import PhasesPage, PhaseWriter
+from memckpt.memory.pages import PhasesPage, PhaseWriter
 page = PhasesPage.open(os.open(sys.argv[1], os.O_RDWR))
 writer = PhaseWriter(page, 0)
 for step in range(1, int(sys.argv[2]) + 1):

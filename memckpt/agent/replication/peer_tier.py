@@ -16,7 +16,7 @@ from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.saving.state_copies import StateCopy
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation import Generation
-from memckpt.memory.phases import PhasesPage
+from memckpt.memory.pages import PhasesPage
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol import replication
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memckpt.memory.phases import Phase
+from memckpt.memory.pages import Phase
 
 _WARM_UP_STEPS = 3  # of an attempt: compilers, allocators and caches
 # Steps from probe to probe; the second until the baseline is known well, and where it may have moved. Primes, and a

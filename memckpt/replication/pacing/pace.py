@@ -6,7 +6,7 @@ each piece of bulk. What keeps the protocol alive (acknowledgements, the waterma
 
 from __future__ import annotations
 
-from memckpt.memory.phases import Phase
+from memckpt.memory.pages import Phase
 from memckpt.replication.pacing.governor import Governor, StepClock
 
 _BURST_SECONDS = 0.02

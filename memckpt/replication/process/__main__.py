@@ -12,7 +12,7 @@ import socket
 import sys
 
 from memckpt.errors import AgentGoneError
-from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.processes.helper_process import belong_to
 from memckpt.processes.log import logging_to_stderr
 from memckpt.protocol.channel import ReplicatorChannel

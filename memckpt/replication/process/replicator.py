@@ -9,8 +9,7 @@ from __future__ import annotations
 import zmq
 
 from memckpt.errors import AgentError
-from memckpt.memory.life import LifePage, LifeWatch, look_seconds
-from memckpt.memory.phases import PhaseReader, PhasesPage
+from memckpt.memory.pages import LifePage, LifeWatch, PhaseReader, PhasesPage, look_seconds
 from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol import replication as protocol
