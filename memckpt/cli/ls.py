@@ -12,7 +12,6 @@ from memckpt.errors import DamagedStateError, StorageError
 from memckpt.storage.catalog import PINNED, Checkpoint, Key, missing_data, read_keys, without
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import Batch
-from memckpt.storage.store import Store
 from memckpt.user_messages import nbytes_text
 
 
@@ -26,7 +25,12 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
     catalog = catalog_of(store, run)
     check_owner(store, catalog, run, adopt, only_looks=True)
     missing = missing_data(store, catalog)
-    pins, problem = _pins_of(store)
+    pins: frozenset[Key] = frozenset()
+    unknown = []
+    try:
+        pins = read_keys(store, PINNED)
+    except (StorageError, DamagedStateError) as error:
+        unknown.append(str(error))
     newest = next(iter(stored_points(without(catalog, missing))), None)
     lacking = {
         one.key for one in catalog.checkpoints if any(part.commit_path in missing for part in one.parts.values())
@@ -68,7 +72,7 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
         out.print(logged + reach, markup=False)
     for said in [*catalog.damaged.values(), *missing.values()]:
         err.print(f"damaged: {said}", style="red", markup=False, soft_wrap=True)
-    for said in [*catalog.unreadable.values(), *([problem] if problem else [])]:
+    for said in [*catalog.unreadable.values(), *unknown]:
         err.print(f"not readable: {said}", style="yellow", markup=False, soft_wrap=True)
 
 
@@ -94,11 +98,3 @@ def _batch_in_json(one: Batch) -> dict[str, Any]:
         "created": one.created,
         "node": one.node,
     }
-
-
-def _pins_of(store: Store) -> tuple[frozenset[Key], str]:
-    """The keys of pinned checkpoints, and the reason why they are unknown (empty: they are known)."""
-    try:
-        return read_keys(store, PINNED), ""
-    except (StorageError, DamagedStateError) as error:
-        return frozenset(), str(error)

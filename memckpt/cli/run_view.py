@@ -25,42 +25,28 @@ _STORAGE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Stored:
-    """Findings in storage.
-
-    Attributes:
-        checkpoints: number of complete ones, without those whose data are missing.
-        step, created: step and time of the newest state that can be produced.
-        nbytes: bytes of the newest checkpoint.
-        damaged, unreadable, missing: numbers of commit files: unusable, not readable, and with missing data.
-        problem: why storage could not be read; empty if it could.
-    """
+    """Findings in storage."""
 
     url: str
-    checkpoints: int = 0
-    step: int | None = None
-    created: float | None = None
-    nbytes: int = 0
-    damaged: int = 0
-    problem: str = ""
+    checkpoints: int = 0  #: number of complete ones, without those whose data are missing
+    step: int | None = None  #: of the newest state that can be produced
+    created: float | None = None  #: its time
+    nbytes: int = 0  #: of the newest checkpoint
+    damaged: int = 0  #: number of unusable commit files
+    problem: str = ""  #: why storage could not be read; empty if it could
     batches: int = 0
-    unreadable: int = 0
-    missing: int = 0
+    unreadable: int = 0  #: number of commit files that cannot be read
+    missing: int = 0  #: number of commit files with missing data
 
 
 @dataclass(frozen=True)
 class View:
-    """A run's status at one moment.
-
-    Attributes:
-        agent: status of the agent; None: no agent answered.
-        agent_problem: why the agent could not be asked; empty if it could, or if there is none.
-        stored: findings in storage; None: storage was not read.
-    """
+    """A run's status at one moment."""
 
     address: AgentAddress
-    agent: Status | None
-    agent_problem: str
-    stored: Stored | None
+    agent: Status | None  #: None: no agent answered
+    agent_problem: str  #: why the agent could not be asked; empty if it could, or if there is none
+    stored: Stored | None  #: findings in storage; None: storage was not read
 
     @property
     def empty(self) -> bool:
@@ -102,9 +88,7 @@ class Looker:
     """Reads a run's status, once or repeatedly. An object store is listed again only after the agent has written to it.
 
     The store is that of `url`; None: the agent's, or the run directory's. With `memory_only` storage is not read.
-
-    Attributes:
-        storage_error: error of the last read of storage; None: it succeeded.
+    `storage_error`: error of the last read of storage; None: it succeeded.
     """
 
     def __init__(self, address: AgentAddress, url: str | None, memory_only: bool = False) -> None:

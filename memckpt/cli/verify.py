@@ -53,8 +53,7 @@ def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = Fal
 class _Findings:
     """What is good, damaged, unreadable (which is neither), or unfinished: other nodes' parts may still be written.
 
-    Attributes:
-        damaged, unreadable: problems by the name of a checkpoint, a batch or a file.
+    Problems are by the name of a checkpoint, a batch or a file.
     """
 
     def __init__(self, store: Store, catalog: Catalog) -> None:

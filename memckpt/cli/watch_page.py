@@ -196,15 +196,10 @@ def _events(entries: Sequence[Entry], number: int) -> Panel:
 
 
 class Loss(NamedTuple):
-    """What would be lost if something died now.
+    """What would be lost if something died now."""
 
-    Attributes:
-        steps: steps that would be lost, at most; None: all of them, or not known.
-        words: the same, and what it depends on.
-    """
-
-    steps: int | None
-    words: str
+    steps: int | None  #: steps that would be lost, at most; None: all of them, or not known
+    words: str  #: the same, and what it depends on
 
 
 def losses_of(view: View) -> dict[str, Loss]:

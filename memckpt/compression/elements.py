@@ -248,14 +248,10 @@ def _union(gradient: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
 
 
 class RandomKReducer(_SparseReducer):
-    """Elements drawn from a seed, alike on all ranks, so that values alone are summed.
-
-    Attributes:
-        backwards: number of backwards so far; a part of the training's state.
-    """
+    """Elements drawn from a seed, alike on all ranks, so that values alone are summed."""
 
     _config: RandomK
-    backwards = 0
+    backwards = 0  #: number of backwards so far; a part of the training's state
 
     def state_dict(self) -> dict[str, int]:
         return {"backwards": self.backwards}

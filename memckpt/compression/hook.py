@@ -45,15 +45,11 @@ def _kind_of(config: object) -> type[Reducer]:
 def state(config: CompressionConfig, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Reducer:
     """State for ``DistributedDataParallel.register_comm_hook``, beside :func:`hook`.
 
-    Args:
-        config: settings of the compressor.
-        params: all parameters whose gradients may be averaged, in an order that is the same on all ranks.
-        group: the ranks that average; None: all of the job.
+    `params`: all parameters whose gradients may be averaged, in an order that is the same on all ranks. `group`: the
+    ranks that average; None: all of the job.
 
-    Raises:
-        ConfigurationError: there is no compressor for these settings, or `params` are no parameters.
-        UnsupportedError: a parameter has a dtype that the compressor cannot take.
-        UsageError: there is no process group yet, or this rank is not in `group`.
+    Raises ConfigurationError if there is no compressor for these settings, or `params` are no parameters;
+    UnsupportedError if one has a dtype that it cannot take; UsageError without a process group with this rank.
     """
     kind, found = _kind_of(config), _parameters_of(params)
     refuse_dtypes(config, ((f"parameter {number}", one) for number, one in enumerate(found) if one.requires_grad))

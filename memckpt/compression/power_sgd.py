@@ -19,19 +19,13 @@ _EPSILON = 1e-8
 
 
 class _Pending(NamedTuple):
-    """A bucket whose first factors are being averaged.
-
-    Attributes:
-        totals, lefts: by position in the bucket, the gradient with what was left out before, and its first factor.
-        whole: the uncompressed gradients, one behind the other, then the first factors; being summed.
-        result: done when the bucket has its average.
-    """
+    """A bucket whose first factors are being averaged."""
 
     bucket: Bucket
-    totals: dict[int, torch.Tensor]
-    lefts: dict[int, torch.Tensor]
-    whole: torch.Tensor
-    result: torch.futures.Future[Averaged]
+    totals: dict[int, torch.Tensor]  #: by position in the bucket, the gradient with what was left out before
+    lefts: dict[int, torch.Tensor]  #: by position, its first factor
+    whole: torch.Tensor  #: the uncompressed gradients, one behind the other, then the first factors; being summed
+    result: torch.futures.Future[Averaged]  #: done when the bucket has its average
 
 
 class PowerSgdReducer(Reducer):

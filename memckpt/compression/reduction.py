@@ -41,14 +41,7 @@ class Bucket(NamedTuple):
 
 
 class Reducer(ABC):
-    """Averages buckets in compressed form; one for each model and process.
-
-    Its arguments are those of :func:`memckpt.compression.state`.
-
-    Attributes:
-        residuals: by parameter's id, what was left out of its last gradient (float32, one-dimensional); empty without
-            error feedback.
-    """
+    """Averages buckets in compressed form; one for each model and process. As :func:`memckpt.compression.state`."""
 
     def __init__(
         self, config: CompressionConfig, params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
@@ -61,6 +54,7 @@ class Reducer(ABC):
         self._positions = {id(param): position for position, param in enumerate(params)}
         self._group = group
         self._world_size = dist.get_world_size(group)
+        #: By parameter's id, what was left out of its last gradient (float32, one-dimensional), with error feedback.
         self.residuals: dict[int, torch.Tensor] = {}
         #: Whether all that is left out is in the tensors of :meth:`carried`: not that of parameters trained since.
         self.carries_all = True

@@ -61,14 +61,8 @@ class ProtectionArguments(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None) -> None:
     """Add ``--run-dir``, ``--resume`` and one ``--memckpt-...`` option for each setting; `from_args` reads them.
 
-    Defaults are read from the environment.
-
-    Args:
-        parser: the parser.
-        run_dir: the default of ``--run-dir`` if MEMCKPT_RUN_DIR is not set; None: the option is required then.
-
-    Raises:
-        ConfigurationError: MEMCKPT_RUN_DIR or MEMCKPT_RESUME has an invalid value.
+    Defaults are read from the environment; ConfigurationError: one is invalid. `run_dir`: the default of ``--run-dir``
+    if MEMCKPT_RUN_DIR is not set; None: the option is required then.
     """
     group = parser.add_argument_group("memckpt", "protection of every step; docs/configuration.md")
     directory = run_dir_from_environment() or run_dir
@@ -105,11 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
 
 
 def from_args(args: argparse.Namespace) -> ProtectionArguments:
-    """The values of the options of `add_arguments`; for options not given, those of their environment variables.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
+    """The values of the options of `add_arguments`; for options not given, those of their environment variables."""
     given = {
         setting: getattr(args, setting.destination)
         for setting in describe_settings()

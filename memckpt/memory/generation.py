@@ -296,11 +296,12 @@ class LazyGeneration(Generation):
     """Anchors and gradients only: a restore redoes the window of T records that ends with the one it restores."""
 
     def _producible(self) -> list[int]:
-        return [record for record in self._logged(self._oldest_in_slots()) if self._has_window(record)]
-
-    def _has_window(self, record: int) -> bool:
-        """Whether the slots hold all records that a restore of one needs: an abandoned attempt may have filled some."""
-        return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
+        return [
+            record
+            for record in self._logged(self._oldest_in_slots())
+            # An abandoned attempt may have filled some slots of its window.
+            if all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
+        ]
 
     def sendable(self, with_base: bool = True) -> dict[int, Sendable]:
         return {number: self.ledger.sendable(number) for number in self._logged_for_peers()}
@@ -470,14 +471,10 @@ def make_generation(
     begins: int | None = None,
 ) -> Generation:
     """Reserve the memory of a generation in the mode of its spec. Raises MemoryBudgetError: there is no room."""
-    made: Generation
     if spec.mode == "eager":
-        made = EagerGeneration(number, spec, allowance, begins, notify, threads)
-    elif spec.mode == "lazy":
-        made = LazyGeneration(number, spec, allowance, begins, notify)
-    else:
-        made = SnapshotGeneration(number, spec, allowance, begins, notify)
-    return made
+        return EagerGeneration(number, spec, allowance, begins, notify, threads)
+    kind = LazyGeneration if spec.mode == "lazy" else SnapshotGeneration
+    return kind(number, spec, allowance, begins, notify)
 
 
 def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Sequence[int]) -> bool:

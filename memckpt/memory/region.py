@@ -189,12 +189,9 @@ def bytes_being_reserved() -> int:
 
 
 class Reservation:
-    """Reserves parts of regions, in a thread. :meth:`close` it before the regions, which others own.
+    """Reserves parts of regions (offset and length in bytes), in a thread. :meth:`close` it before the regions.
 
-    Args:
-        name: what the memory is for.
-        parts: regions, each with an offset and a length in bytes.
-        ended: called in the thread at the end, unless it was closed.
+    `name`: what the memory is for. `ended` is called in the thread at the end, unless it was closed.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, Ten
 from memckpt.state.tensors import fill, local, shard_of
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
-from memckpt.storage.base import StoredNames, write_base
+from memckpt.storage.base import StoredNames, write_commit, write_files
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.format import NodeState, Part, decode_node_state
@@ -111,12 +111,8 @@ class StoredState:
     """A verified state in a store, as seen by one rank; a rank unknown to it gets the state of another one.
 
     If the rank holds other shards than are stored for it, its tensors are assembled from all parts of the checkpoint
-    (*resharding*); optimizer state that cannot be cut is refused.
-
-    Attributes:
-        exact: whether training continues as if uninterrupted: the rank existed, with these shards.
-        state: metadata of the part that the rank's parameters come from; of several parts, of the first.
-        own: metadata of the part with the rank's own state.
+    (*resharding*); optimizer state that cannot be cut is refused. `exact`: training continues as if uninterrupted.
+    `state`: metadata of the (first) part that the rank's parameters come from; `own`: of that with its own state.
     """
 
     def __init__(self, store: Store, point: StoredPoint, rank: int, spec: StateSpec) -> None:
@@ -165,8 +161,7 @@ class StoredState:
         target.forget_optimizer_state()
         if self._unit is not None:
             self._restore_unit(self._unit, target, build)
-        else:
-            assert self._resharding is not None
+        elif self._resharding is not None:
             self._resharding.restore(target, self._by_value(tensors, sharded=False), build)
         self._restore_by_value(tensors)
         target.order_state_keys()
@@ -407,7 +402,8 @@ def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
         serves=(0,),
         content=spec.content(),
     )
-    written = write_base(into, written, state, tensors)
+    written = write_files(into, written, state, tensors)
+    write_commit(into, written)
     return Checkpoint(point.timeline, point.record, {part.node: written})
 
 

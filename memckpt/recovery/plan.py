@@ -100,15 +100,11 @@ def make_plan(
 ) -> Plan:
     """Choose the newest record that memory can produce for every rank, or else the newest in storage.
 
-    Ranks of one node repeat its inventories and fragments.
+    Ranks of one node repeat its inventories and fragments. `without`: sources that an earlier plan used and that proved
+    bad. `before`: fetch from peers so that the previous record can be produced, too, where possible.
 
-    Args:
-        without: sources that an earlier plan used and that proved bad.
-        before: fetch from peers so that the previous record can be produced, too, where possible.
-
-    Raises:
-        ForeignStateError: the held state belongs to another model, optimizer or world size.
-        NothingHeldError: something must be restored and nothing can be.
+    Raises ForeignStateError if the held state belongs to another model, optimizer or world size, NothingHeldError if
+    something must be restored and nothing can be.
     """
     assert attempt.units or not fragments, "fragments require units"
     nodes = list({place_of(inventory): inventory for inventory in inventories}.values())

@@ -62,13 +62,10 @@ class Restorer:
         missing: Missing,
         plain: bytes,
     ) -> None:
-        """Copy the state after `record` into the live tensors.
+        """Copy the state after `record` into the live tensors, with by-value tensors of `rank` (None: none).
 
-        Args:
-            rank: rank whose by-value tensors to restore; None for none.
-            metas: metadata of the window of records up to and including it (lazy); of records behind the replica's
-                (eager).
-            missing, plain: state that does not exist in the replica, and state that is not a tensor (eager).
+        `metas` are of the window of records up to and including it (lazy), or of records behind the replica's (eager).
+        `missing`, `plain`: state that does not exist in the replica, and state that is not a tensor (eager).
         """
         self._target.forget_optimizer_state()
         if self._replica is None:

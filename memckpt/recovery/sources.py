@@ -151,12 +151,8 @@ class _Generation:
 class Sources:
     """Everything that the nodes of a job hold on its newest history, live and as fragments.
 
-    A record counts only if it was made on the timeline that the newest history has for its number.
-
-    Attributes:
-        units: units of which anything is held, live or as fragments.
-        held: (ranks, world size, sharding digest) of these.
-        newest: the newest record known to be committed; 0 if there is none.
+    A record counts only if it was made on the timeline that the newest history has for its number. `newest` is the
+    newest record known to be committed; 0 if there is none.
     """
 
     def __init__(
@@ -167,8 +163,8 @@ class Sources:
     ) -> None:
         inventories, fragments = list(inventories), list(fragments)
         self.history = newest_history(inventories, fragments)
-        self.units: set[RankGroup] = set()
-        self.held: set[tuple[RankGroup, int, str]] = set()
+        self.units: set[RankGroup] = set()  #: of which anything is held, live or as fragments
+        self.held: set[tuple[RankGroup, int, str]] = set()  #: (ranks, world size, sharding digest) of these
         self.newest = 0
         #: By unit and node.
         self._live: dict[RankGroup, dict[tuple[object, ...], _Live]] = defaultdict(dict)

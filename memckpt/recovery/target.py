@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, cast
+from types import SimpleNamespace, TracebackType
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -223,14 +222,6 @@ class RedoThreads:
         return redo_target.parameter.device.type == "cpu" and not param.whole
 
 
-class _Shell:
-    """Stand-in for an optimizer in a restore without training: it only holds state."""
-
-    def __init__(self) -> None:
-        self.state: dict[Any, Any] = collections.defaultdict(dict)
-        self.param_groups: list[dict[str, Any]] = []
-
-
 class HostState:
     """Host memory for a state, to be filled by a restore.
 
@@ -250,11 +241,8 @@ class HostState:
         }
         if by_value:
             self.tensors |= {one.name: room(one) for one in spec.by_value}
-        self._shells = [_Shell() for _ in spec.optimizers]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return cast("list[Optimizer]", self._shells)
+        shells: list[Any] = [SimpleNamespace(state=defaultdict(dict), param_groups=[]) for _ in spec.optimizers]
+        self.optimizers: list[Optimizer] = shells
 
     def build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
         """An optimizer like the one of that index that made the state."""
@@ -275,5 +263,5 @@ class HostState:
 
     def _state_of(self, index: int, optimizer: int) -> Mapping[str, Any]:
         param = self.tensors[self._spec.params[index].tensor.name]
-        found: Mapping[str, Any] = self._shells[optimizer].state.get(param, {})
+        found: Mapping[str, Any] = self.optimizers[optimizer].state.get(param, {})
         return found

@@ -110,7 +110,11 @@ def restore(state: RngState) -> None:
     device_states = _device_states(state["devices"])
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
-    _restore_global_numpy(numpy_state)
+    try:
+        np.random.set_state(numpy_state)
+    except (TypeError, KeyError, ValueError) as error:
+        live = type(_numpy_random.get_bit_generator()).__name__
+        raise ValueError(f"expected a state of the global numpy generator ({live}), found another: {error}") from error
     for device, device_state in device_states:
         _accelerator()[0].set_rng_state(device_state, device)
 
@@ -282,14 +286,6 @@ def _numpy_state(state: Any) -> Any:
         found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
         raise ValueError(f"expected a numpy RNG key of {_MT19937_KEY_BYTES} bytes, found {found}")
     return name, np.frombuffer(key, dtype=np.uint32), position, has_gauss, gauss
-
-
-def _restore_global_numpy(state: Any) -> None:
-    try:
-        np.random.set_state(state)
-    except (TypeError, KeyError, ValueError) as error:
-        live = type(_numpy_random.get_bit_generator()).__name__
-        raise ValueError(f"expected a state of the global numpy generator ({live}), found another: {error}") from error
 
 
 def _device_states(states: Any) -> list[tuple[torch.device, torch.Tensor]]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -15,9 +16,6 @@ from memckpt.state.spec import ITEM_BYTES, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-from dataclasses import dataclass
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -219,18 +217,13 @@ def relative_distance(found: torch.Tensor, held: torch.Tensor) -> float:
 
 @dataclass
 class Distance:
-    """Distance between two tensors, or between pieces of them that are added one by one.
-
-    `differing`: number of elements that differ in any bit. `largest`: largest absolute difference of two values;
-    infinite if shapes, dtypes or NaNs differ. `scale`: largest absolute value of the expected tensor. `ulp`: largest
-    difference in units in the last place.
-    """
+    """Distance between two tensors, or between pieces of them that are added one by one."""
 
     elements: int = 0
-    differing: int = 0
-    largest: float = 0.0
-    scale: float = 0.0
-    ulp: float = 0.0
+    differing: int = 0  #: number of elements that differ in any bit
+    largest: float = 0.0  #: largest absolute difference of two values; infinite if shapes, dtypes or NaNs differ
+    scale: float = 0.0  #: largest absolute value of the expected tensor
+    ulp: float = 0.0  #: largest difference in units in the last place
 
     def add(self, found: torch.Tensor, held: torch.Tensor) -> None:
         """Compare one more pair, found and expected, on any devices; the comparison runs on the device of `found`."""
@@ -244,12 +237,16 @@ class Distance:
             self._add(ours[start : start + _CHUNK], theirs[start : start + _CHUNK].to(found.device))
 
     def _add(self, found: torch.Tensor, held: torch.Tensor) -> None:
-        self.scale = max(self.scale, _largest(held))
+        wide = torch.complex128 if held.is_complex() else torch.float64
+        self.scale = max(self.scale, float(held.to(wide).abs().nan_to_num(nan=0.0, posinf=0.0).max()))
         if same_bits(found, held):
             return
         self.differing += int((bits_of(found) != bits_of(held)).view(found.numel(), -1).any(1).sum())
         self.ulp = max(self.ulp, ulp_distance(found, held))
-        self.largest = max(self.largest, _largest_difference(found, held))
+        difference = (found.to(wide) - held.to(wide)).abs()
+        # Equal infinities give NaN, and so do NaNs; neither is a difference if the bits are equal.
+        difference = torch.where((found == held) | (found.isnan() & held.isnan()), 0.0, difference)
+        self.largest = max(self.largest, float(difference.nan_to_num(nan=math.inf).max()))
 
     @property
     def relative(self) -> float:
@@ -265,16 +262,3 @@ class Distance:
             f"{self.differing} of {self.elements} elements differ, by {self.relative:.2g} of the largest value at most "
             f"({self.ulp:.3g} units in the last place)"
         )
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    values = tensor.double() if not tensor.is_complex() else tensor.to(torch.complex128)
-    return float(torch.nan_to_num(values.abs(), nan=0.0, posinf=0.0).max())
-
-
-def _largest_difference(found: torch.Tensor, held: torch.Tensor) -> float:
-    wide = torch.complex128 if found.is_complex() else torch.float64
-    difference = (found.to(wide) - held.to(wide)).abs()
-    # Equal infinities give NaN, and so do NaNs; neither is a difference if the bits are equal.
-    difference = torch.where((found == held) | (found.isnan() & held.isnan()), 0.0, difference)
-    return float(torch.nan_to_num(difference, nan=float("inf")).max())

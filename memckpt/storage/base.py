@@ -128,10 +128,3 @@ def write_files(store: Store, part: Part, state: NodeState, tensors: Mapping[str
 def write_commit(store: Store, part: Part) -> None:
     """Write the commit file of a part whose data files are written."""
     store.write(part.commit_path, encode_commit(part))
-
-
-def write_base(store: Store, part: Part, state: NodeState, tensors: Mapping[str, torch.Tensor]) -> Part:
-    """Write a node's part: data first, the commit file last. Returns the part as committed."""
-    committed = write_files(store, part, state, tensors)
-    write_commit(store, committed)
-    return committed

@@ -178,10 +178,7 @@ def _bytes_tensor(name: str, data: bytes) -> FileTensor:
 
 
 def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Batch:
-    """Write a batch's file, read it back, and write its commit file. Returns the batch with its files.
-
-    Raises StorageError.
-    """
+    """Write a batch's file, read it back, and write its commit file; returns the batch with its files."""
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # keeps every tensor aligned
     with store.create(batch.log_path) as stream:
         stream.write(_header(ordered))
@@ -234,10 +231,7 @@ class RecordReader:
             raise DamagedStateError(f"{batch.log_path}: expected the tensor {name}, found none") from None
 
     def read_in_turn(self, wanted: Sequence[Batch]) -> Generator[Batch, None, None]:
-        """Each batch once it is in memory; the next one is read meanwhile, in another thread. Close it behind the last.
-
-        Raises DamagedStateError if one is no safetensors file, StorageError if one cannot be read.
-        """
+        """Each batch once it is in memory, while a thread reads the next one. Close it behind the last."""
         with ThreadPoolExecutor(1, "memckpt-read-ahead") as reading:
             ahead: Future[dict[str, torch.Tensor]] | None = None
             for batch, following in itertools.zip_longest(wanted, wanted[1:]):

@@ -114,32 +114,19 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Contents of a store, as far as they belong to its owner.
+    """Contents of a store, as far as they belong to its owner."""
 
-    Attributes:
-        checkpoints: newest first.
-        damaged: unusable commit files, with the reason.
-        files: paths of all files, including those of unfinished checkpoints.
-        batches: batches of logged records, oldest first.
-        owner: id of the owning run; empty: none yet.
-        claimed: whether there is a claim file.
-        others: ids of other runs with commit files in the store, which are ignored.
-        unreadable: commit files that could not be read, and directories of them that could not be listed, with the
-            reason.
-        passed: keys of checkpoints that a resume skipped, or may have skipped, as unreadable.
-        unlisted: directories, including those of data, that could not be listed.
-    """
-
-    checkpoints: tuple[Checkpoint, ...]
-    damaged: dict[str, str]
-    files: tuple[str, ...] = ()
-    batches: tuple[Batch, ...] = ()
-    owner: str = ""
-    claimed: bool = False
-    others: tuple[str, ...] = ()
+    checkpoints: tuple[Checkpoint, ...]  #: newest first
+    damaged: dict[str, str]  #: unusable commit files, with the reason
+    files: tuple[str, ...] = ()  #: paths of all files, including those of unfinished checkpoints
+    batches: tuple[Batch, ...] = ()  #: batches of logged records, oldest first
+    owner: str = ""  #: id of the owning run; empty: none yet
+    claimed: bool = False  #: whether there is a claim file
+    others: tuple[str, ...] = ()  #: ids of other runs with commit files in the store, which are ignored
+    #: Commit files that could not be read, and directories of them that could not be listed, with the reason.
     unreadable: dict[str, str] = field(default_factory=dict)
-    passed: frozenset[Key] = frozenset()
-    unlisted: tuple[str, ...] = ()
+    passed: frozenset[Key] = frozenset()  #: keys of checkpoints that a resume may have skipped as unreadable
+    unlisted: tuple[str, ...] = ()  #: directories, including those of data, that could not be listed
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
@@ -180,9 +167,8 @@ class Catalog:
 def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> Catalog:
     """List all files and read all commit files. Those of runs other than the store's owner are left out.
 
-    `known` has commit files that were read before, by path, and are not read again; it is updated in place. Raises
-    StorageError if the store cannot be listed, and notes a single checkpoint's directory that cannot. Raises
-    UnsupportedError if another version has written to the store.
+    `known` has commit files that were read before, by path; it is updated in place. Raises StorageError if the store
+    cannot be listed, UnsupportedError if another version has written to it.
     """
     damaged: dict[str, str] = {}
     claim = ""

@@ -63,13 +63,10 @@ def save(
     *,
     crc32: bool = True,
 ) -> tuple[StoredFile, ...]:
-    """Write host tensors; returns the files of the checkpoint. Raises StorageError.
+    """Write host tensors by name; returns the files of the checkpoint. Raises StorageError.
 
-    Args:
-        store, directory, tensors: destination, and tensors by name.
-        shards: offsets in larger tensors, by name; tensors not named are whole.
-        crc32: write torch's own checksums, which torch never checks and which cost more than the rest of the write.
-            A commit file with checksums makes them unnecessary.
+    `shards`: offsets in larger tensors, by name; tensors not named are whole. `crc32`: write torch's own checksums,
+    which torch never checks and which cost more than the rest of the write; a commit file's make them unnecessary.
     """
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -88,7 +85,7 @@ def save(
             places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(_DATA, start, stream.tell() - start)
     # Flat names, as DCP's own planner writes them for a flat dictionary.
     metadata = Metadata(entries, {name: (name,) for name in entries}, places)
-    return stream.stored(path), store.write(f"{directory}/{MERGED}", encode_metadata(metadata))
+    return stream.stored(path), store.write(f"{directory}/{MERGED}", pickle.dumps(metadata))
 
 
 def load_into(
@@ -188,10 +185,7 @@ _ALLOWED = {
 
 
 def _member(of: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """The member of the one enumeration that metadata have, in place of `getattr`.
-
-    Python 3.11.0 to 3.11.3 pickle members as `getattr(class, name)`.
-    """
+    """The one enumeration's member, in place of `getattr`, by which Python 3.11.0 to 3.11.3 pickle it."""
     if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise DamagedStateError(f"expected the metadata of a checkpoint, found attribute {name!r} of {of!r} in it")
     return _MEM_FORMAT_ENCODING.__members__[name]
@@ -268,11 +262,6 @@ def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
     return Metadata(tensors, planner_data, places)
 
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    """Encode a ``.metadata`` file."""
-    return pickle.dumps(metadata)
-
-
 def write_merged(store: Store, directory: str, below: Sequence[str]) -> StoredFile:
     """Write merged metadata, so that stock tools read one checkpoint. Every process writes the same content."""
-    return store.write(f"{directory}/{MERGED}", encode_metadata(merged(store, directory, below)))
+    return store.write(f"{directory}/{MERGED}", pickle.dumps(merged(store, directory, below)))

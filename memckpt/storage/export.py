@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from memckpt.state import codec, rng
 from memckpt.state.spec import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.dcp import encode_metadata, merged
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.local_store import sync_directory
 from memckpt.storage.store import Store
@@ -40,21 +41,14 @@ def read_tensors(store: Store, checkpoint: Checkpoint) -> dict[str, torch.Tensor
 
 @dataclass(frozen=True)
 class ExportedState:
-    """A checkpoint as values in host memory, for writers of other formats.
+    """A checkpoint as values in host memory, for writers of other formats."""
 
-    Attributes:
-        step: the framework's step number.
-        model: the argument of ``model.load_state_dict``.
-        optimizers: for each optimizer the argument of its ``load_state_dict``.
-        provided: values given to the first rank's session with ``provide`` and ``register``.
-        generators: by rank, the arguments of `random.setstate` (``python``), `numpy.random.set_state` (``numpy``) and
-            `torch.set_rng_state` (``torch``); ``device``: of the rank's own device, or None.
-    """
-
-    step: int
-    model: dict[str, torch.Tensor]
-    optimizers: list[dict[str, Any]]
-    provided: Mapping[str, Any]
+    step: int  #: the framework's number
+    model: dict[str, torch.Tensor]  #: the argument of ``model.load_state_dict``
+    optimizers: list[dict[str, Any]]  #: for each optimizer the argument of its ``load_state_dict``
+    provided: Mapping[str, Any]  #: values given to the first rank's session with ``provide`` and ``register``
+    #: By rank, the arguments of `random.setstate` (``python``), `numpy.random.set_state` (``numpy``) and
+    #: `torch.set_rng_state` (``torch``); ``device``: of the rank's own device, or None.
     generators: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def provided_as(self, name: str, run: str) -> Any:
@@ -147,13 +141,11 @@ def formats() -> dict[str, Writer]:
 def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> None:
     """Write a verified checkpoint to `target`, which must not exist, in another format, durably.
 
-    Args:
-        store, checkpoint: the source.
-        target: a file; for ``"dcp"``, ``"accelerate"`` and ``"transformers"`` a directory. Permissions are the umask's.
-        form: ``"dcp"``: for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors; ``"torch"``:
-            ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``; where they are installed
-            ``"lightning"``: for ``Trainer.fit(ckpt_path=...)``, ``"accelerate"``: for ``Accelerator.load_state``, and
-            ``"transformers"``: for ``Trainer.train(resume_from_checkpoint=...)``.
+    `target` is a file, or a directory (``dcp``, ``accelerate``, ``transformers``), with the umask's permissions.
+    ``dcp`` is for torch.distributed.checkpoint; ``safetensors`` has the model's tensors; ``torch`` is
+    ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``. Adapters bring ``lightning`` for
+    ``Trainer.fit(ckpt_path=...)``, ``accelerate`` for ``Accelerator.load_state``, and ``transformers`` for
+    ``Trainer.train(resume_from_checkpoint=...)``.
 
     Raises UsageError if `target` exists, ConfigurationError for a format that is unknown or whose library is not
     installed, UnsupportedError if the model was sharded by FSDP1.
@@ -178,25 +170,16 @@ def _settle(target: Path) -> None:
 
     Raises OSError.
     """
-    umask = _umask()
+    # `os.umask` reads it only by changing it, for all threads.
+    found = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    umask = int(found[1], 8) if found else 0o077
     for path in sorted([target, *target.rglob("*")], reverse=True):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
         if path.is_dir():
             sync_directory(path)
             continue
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _umask() -> int:
-    """The umask. `os.umask` reads it only by changing it, for all threads."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o077
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _write_with(entry: EntryPoint, store: Store, checkpoint: Checkpoint, target: Path) -> None:
@@ -210,7 +193,7 @@ def _write_with(entry: EntryPoint, store: Store, checkpoint: Checkpoint, target:
 def _write_dcp(store: Store, checkpoint: Checkpoint, target: Path) -> None:
     target.mkdir()
     nodes = checkpoint.tensor_nodes
-    (target / MERGED).write_bytes(encode_metadata(merged(store, checkpoint.directory, nodes)))
+    (target / MERGED).write_bytes(pickle.dumps(dcp.merged(store, checkpoint.directory, nodes)))
     for node in nodes:
         part = checkpoint.parts[node]
         (target / node).mkdir()

@@ -34,32 +34,20 @@ _STATE, _LOG, _COMMIT = ".msgpack", ".safetensors", ".json"
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node has stored of a record, or of several: the content of a commit file.
-
-    Attributes:
-        world_size: number of ranks of the job.
-        ranks: ranks of the node.
-        full: whether it has parameters and optimizer state, or gradients; one of those that serve the same ranks does.
-        created: seconds since 1970.
-        files: data files.
-        content: digest of the contents (:meth:`StateSpec.content`); records can be redone on a part with an equal one.
-        serves: ranks whose parameters and optimizer state it has; empty: all ranks.
-        run: id of the run that wrote it; empty: a run without storage, which was saved by hand.
-        inexact: what an audit had found by then in the redo that has made it, in words; empty if nothing.
-    """
+    """What one node has stored of a record, or of several: the content of a commit file."""
 
     format: int = FORMAT_VERSION
     timeline: Timeline
-    world_size: int
-    ranks: tuple[int, ...]
+    world_size: int  #: of the job
+    ranks: tuple[int, ...]  #: of the node
     node: str
-    full: bool
-    created: float
-    files: tuple[StoredFile, ...] = ()
-    content: str = ""
-    serves: tuple[int, ...] = ()
-    run: str = ""
-    inexact: str = ""
+    full: bool  #: it has parameters and optimizer state, or gradients; one of those that serve the same ranks does
+    created: float  #: seconds since 1970
+    files: tuple[StoredFile, ...] = ()  #: data files
+    content: str = ""  #: :meth:`StateSpec.content`; records can be redone on a part with an equal one
+    serves: tuple[int, ...] = ()  #: ranks whose parameters and optimizer state it has; empty: all ranks
+    run: str = ""  #: id of the run that wrote it; empty: a run without storage, which was saved by hand
+    inexact: str = ""  #: what an audit had found by then in the redo that has made it, in words; empty if nothing
 
     @property
     def served(self) -> tuple[int, ...]:
@@ -110,17 +98,12 @@ class Part(Committed, frozen=True, kw_only=True):
 
 
 class Batch(Committed, frozen=True, kw_only=True):
-    """One node's share of the records `first` to `last`.
-
-    Attributes:
-        steps: the user-facing step of each record.
-        follows: timeline of the record on whose state the first one is redone; None: that state is no record's.
-    """
+    """One node's share of the records `first` to `last`."""
 
     first: int
     last: int
-    steps: tuple[int, ...]
-    follows: Timeline | None
+    steps: tuple[int, ...]  #: the user-facing step of each record
+    follows: Timeline | None  #: timeline of the record on whose state the first one is redone; None: it is no record's
 
     @property
     def records(self) -> str:
@@ -137,19 +120,13 @@ def is_inside(path: str) -> bool:
 
 
 class Place(NamedTuple):
-    """The part or batch that a file belongs to.
-
-    Attributes:
-        record: the record of a part, or the last one of a batch.
-        first: the first record of a batch; None: a part.
-        node: the node; empty for merged metadata, which belongs to no node.
-    """
+    """The part or batch that a file belongs to."""
 
     number: int
     nonce: str
-    record: int
-    first: int | None
-    node: str
+    record: int  #: that of a part, or the last one of a batch
+    first: int | None  #: the first record of a batch; None: a part
+    node: str  #: empty for merged metadata, which belongs to no node
 
     @property
     def key(self) -> tuple[int, str, int]:
@@ -193,19 +170,12 @@ def directory_key(path: str) -> tuple[int, str, float] | None:
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """A node's state beside its tensors.
-
-    Attributes:
-        spec: the layout of the tensors.
-        missing: parameter index, optimizer and key of optimizer state that did not exist.
-        plain: optimizer state that is no tensor, encoded.
-        rank_states: encoded rank states by rank.
-    """
+    """A node's state beside its tensors."""
 
     spec: StateSpec
-    missing: tuple[tuple[int, int, str], ...]
-    plain: bytes
-    rank_states: dict[int, bytes]
+    missing: tuple[tuple[int, int, str], ...]  #: parameter, optimizer and key of optimizer state that did not exist
+    plain: bytes  #: optimizer state that is no tensor, encoded
+    rank_states: dict[int, bytes]  #: encoded, by rank
 
 
 def encode_node_state(state: NodeState) -> bytes:

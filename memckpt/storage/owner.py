@@ -34,15 +34,10 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """Content of `run.json` in a run directory, whose path and inode at the time of writing it has.
+    """Content of `run.json` in a run directory, whose path and inode at the time of writing it has."""
 
-    Attributes:
-        run: id of the run; empty: none yet.
-        store: URL of the store that the run has claimed, or INSIDE; empty: none.
-    """
-
-    run: str = ""
-    store: str = ""
+    run: str = ""  #: id of the run; empty: none yet
+    store: str = ""  #: URL of the store that the run has claimed, or INSIDE; empty: none
     directory: str = ""
     inode: int = 0
 
@@ -121,8 +116,8 @@ def original_of(run_dir: Path, kept: Kept) -> str:
 def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result], bool]) -> bool:
     """Whether the directory that a file in `run_dir` names exists at the path `there`, so that `run_dir` is a copy.
 
-    `is_it` tells whether the directory at a path is the named one. If `run_dir` is, it was moved or has several paths.
-    If neither path is (removed, or another mount namespace), the answer is unknown: False.
+    `is_it` tells whether the directory at a path is the named one. If `run_dir` is, it was moved or has several paths;
+    if neither is, the answer is unknown: False.
     """
     here = run_dir.resolve()
     try:
@@ -158,10 +153,8 @@ def claim(store: Store, run: str, replace: bool = False) -> bool:
 def refuse_other(url: str, owner: str, run: str | None, run_dir: Path | None = None, original: str = "") -> None:
     """Raise ForeignStateError if a store belongs to another run, or to the original of a copied run directory.
 
-    Args:
-        url, owner: URL of the store, and the id of its owner; empty: unclaimed.
-        run, run_dir: id and directory of this run; None: none yet, and unknown.
-        original: the directory that `run_dir` is a copy of; empty if it is none.
+    `owner` is the id of the store's owner (empty: unclaimed), `run` that of this run (None: none yet). `original`: the
+    directory that `run_dir` is a copy of; empty if it is none.
     """
     if not owner or (owner == run and not original):
         return

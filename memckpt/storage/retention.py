@@ -53,9 +53,8 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
     """Uncommitted files of dead writers, which may be deleted.
 
     These are: files of `abandoned` parts, whose writer is known to be dead; files of `node`, whose writer asks and is
-    not writing, of checkpoints older than the newest complete one; and any node's files of earlier attempts. Other
-    nodes' files of the current attempt may still be written, and so may newer ones: an agent that was told to leave
-    saves while its successor is already running.
+    not writing, of checkpoints older than the newest complete one; and any node's files of earlier attempts. Others may
+    still be written: an agent that was told to leave saves while its successor is already running.
     """
     newest = next(iter(catalog.complete), None)
     dead = {place_of(part.commit_path) for part in abandoned}
@@ -94,11 +93,9 @@ _log = logging.getLogger("memckpt.storage")
 
 
 def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, refused: str = "") -> StorageFullError:
-    """The error of a store without room for `what`.
+    """The error of a store without room for `what`: bytes to write, free ones (None: unknown), those that could go.
 
-    Args:
-        needed, free, spare: bytes to write, free ones (None: unknown), and those that could be deleted.
-        refused: the storage's own error message, if a write failed.
+    `refused`: the storage's own error message, if a write failed.
     """
     found = "no room" if free is None else f"{nbytes_text(free)} free"
     also = f", and {nbytes_text(spare)} that could be deleted" if spare else ""
@@ -136,9 +133,8 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
         return
     points = stored_points(catalog)
     spare = _spare(store, catalog, points[0], keep_every_steps) if points else Spare()
-    if free + spare.nbytes < needed:
-        raise no_room(what, store.url, needed, free, spare.nbytes)
-    spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
+    if free + spare.nbytes >= needed:  # else nothing need be read
+        spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
     if free + spare.nbytes < needed:
         raise no_room(what, store.url, needed, free, spare.nbytes)
     _delete_for_room(store, spare, needed)

@@ -38,8 +38,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 class HashingStream(io.RawIOBase):
     """Writes to a file, counting and hashing the bytes. Closing it does not close the file.
 
-    Attributes:
-        failed: the first error of a write; None: none. The caller may have replaced it by an error of its own.
+    `failed`: the first error of a write, which the caller may have replaced by another one; None: none.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

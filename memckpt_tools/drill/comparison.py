@@ -144,7 +144,8 @@ def _differing(
             yield (*key, None, "it is there in one of the runs only")
         elif ours[key][0] != theirs[key][0]:
             relative = sketch_distance(ours[key][1], theirs[key][1])
-            yield (*key, relative, _far_text(relative))
+            far = f"by about {relative:.1g} of its norm" if relative else "by less than what a sketch of it shows"
+            yield (*key, relative, "by more than its norm" if math.isinf(relative) else far)
 
 
 def _values_differing(
@@ -204,12 +205,6 @@ def sketch_distance(found: bytes, expected: bytes) -> float:
     norm = float(np.sqrt(np.square(theirs).mean()))
     apart = float(np.sqrt(np.square(ours - theirs).mean()))
     return apart / norm if norm else math.inf
-
-
-def _far_text(relative: float) -> str:
-    if math.isinf(relative):
-        return "by more than its norm"
-    return f"by about {relative:.1g} of its norm" if relative else "by less than what a sketch of it shows"
 
 
 Outcome = Literal["equal", "within", "different"]

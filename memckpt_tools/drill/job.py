@@ -106,7 +106,8 @@ class Job:
     def start(self, variables: Variables) -> None:
         """Start all of them, as a job that replaces the one before."""
         self._commands = []
-        port = _free_port() if self.nodes > 1 else 0
+        with socket.create_server((_LOOPBACK, 0)) as server:  # a port that is free
+            port: int = server.getsockname()[1]
         for index, log in enumerate(self.logs):
             self._commands.append(self._start({**variables, **_node_variables(index, self.nodes, port)}, log))
 
@@ -172,12 +173,6 @@ def _node_variables(index: int, nodes: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in {**rank, **place, **torchrun, **ours}.items()}
 
 
-def _free_port() -> int:
-    with socket.create_server((_LOOPBACK, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def pause() -> None:
     """Let a moment pass: lines and ends are looked at, as nothing tells when they come."""
     select.select([], [], [], _POLL_SECONDS)
@@ -187,7 +182,9 @@ def kill_processes(pids: Collection[int]) -> None:
     """Kill processes, and those that they have started, and wait until all have ended. Raises as :meth:`Job.wait`."""
     with ExitStack() as stack:
         handles = []
-        for pid in _with_descendants(pids):
+        found = list(dict.fromkeys(pids))
+        for pid in found:  # grows meanwhile by their descendants
+            found += [child for child in children_of(pid) if child not in found]
             with suppress(ProcessLookupError):
                 handles.append(stack.enter_context(closing(ProcessHandle.of(pid, start_ticks(pid)))))
         for handle in handles:
@@ -195,10 +192,3 @@ def kill_processes(pids: Collection[int]) -> None:
         for handle in handles:
             if not handle.wait(END_SECONDS):
                 raise DrillError(f"pid {handle.pid} does not end after SIGKILL: its state is {handle.state()}")
-
-
-def _with_descendants(pids: Collection[int]) -> list[int]:
-    found = list(dict.fromkeys(pids))
-    for pid in found:  # grows meanwhile
-        found += [child for child in children_of(pid) if child not in found]
-    return found

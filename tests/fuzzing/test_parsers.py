@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import pickle
 import socket
 import time
 import tracemalloc
@@ -38,7 +39,7 @@ from memckpt.state import codec
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.state.spec import read_spec
 from memckpt.storage.catalog import PINNED, read_keys
-from memckpt.storage.dcp import encode_metadata, read_metadata
+from memckpt.storage.dcp import read_metadata
 from memckpt.storage.format import Part, decode_commit, decode_node_state, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import Claim, Kept, original_of, read_claim, read_kept
@@ -98,7 +99,7 @@ PARSERS = {
         lambda data, _: read_spec(data), msgspec.msgpack.encode(layout_spec(elements=9)), (ValueError,)
     ),
     "commit file": Parser(_commit, encode_commit(part("base/x"))),
-    "metadata": Parser(lambda data, _: read_metadata(data), encode_metadata(Metadata({}, {}, {}))),
+    "metadata": Parser(lambda data, _: read_metadata(data), pickle.dumps(Metadata({}, {}, {}))),
     "journal": Parser(
         lambda data, _: events.decode(data),
         b'{"time":1.0,"node":"n","attempt":1,"event":"later","what":[1,{"x":2}]}',

@@ -14,7 +14,7 @@ from memckpt.protocol.storing import Save, Saved
 from memckpt.session.resume.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
-from memckpt.storage.base import write_base
+from memckpt.storage.base import write_commit, write_files
 from memckpt.storage.format import Batch, NodeState, Part
 from memckpt.storage.store import Store
 from tests.support.cluster.thread_ranks import on_ranks
@@ -53,7 +53,9 @@ def save_part(place: Path | str, part: Part, **settings: Any) -> Saved:
 
 
 def write(store: Store, part: Part) -> Part:
-    return write_base(store, part, some_state(), {"model.weight": torch.arange(6.0).view(2, 3) + part.record})
+    written = write_files(store, part, some_state(), {"model.weight": torch.arange(6.0).view(2, 3) + part.record})
+    write_commit(store, written)
+    return written
 
 
 def start(place: Path, run_dir: Path, **settings: Any) -> StorageTier:
