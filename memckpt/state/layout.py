@@ -128,7 +128,8 @@ class Layout:
         pieces: list[tuple[int, int, int, int]] = []  # bytes, param, start, stop
         for index, param in enumerate(spec.params):
             for start, stop in _cuts(param, limit):
-                pieces.append((self._piece_bytes(param, stop - start), index, start, stop))
+                nbytes = sum(aligned(each) for _, _, each in self._piece_parts(param, stop - start))
+                pieces.append((nbytes, index, start, stop))
         loads = [0] * spec.period
         groups: list[list[tuple[int, int, int, int]]] = [[] for _ in range(spec.period)]
         for piece in sorted(pieces, key=lambda item: (-item[0], item[1], item[2])):
@@ -145,9 +146,6 @@ class Layout:
                 offset += nbytes
             self.anchor_groups.append(placed)
         self.anchor_bytes = aligned(max(loads, default=0))
-
-    def _piece_bytes(self, param: ParamSpec, elements: int) -> int:
-        return sum(aligned(nbytes) for _, _, nbytes in self._piece_parts(param, elements))
 
     def _piece_parts(
         self, param: ParamSpec, elements: int

@@ -85,7 +85,7 @@ class Checkpoint:
     @property
     def directory(self) -> str:
         """Directory of all parts' tensors."""
-        return next(iter(self.parts.values())).checkpoint_directory
+        return f"{BASES}/{next(iter(self.parts.values())).place}"
 
     @property
     def merged_path(self) -> str:

@@ -84,11 +84,6 @@ class Part(Committed, frozen=True, kw_only=True):
         return f"{self.record:012d}"
 
     @property
-    def checkpoint_directory(self) -> str:
-        """Directory of all parts' tensors."""
-        return f"{BASES}/{self.place}"
-
-    @property
     def base_directory(self) -> str:
         return f"{BASES}/{self.place}/{self.node}"
 

@@ -367,8 +367,3 @@ def check_store(url: str, seconds: float, problem: str) -> Check:
     """Result of writing, reading and deleting an object in `seconds`; `problem`: the error, empty: none."""
     remedy = "bucket, credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
     return _ok_without(problem, "storage", f"{url}: an object was written, read and deleted in {seconds:.1f} s", remedy)
-
-
-def check_place(problem: str) -> Check:
-    """A URL that cannot be opened; `problem` is the error."""
-    return Check("storage", "problem", problem, "correct --url, MEMCKPT_STORAGE_URL or storage.url")

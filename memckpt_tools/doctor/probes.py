@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -123,18 +124,6 @@ def systemd_service(cgroup: str) -> str | None:
     return None
 
 
-def own_service() -> str | None:
-    try:
-        return systemd_service(Path("/proc/self/cgroup").read_text())
-    except OSError:
-        return None
-
-
-def in_container() -> bool:
-    marked = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
-    return marked or "KUBERNETES_SERVICE_HOST" in os.environ
-
-
 def ask_agent(run: Path) -> tuple[Status | None, str]:
     """The status of the run's agent on this node, and the error of asking it (empty: none)."""
     try:
@@ -191,12 +180,6 @@ def _runs_beside(run: Path) -> list[str]:
     return sorted(directory.name for directory in found)[:_NAMED_RUNS]
 
 
-def nearest_directory(path: Path) -> Path:
-    """The nearest existing directory at or above a path."""
-    path = path.resolve()
-    return next(one for one in (path, *path.parents) if one.is_dir())
-
-
 def filesystem_of(path: Path, mounts: str) -> str:
     """The type of a path's file system, from the content of ``/proc/self/mounts``."""
     best, kind = -1, "unknown"
@@ -211,7 +194,8 @@ def filesystem_of(path: Path, mounts: str) -> str:
 
 def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
     """Write and sync a temporary file at a store's location, of at most a quarter of the free bytes, or of 4 KiB."""
-    directory = nearest_directory(store.root)
+    root = store.root.resolve()
+    directory = next(one for one in (root, *root.parents) if one.is_dir())
     kind = filesystem_of(directory, Path("/proc/self/mounts").read_text())
     free = shutil.disk_usage(directory).free
     size = min(nbytes, int(free * _TRIAL_SHARE))
@@ -257,7 +241,7 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
     """Run all checks, the quick ones first."""
     yield checks.check_python(sys.version_info[:3])
     yield checks.check_kernel(platform.release(), missing_kernel_features())
-    agent = None
+    agent, service = None, None
     if run is not None:
         agent, problem = ask_agent(run)
         yield checks.check_agent(agent.pid if agent is not None else None, problem)
@@ -266,8 +250,11 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
             yield checks.check_advice(agent.advice, agent.advice_reason)
     yield checks.check_sockets(try_sockets())
     yield checks.check_memory(available_bytes(), min((one.limit for one in memory_limits()), default=None))
-    job, service = os.environ.get("SLURM_JOB_ID"), own_service()
-    yield checks.check_survival(job, service, in_container())
+    with contextlib.suppress(OSError):  # a kernel without control groups
+        service = systemd_service(Path("/proc/self/cgroup").read_text())
+    container = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
+    container = container or "KUBERNETES_SERVICE_HOST" in os.environ
+    yield checks.check_survival(os.environ.get("SLURM_JOB_ID"), service, container)
     yield from _examine_software()
     peers, problem = configured_peers()
     yield checks.check_descriptors(*descriptor_limits(), job_nodes(agent), peers)
@@ -303,7 +290,7 @@ def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterat
     try:
         store = open_store(url)
     except ConfigurationError as error:
-        yield checks.check_place(str(error))
+        yield Check("storage", "problem", str(error), "correct --url, MEMCKPT_STORAGE_URL or storage.url")
         return
     if isinstance(store, LocalStore):
         disk = try_disk(store, _TRIAL_BYTES)

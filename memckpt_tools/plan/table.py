@@ -47,7 +47,8 @@ def show(plan: Plan, notes: Sequence[str]) -> None:
         table = plain_table("scheme", *_COLUMNS[columns])
         for row in plan.rows:
             style = "bold" if row is plan.recommended else None if row.fits else "dim"
-            table.add_row(_title(row), *_cells(row)[columns], style=style)
+            title = f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
+            table.add_row(title, *_cells(row)[columns], style=style)
         out.print(table)
     for row in plan.rows:
         said = [*row.problems, *row.notes]
@@ -68,10 +69,6 @@ def _count_text(number: float) -> str:
         if number >= magnitude:
             return f"{number / magnitude:.4g}{name}"
     return f"{number:.0f}"
-
-
-def _title(row: Planned) -> str:
-    return f"{escape(row.scheme.name)}\n[dim]{escape(row.choice)}[/]"
 
 
 def _cells(row: Planned) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -164,75 +165,56 @@ _MONTH_SECONDS = 30 * 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A scheme, evaluated for a job.
+    """A scheme for a certain job: what it costs there, what it gives, and why it may not do."""
 
-    Attributes:
-        choice: its settings in words: an interval, (k, m), a compressor.
-        monthly_loss: probability of losing more than memory holds, in 30 days; None: it holds nothing in memory.
-        keeps_memory: whether that is within the job's budget of losses.
-        config: settings of this product; None for a scheme of others.
-        problems: why it does not do for this job; empty: it does.
-    """
-
+    job: Job
     scheme: Scheme
-    choice: str
-    expectation: Expectation
+    choice: str  #: its settings in words: an interval, (k, m), a compressor
     memory: NodeMemory
-    monthly_loss: float | None
-    keeps_memory: bool = False
-    config: MemckptConfig | None = None
+    config: MemckptConfig | None = None  #: settings of this product; None: a scheme of others, which has no memory tier
     exact: bool = True
-    problems: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()  #: why it does not do for this job, whatever the budgets
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def expectation(self) -> Expectation:
+        job = self.job
+        return expect(
+            self.scheme,
+            job.failures,
+            step_seconds=job.step_seconds,
+            run_seconds=job.run_seconds,
+            beyond_per_second=beyond_rate(job, self.scheme),
+            restart_seconds=job.restart_seconds,
+            replacement_seconds=job.replacement_seconds,
+        )
+
+    @cached_property
+    def monthly_loss(self) -> float | None:
+        """Probability of losing more than memory holds, in 30 days; None: it holds nothing in memory."""
+        if self.config is None:
+            return None
+        return monthly_probability(beyond_rate(self.job, self.scheme) + self.job.failures.cluster)
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether that is within the job's budget of losses."""
+        return self.monthly_loss is not None and self.monthly_loss <= self.job.loss_budget
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """Why it does not do for this job; empty: it does."""
+        found, peak, budget = list(self.refused), self.memory.peak, self.job.memory_budget_bytes
+        if budget is not None and peak > budget:
+            found.append(f"memory: {nbytes_text(peak)} of {nbytes_text(budget)}")
+        if self.config is not None and self.scheme.overhead > self.job.overhead_budget:
+            found.append(f"overhead: {self.scheme.overhead:.1%} of {self.job.overhead_budget:.1%}")
+        return tuple(found)
 
     @property
     def fits(self) -> bool:
         """Whether it does for the job, within the budgets."""
         return not self.problems
-
-
-def evaluate(
-    job: Job,
-    scheme: Scheme,
-    *,
-    choice: str,
-    memory: NodeMemory,
-    in_memory: bool = True,
-    config: MemckptConfig | None = None,
-    exact: bool = True,
-    problems: tuple[str, ...] = (),
-    notes: tuple[str, ...] = (),
-) -> Planned:
-    """Evaluate a scheme for a job. `in_memory`: whether it holds anything in memory; others as in :class:`Planned`."""
-    beyond = beyond_rate(job, scheme)
-    expectation = expect(
-        scheme,
-        job.failures,
-        step_seconds=job.step_seconds,
-        run_seconds=job.run_seconds,
-        beyond_per_second=beyond,
-        restart_seconds=job.restart_seconds,
-        replacement_seconds=job.replacement_seconds,
-    )
-    found = list(problems)
-    budget = job.memory_budget_bytes
-    if budget is not None and memory.peak > budget:
-        found.append(f"memory: {nbytes_text(memory.peak)} of {nbytes_text(budget)}")
-    if in_memory and scheme.overhead > job.overhead_budget:
-        found.append(f"overhead: {scheme.overhead:.1%} of {job.overhead_budget:.1%}")
-    monthly = monthly_probability(beyond + job.failures.cluster) if in_memory else None
-    return Planned(
-        scheme=scheme,
-        choice=choice,
-        expectation=expectation,
-        memory=memory,
-        monthly_loss=monthly,
-        keeps_memory=monthly is not None and monthly <= job.loss_budget,
-        config=config,
-        exact=exact,
-        problems=tuple(found),
-        notes=notes,
-    )
 
 
 def beyond_rate(job: Job, scheme: Scheme) -> float:

@@ -31,7 +31,7 @@ from memckpt_tools.planning.footprint import (
     wire_bytes,
 )
 from memckpt_tools.planning.job import Job
-from memckpt_tools.planning.scheme import Planned, Scheme, Tier, evaluate, peer_rate, storage_tier
+from memckpt_tools.planning.scheme import Planned, Scheme, Tier, peer_rate, storage_tier
 
 
 def node_state_bytes(job: Job) -> float:
@@ -47,7 +47,7 @@ def read_seconds(job: Job) -> float:
 def unprotected(job: Job) -> Planned:
     """Nothing: each failure starts over."""
     scheme = Scheme(name="none", overhead=0.0, tiers=())
-    return evaluate(job, scheme, choice="starts over", memory=NodeMemory(agent=0.0), in_memory=False)
+    return Planned(job=job, scheme=scheme, choice="starts over", memory=NodeMemory(agent=0.0))
 
 
 def synchronous(job: Job) -> Planned:
@@ -60,9 +60,7 @@ def synchronous(job: Job) -> Planned:
         tiers=(storage_tier("storage", job, interval, 0.0, read_seconds(job)),),
         disk_bytes=job.state_total_bytes * job.step_seconds / interval,
     )
-    return evaluate(
-        job, scheme, choice=f"every {seconds_text(interval)}", memory=NodeMemory(agent=0.0), in_memory=False
-    )
+    return Planned(job=job, scheme=scheme, choice=f"every {seconds_text(interval)}", memory=NodeMemory(agent=0.0))
 
 
 def asynchronous(job: Job) -> Planned:
@@ -81,7 +79,7 @@ def asynchronous(job: Job) -> Planned:
         disk_bytes=job.state_total_bytes * job.step_seconds / interval,
     )
     memory = NodeMemory(agent=0.0, state_copy=node_state_bytes(job))
-    return evaluate(job, scheme, choice=f"every {seconds_text(interval)}", memory=memory, in_memory=False)
+    return Planned(job=job, scheme=scheme, choice=f"every {seconds_text(interval)}", memory=memory)
 
 
 def young_interval(write_seconds: float, mttf_seconds: float) -> float:
@@ -157,13 +155,13 @@ def compressed(job: Job) -> Planned:
     residual = 0.0 if job.gpus_per_node else _RESIDUAL_BYTES * job.node_parameters  # else on the accelerators
     found = _setting(smaller, "compressed", type(compressor).__name__, "lazy", period, log=True, residual=residual)
     assert found.config is not None
-    problems = list(found.problems)
+    refused = list(found.refused)
     if job.replicas < job.nodes:
-        problems.append("compression: expected DistributedDataParallel (replicas = nodes)")
+        refused.append("compression: expected DistributedDataParallel (replicas = nodes)")
     return replace(
         found,
         config=replace(found.config, compression=compressor, anchor_period_steps=None),
-        problems=tuple(problems),
+        refused=tuple(refused),
         notes=(*found.notes, "changes what is trained: compare the loss; a resume is not exact (residual)"),
     )
 
@@ -217,41 +215,56 @@ def _local(one: Planned) -> tuple[str, int | None] | None:
 
 
 @dataclass(frozen=True)
-class _Sending:
-    """What sending to peers costs, and gives.
+class _Beyond:
+    """A tier beyond the node's own memory, what it costs, and how it is used, in words."""
 
-    Attributes:
-        overhead: share of training time for which training waits.
-        every_steps, lag_steps: as of a :class:`Tier`.
-        note: what is sent in place of records; empty: records are.
-    """
-
-    overhead: float = 0.0
-    every_steps: float = 1.0
-    lag_steps: float = 0.0
-    wire_bytes: float = 0.0
+    tier: Tier
+    overhead: float  #: share of training time for which training waits
+    nbytes: float  #: bytes that a node sends, or that the job writes, for each step
     note: str = ""
+    problem: str = ""
 
 
-def _sending(job: Job, peers: ErasureConfig, held: Held, private: bool, snapshot_every: int) -> _Sending:
-    """Records where training need not wait for them, else the state after every N-th step."""
-    if private:
-        return _Sending(every_steps=snapshot_every or 1, lag_steps=1.0, wire_bytes=PRIVATE_WIRE_BYTES)
+def _sending(job: Job, peers: ErasureConfig, held: Held, private: bool, snapshot_every: int) -> _Beyond:
+    """Records to peers where training need not wait for them, else the state after every N-th step."""
+    rate, copying = peer_rate(job), job.copy_bytes_per_second
+    if private:  # a restore fetches the state of another replica, and copies it
+        tier = Tier(
+            name="replicas",
+            every_steps=snapshot_every or 1,
+            lag_steps=1.0,
+            restore_seconds=held.whole_bytes / rate + held.whole_bytes / copying,
+            rebuild_seconds=job.step_seconds,
+            group_nodes=job.replicas,
+            tolerates=job.replicas - 1,
+        )
+        return _Beyond(tier, 0.0, PRIVATE_WIRE_BYTES)
+    sent, state, free = (
+        wire_bytes(peers, held),
+        state_wire_bytes(peers, held),
+        job.step_seconds * job.network_idle_share,
+    )
+    waits = max(0.0, sent / rate - free) / job.step_seconds
+    every, overhead, note = float(snapshot_every), 0.0, ""
     if snapshot_every:
-        state = state_wire_bytes(peers, held)
-        lag = min(float(snapshot_every), state / peer_rate(job) / (job.step_seconds * job.network_idle_share))
-        return _Sending(0.0, snapshot_every, lag, state / snapshot_every)
-    wire, free = wire_bytes(peers, held), job.step_seconds * job.network_idle_share
-    sends = wire / peer_rate(job)
-    waits = max(0.0, sends - free) / job.step_seconds
-    if waits <= job.overhead_budget:
-        lag = held.slots if waits else min(float(held.slots), sends / free)
-        return _Sending(waits, 1.0, lag, wire)
-    state = state_wire_bytes(peers, held)
-    every = max(1, math.ceil(state / peer_rate(job) / free))
-    copied = held.whole_bytes / job.copy_bytes_per_second / job.step_seconds / every
-    note = f"the links do not carry every record: the state after every {every} steps"
-    return _Sending(copied, every, every, state / every, note)
+        lag, sent = min(every, state / rate / free), state / every
+    elif waits <= job.overhead_budget:
+        every, overhead = 1.0, waits
+        lag = held.slots if waits else min(float(held.slots), sent / rate / free)
+    else:
+        every = lag = max(1, math.ceil(state / rate / free))
+        overhead, sent = held.whole_bytes / copying / job.step_seconds / every, state / every
+        note = f"the links do not carry every record: the state after every {every} steps"
+    tier = Tier(
+        name="peers",
+        every_steps=every,
+        lag_steps=lag,
+        restore_seconds=from_peers_seconds(held, rate, copying, job.redo_parameters_per_second),
+        rebuild_seconds=state / rate,
+        group_nodes=peers.group_nodes,
+        tolerates=peers.tolerate,
+    )
+    return _Beyond(tier, overhead, sent, note)
 
 
 def _setting(
@@ -276,38 +289,35 @@ def _setting(
         slots=config.records_in_flight,
     )
     private = peers is not None and job.replicas > peers.tolerate
-    sending = _Sending() if peers is None else _sending(job, peers, held, private, every)
+    sending = None if peers is None else _sending(job, peers, held, private, every)
     storing = _storing(job, held, log)
-    problems = [storing.problem] if storing.problem else []
+    beyond = [one for one in (sending, storing) if one is not None]
+    refused = [storing.problem] if storing.problem else []
     if peers is not None and job.nodes < peers.group_nodes:
-        problems.append(f"peers: {peers.group_nodes} nodes of {job.nodes}")
+        refused.append(f"peers: {peers.group_nodes} nodes of {job.nodes}")
     seconds = held.whole_bytes / job.copy_bytes_per_second
     if mode == "lazy":
         seconds = from_window_seconds(held, job.copy_bytes_per_second, job.redo_parameters_per_second)
-    tiers = [Tier(name="memory", every_steps=max(1, every), lag_steps=0, restore_seconds=seconds)]
-    if peers is not None:
-        tiers.append(_peer_tier(job, peers, held, sending, private))
-    tiers.append(storing.tier)
+    own = Tier(name="memory", every_steps=max(1, every), lag_steps=0, restore_seconds=seconds)
     memory = node_memory(mode, held, peers=peers, private=private, residual_bytes=residual, nodes=job.nodes)
-    overhead = _local_waits(job, mode, held, every) + sending.overhead + storing.overhead
     scheme = Scheme(
         name=name,
-        overhead=overhead,
-        tiers=tuple(tiers),
+        overhead=_local_waits(job, mode, held, every) + sum(one.overhead for one in beyond),
+        tiers=(own, *(one.tier for one in beyond)),
         memory_bytes=memory.total,
-        wire_bytes=sending.wire_bytes,
-        disk_bytes=storing.disk_bytes,
+        wire_bytes=0.0 if sending is None else sending.nbytes,
+        disk_bytes=storing.nbytes,
     )
     kind = f"every {every} steps" if every else f"{mode}, T={held.period}"
-    return evaluate(
-        job,
-        scheme,
-        choice=", ".join(filter(None, [choice, kind, storing.choice])),
+    return Planned(
+        job=job,
+        scheme=scheme,
+        choice=", ".join(filter(None, [choice, kind, storing.note])),
         memory=memory,
         config=config,
         exact=not (job.gpus_per_node and mode == "eager"),
-        problems=tuple(problems),
-        notes=(sending.note,) if sending.note else (),
+        refused=tuple(refused),
+        notes=(sending.note,) if sending is not None and sending.note else (),
     )
 
 
@@ -328,35 +338,7 @@ def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
     return waits / job.step_seconds
 
 
-def _peer_tier(job: Job, peers: ErasureConfig, held: Held, sending: _Sending, private: bool) -> Tier:
-    rate, copying = peer_rate(job), job.copy_bytes_per_second
-    if private:  # it fetches the state of another replica, and copies it
-        seconds = held.whole_bytes / rate + held.whole_bytes / copying
-    else:
-        seconds = from_peers_seconds(held, rate, copying, job.redo_parameters_per_second)
-    return Tier(
-        name="replicas" if private else "peers",
-        every_steps=sending.every_steps,
-        lag_steps=sending.lag_steps,
-        restore_seconds=seconds,
-        rebuild_seconds=job.step_seconds if private else state_wire_bytes(peers, held) / rate,
-        group_nodes=job.replicas if private else peers.group_nodes,
-        tolerates=job.replicas - 1 if private else peers.tolerate,
-    )
-
-
-@dataclass(frozen=True)
-class _Storing:
-    """What storage costs, and gives."""
-
-    tier: Tier
-    overhead: float
-    disk_bytes: float
-    choice: str = ""
-    problem: str = ""
-
-
-def _storing(job: Job, held: Held, log: bool) -> _Storing:
+def _storing(job: Job, held: Held, log: bool) -> _Beyond:
     """Checkpoints as often as :class:`StorageConfig` lets them be written, with a log of records or without."""
     settings = StorageConfig()
     persist = job.state_total_bytes / job.disk_bytes_per_second
@@ -366,7 +348,7 @@ def _storing(job: Job, held: Held, log: bool) -> _Storing:
     read = read_seconds(job)
     if not log:
         tier = storage_tier("storage", job, interval, persist, read)
-        return _Storing(tier, copy / interval, bases)
+        return _Beyond(tier, copy / interval, bases)
     record = job.parameters * (held.gradient_bytes + job.state_bytes / held.period)
     needed, available = record / job.step_seconds, job.disk_bytes_per_second
     if needed < available:  # bases have what records leave
@@ -379,7 +361,7 @@ def _storing(job: Job, held: Held, log: bool) -> _Storing:
     restore += redo_seconds(redone, held.parameters, job.redo_parameters_per_second)
     tier = msgspec.structs.replace(storage_tier("log", job, 0.0, written, restore), every_steps=batch)
     problem = "" if needed < available else f"storage: {needed / 1e9:.3g} GB/s of {available / 1e9:.3g} GB/s"
-    return _Storing(tier, copy / interval, record + bases, f"batches of {batch}", problem)
+    return _Beyond(tier, copy / interval, record + bases, f"batches of {batch}", problem)
 
 
 def _config(
