@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from memckpt.cli.common import AsJson, Node, Run, Url, err, no_agent, out, print_json, store_of
-from memckpt.cli.run_store import Adopt, catalog_of, check_owner, reading_progress
+from memckpt.cli.run_view import Adopt, catalog_of, check_owner, reading_progress
 from memckpt.errors import (
     AgentNotFoundError,
     ConfigurationError,

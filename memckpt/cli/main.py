@@ -18,10 +18,9 @@ from typer.core import TyperCommand
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.events import events
 from memckpt.cli.export import export
-from memckpt.cli.ls import ls
 from memckpt.cli.status import status, stop
+from memckpt.cli.stored import ls, verify
 from memckpt.cli.tidying import gc, pin, rm
-from memckpt.cli.verify import verify
 from memckpt.config import AgentConfig
 from memckpt.errors import ConfigurationError, MemckptError
 from memckpt.processes.address import AgentAddress

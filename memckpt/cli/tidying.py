@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from memckpt.cli.common import AsJson, Node, Run, Url, count, err, out, print_json, store_of
-from memckpt.cli.run_store import Adopt, catalog_of, check_owner, checkpoint_name
+from memckpt.cli.run_view import Adopt, catalog_of, check_owner, checkpoint_name
 from memckpt.errors import MemckptError, NothingHeldError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status

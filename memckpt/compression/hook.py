@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from memckpt.compression.elements import HalfReducer, QuantizedReducer, RandomKReducer, TopKReducer
-from memckpt.compression.power_sgd import PowerSgdReducer
+from memckpt.compression.reducers import HalfReducer, PowerSgdReducer, QuantizedReducer, RandomKReducer, TopKReducer
 from memckpt.compression.reduction import Averaged, Bucket, Reducer
 from memckpt.config import CompressionConfig, HalfPrecision, PowerSGD, Quantized8, RandomK, TopK
 from memckpt.errors import ConfigurationError, UnsupportedError, UsageError

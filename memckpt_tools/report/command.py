@@ -29,9 +29,8 @@ def report(run: Run, to: To = None, url: Url = None, as_json: AsJson = False) ->
     agent need live. With --json the numbers, and no page unless --to names one. Exit status 11 if there is no journal
     of a training.
     """
-    from memckpt_tools.report.goodput import measure
     from memckpt_tools.report.page import in_json, render
-    from memckpt_tools.report.story import tell
+    from memckpt_tools.report.story import measure, tell
 
     try:
         entries = read_journal(run)

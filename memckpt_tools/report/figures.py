@@ -13,8 +13,7 @@ from typing import Any
 
 from memckpt.errors import ConfigurationError
 from memckpt.journal.events import Sample
-from memckpt_tools.report.goodput import Goodput
-from memckpt_tools.report.story import Story
+from memckpt_tools.report.story import Goodput, Story
 
 #: Most points of a line.
 _POINTS = 1_000

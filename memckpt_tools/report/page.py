@@ -15,8 +15,7 @@ from memckpt.errors import ConfigurationError
 from memckpt.journal import events as journal
 from memckpt.user_messages import nbytes_text, seconds_text
 from memckpt_tools.report.figures import pictures
-from memckpt_tools.report.goodput import Goodput, lost_steps
-from memckpt_tools.report.story import Attempt, Story
+from memckpt_tools.report.story import Attempt, Goodput, Story, lost_steps
 
 #: Most rows of a table; the oldest are left out.
 _ROWS = 200

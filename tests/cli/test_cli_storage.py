@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 
 from memckpt.cli import export as export_command
-from memckpt.cli import run_store
-from memckpt.cli import verify as verify_command
+from memckpt.cli import run_view, stored
 from memckpt.errors import (
     ConfigurationError,
     DamagedStateError,
@@ -133,14 +132,14 @@ def test_an_old_checkpoint_without_all_parts_is_damage(run: Path) -> None:
 
 
 def test_what_retention_deletes_meanwhile_is_not_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examine = verify_command.examine
+    examine = stored.examine
 
     def examine_late(store: Store, files: list[StoredFile], progress: Callable[[int], None] | None) -> Examined:
         if any("000000000001" in file.path for file in files):
             remove(store, read_catalog(store).checkpoints[1])
         return examine(store, files, progress)
 
-    monkeypatch.setattr(verify_command, "examine", examine_late)
+    monkeypatch.setattr(stored, "examine", examine_late)
     code, found = invoke_json("verify", run)
     assert code == 0
     assert found["steps"] == [2]
@@ -148,7 +147,7 @@ def test_what_retention_deletes_meanwhile_is_not_damage(run: Path, monkeypatch: 
 
 def test_verify_shows_how_far_it_is_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(force_terminal=True, width=120, record=True)
-    monkeypatch.setattr(run_store, "err", console)
+    monkeypatch.setattr(run_view, "err", console)
     assert invoke("verify", run)[0] == 0
     assert "step 1" in console.export_text()
 

@@ -13,9 +13,8 @@ import pytest
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentNotFoundError, StorageError
 from memckpt.journal import events as journal
-from memckpt_tools.report.goodput import measure
 from memckpt_tools.report.page import _failures
-from memckpt_tools.report.story import tell
+from memckpt_tools.report.story import measure, tell
 from tests.support.monitoring.reports import Told, everything, write
 from tests.support.storage.stored_runs import BEFORE_5, until_stored
 from tests.support.trainings.cli_harness import invoke, invoke_json
