@@ -39,24 +39,17 @@ _SKETCH_BYTES = 8 * SKETCHES
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs between two runs, first at a step; `kind` and `name` are ``"parameter", "head.weight"``.
-
-    Attributes:
-        relative: distance as a fraction of the expected value, or of a tensor's norm; None where it is not known.
-        text: the distance as text; may be empty.
-        count: number of points at which it differs.
-        restored: whether the first of them is a state right behind a restore.
-    """
+    """A value that differs between two runs, first at a step."""
 
     rank: int
     step: int
     record: int
-    kind: str
-    name: str
-    relative: float | None
-    text: str
-    count: int = 1
-    restored: bool = False
+    kind: str  #: such as ``parameter``
+    name: str  #: such as ``head.weight``
+    relative: float | None  #: distance as a fraction of the expected value, or of a tensor's norm; None: not known
+    text: str  #: the distance as text; may be empty
+    count: int = 1  #: number of points at which it differs
+    restored: bool = False  #: whether the first of them is a state right behind a restore
 
     @property
     def key(self) -> tuple[int, Key]:
@@ -216,19 +209,13 @@ _LEAST_RECORDS = 10
 
 @dataclass(frozen=True)
 class Band:
-    """Distances of runs of a training that does not repeat itself, the largest of all steps.
+    """Distances of runs of a training that does not repeat itself, the largest of all steps."""
 
-    Attributes:
-        loss, parameters: of two undisturbed runs, relative, and as a fraction of the parameters' norm.
-        killed_loss, killed_parameters: the same, between the killed run and the nearer one of the two.
-        outside: the first step at which the killed run is further away than :data:`BAND_FACTOR` allows; None: nowhere.
-    """
-
-    loss: float
-    parameters: float
-    killed_loss: float
+    loss: float  #: of two undisturbed runs, relative
+    parameters: float  #: of these, as a fraction of the parameters' norm
+    killed_loss: float  #: between the killed run and the nearer one of the two
     killed_parameters: float
-    outside: int | None
+    outside: int | None  #: the first step at which that is further away than :data:`BAND_FACTOR` allows; None: nowhere
     outside_text: str
 
 
@@ -236,25 +223,19 @@ class Band:
 class Verdict:
     """What the three runs say.
 
-    Attributes:
-        outcome: ``"equal"``: the killed run has the bits of an undisturbed one. ``"within"``: training does not repeat
-            itself, and the killed run is as near as two undisturbed ones are. ``"different"``: it is not.
-        unrepeatable: differences between the two undisturbed runs.
-        differences: differences of the killed run from an undisturbed one, where these two agree.
-        holes: plain attributes and variables that change in training, and that a resume has not put back.
-        compared: number of values compared at each step, by kind.
-        band: where training does not repeat itself; None where it does.
+    ``equal``: the killed run has the bits of an undisturbed one. ``within``: training does not repeat itself, and the
+    killed run is as near as two undisturbed ones are. ``different``: it is not.
     """
 
     outcome: Outcome
     last_step: int
     last_record: int
-    unrepeatable: list[Difference]
-    differences: list[Difference]
-    holes: list[Difference]
+    unrepeatable: list[Difference]  #: between the two undisturbed runs
+    differences: list[Difference]  #: of the killed run from an undisturbed one, where these two agree
+    holes: list[Difference]  #: plain attributes and variables that change, and that a resume has not put back
     loaders: tuple[str, ...]
-    compared: dict[str, int]
-    band: Band | None
+    compared: dict[str, int]  #: number of values compared at each step, by kind
+    band: Band | None  #: where training does not repeat itself; None where it does
 
     @property
     def repeats(self) -> bool:

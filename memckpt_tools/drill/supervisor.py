@@ -81,29 +81,18 @@ def draw(seed: int, kills: int, records: int, kinds: Sequence[Kind] = ("trainer"
 
 @dataclass
 class Blow:
-    """One kill, and the resume behind it.
-
-    Attributes:
-        rank: whose trainer was killed, or whose node's agent, or whose node.
-        step, record: last committed step by then, and its record.
-        resumed: step behind which the next process went on; 0: it started over.
-        lost: committed steps that were trained again.
-        unprotected: steps until a new agent held the state, where only the agent was killed; None: until the end.
-        seconds: from the kill to the first step that is new, or that the new agent holds.
-        tier: source of the state; ``"nothing"`` where training started over.
-        check, check_line: verdict of repeating the last step, and its line; ``"none"``: no step was compared.
-    """
+    """One kill, and the resume behind it."""
 
     kind: Kind
-    rank: int
-    step: int
+    rank: int  #: whose trainer was killed, or whose node's agent, or whose node
+    step: int  #: last committed step by then
     record: int
-    resumed: int = 0
-    lost: int = 0
-    unprotected: int | None = 0
-    seconds: float = 0.0
-    tier: str = "nothing"
-    check: str = "none"
+    resumed: int = 0  #: step behind which the next process went on; 0: it started over
+    lost: int = 0  #: committed steps that were trained again
+    unprotected: int | None = 0  #: steps until a new agent held the state, if only the agent was killed; None: all
+    seconds: float = 0.0  #: from the kill to the first step that is new, or that the new agent holds
+    tier: str = "nothing"  #: source of the state; ``nothing``: training started over
+    check: str = "none"  #: verdict of repeating the last step; ``none``: no step was compared
     check_line: str = ""
 
 

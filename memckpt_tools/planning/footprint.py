@@ -29,20 +29,13 @@ STATE_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one node holds of a training, and how it is recorded.
+    """What one node holds of a training, and how it is recorded."""
 
-    Attributes:
-        parameters: number of parameters on the node, each once.
-        gradient_bytes: g, bytes of a gradient in a record, for each parameter.
-        state_bytes: s, bytes of a parameter and its optimizer state.
-        period: T. slots: D.
-    """
-
-    parameters: float
-    gradient_bytes: float
-    state_bytes: float
-    period: int
-    slots: int
+    parameters: float  #: on the node, each once
+    gradient_bytes: float  #: g, of a gradient in a record, for each parameter
+    state_bytes: float  #: s, of a parameter and its optimizer state
+    period: int  #: T
+    slots: int  #: D
 
     @property
     def whole_bytes(self) -> float:
@@ -107,21 +100,13 @@ def _sent(peers: ErasureConfig) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMemory:
-    """Host memory of one node by who needs it, in bytes.
+    """Host memory of one node by who needs it, in bytes."""
 
-    Attributes:
-        agent: base and log.
-        replicator: records of other nodes.
-        state_copy: a copy of the state, while a checkpoint is being written.
-        trainer: what compression leaves out of gradients, for each rank (host or accelerator).
-        starting: more that is held for a moment while a new generation begins.
-    """
-
-    agent: float
-    replicator: float = 0.0
-    state_copy: float = 0.0
-    trainer: float = 0.0
-    starting: float = 0.0
+    agent: float  #: base and log
+    replicator: float = 0.0  #: records of other nodes
+    state_copy: float = 0.0  #: a copy of the state, while a checkpoint is being written
+    trainer: float = 0.0  #: what compression leaves out of gradients, for each rank (host or accelerator)
+    starting: float = 0.0  #: more that is held for a moment while a new generation begins
 
     @property
     def total(self) -> float:

@@ -113,55 +113,34 @@ _Seconds = Annotated[float, Meta(ge=0, le=3.2e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Checked):
-    """Description of a training; ``memckpt plan --help`` says what its options mean. Raises ConfigurationError.
-
-    Attributes:
-        gpus_per_node: accelerators of a node; 0: it trains on CPUs.
-        replicas: number of nodes that hold the same parameters: 1 where all nodes hold different shards (FSDP), `nodes`
-            where each holds all of them (DDP).
-        gradient_bytes: of each parameter. state_bytes: of a parameter and its optimizer state.
-        mtbf_seconds: mean time between two failures of the job, of any kind.
-        software_share: share of the failures that end processes only, so that the memory of nodes stays.
-        cluster_share, domain_share: share of the failures that take all nodes, or a whole failure domain.
-        domains: number of failure domains (racks) over which the nodes are spread; 0: each node is one.
-        network_bytes_per_second: of a node: what the replicator and the network carry, whichever is less.
-        network_idle_share: share of a step in which peers may send without making training wait.
-        disk_bytes_per_second: of all nodes together.
-        copy_bytes_per_second: into a node's host memory, from all its accelerators.
-        copy_overlap: share of that copying for which training does not wait.
-        redo_parameters_per_second: parameters that a node advances by one record in a second at a restore.
-        agent_redo_parameters_per_second: the same of the agent's CPU threads (eager redo).
-        restart_seconds: from a failure until processes are ready to restore; `replacement_seconds` more for a new node.
-        run_seconds: length of the job, without failures.
-        loss_budget: probability a month with which more may be lost than memory holds.
-    """
+    """Description of a training. Raises ConfigurationError."""
 
     parameters: Annotated[float, Meta(ge=1, le=1e15)]
     nodes: Annotated[int, Meta(ge=1, le=1_000_000)]
-    step_seconds: Positive
-    mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)]
-    gpus_per_node: Annotated[int, Meta(ge=0, le=1024)] = 8
-    replicas: Count = 1
-    gradient_bytes: _BytesEach = 4.0
-    state_bytes: _BytesEach = 12.0
-    software_share: _ZeroToOne = 0.5
-    cluster_share: _ZeroToOne = 0.0
-    domains: Annotated[int, Meta(ge=0)] = 0
-    domain_share: _ZeroToOne = 0.0
-    network_bytes_per_second: _Rate = 1e9
-    network_idle_share: Share = 0.5
-    disk_bytes_per_second: _Rate = 2e9
-    copy_bytes_per_second: _Rate = 20e9
-    copy_overlap: _ZeroToOne = 0.9
+    step_seconds: Positive  #: without protection
+    mtbf_seconds: Annotated[float, Meta(ge=1, le=3.2e9)]  #: mean time between two failures of the job, of any kind
+    gpus_per_node: Annotated[int, Meta(ge=0, le=1024)] = 8  #: 0: it trains on CPUs
+    replicas: Count = 1  #: nodes that hold the same parameters: 1 where all hold other shards (FSDP), all of them (DDP)
+    gradient_bytes: _BytesEach = 4.0  #: of each parameter
+    state_bytes: _BytesEach = 12.0  #: of a parameter and its optimizer state
+    software_share: _ZeroToOne = 0.5  #: of failures that end processes only, so that the memory of nodes stays
+    cluster_share: _ZeroToOne = 0.0  #: of failures that take all nodes
+    domains: Annotated[int, Meta(ge=0)] = 0  #: failure domains (racks) over which nodes are spread; 0: each node is one
+    domain_share: _ZeroToOne = 0.0  #: of failures that take a whole domain
+    network_bytes_per_second: _Rate = 1e9  #: of a node: what the replicator and the network carry, whichever is less
+    network_idle_share: Share = 0.5  #: share of a step in which peers may send without making training wait
+    disk_bytes_per_second: _Rate = 2e9  #: of all nodes together
+    copy_bytes_per_second: _Rate = 20e9  #: into a node's host memory, from all its accelerators
+    copy_overlap: _ZeroToOne = 0.9  #: share of that copying for which training does not wait
     encode_bytes_per_second: _Rate = 2e9
-    redo_parameters_per_second: _Rate = 2e10
-    agent_redo_parameters_per_second: _Rate = 1e8
-    restart_seconds: _Seconds = 120.0
-    replacement_seconds: _Seconds = 300.0
-    run_seconds: _Seconds = 30 * 86400.0
+    redo_parameters_per_second: _Rate = 2e10  #: that a node advances by one record at a restore
+    agent_redo_parameters_per_second: _Rate = 1e8  #: the same of the agent's CPU threads (eager redo)
+    restart_seconds: _Seconds = 120.0  #: from a failure until processes have started and are ready to restore
+    replacement_seconds: _Seconds = 300.0  #: more, until a lost node has been replaced
+    run_seconds: _Seconds = 30 * 86400.0  #: length of the job, without failures
     overhead_budget: Share = 0.03
-    memory_budget_bytes: Annotated[float, Meta(ge=1, le=1e16)] | None = None
-    loss_budget: Share = 0.001
+    memory_budget_bytes: Annotated[float, Meta(ge=1, le=1e16)] | None = None  #: of a node; None: no limit
+    loss_budget: Share = 0.001  #: probability a month with which more may be lost than memory holds
 
     def __post_init__(self) -> None:
         super().__post_init__()

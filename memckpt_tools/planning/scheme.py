@@ -25,59 +25,44 @@ Failure = Literal["process", "nodes", "cluster"]
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place that a state is brought back from.
-
-    Attributes:
-        lag_steps: number of the newest steps that are on their way to it, and lost with what they come from.
-        restore_seconds: time from the start of processes to the first new step.
-        group_nodes: nodes of a group that protects its members; 0 where nodes do not matter.
-        tolerates: nodes of a group that may be lost at once; 0: none, the tier is the node's own memory.
-        rebuild_seconds: time from the first new step until a node that was replaced holds its part of it again; until
-            then it counts as lost.
-    """
+    """A place that a state is brought back from."""
 
     name: str
     every_steps: Annotated[float, Meta(gt=0, le=1e12)]
+    #: Number of the newest steps that are on their way to it, and lost with what they come from.
     lag_steps: Annotated[float, Meta(ge=0, le=1e12)]
-    restore_seconds: Seconds
-    group_nodes: Annotated[int, Meta(ge=0)] = 0
-    tolerates: Annotated[int, Meta(ge=0)] = 0
+    restore_seconds: Seconds  #: from the start of processes to the first new step
+    group_nodes: Annotated[int, Meta(ge=0)] = 0  #: of a group that protects its members; 0: nodes do not matter
+    tolerates: Annotated[int, Meta(ge=0)] = (
+        0  #: nodes of a group that may be lost at once; 0: it is the node's own memory
+    )
     survives_cluster: bool = False
+    #: From the first new step until a node that was replaced holds its part again; until then it counts as lost.
     rebuild_seconds: Seconds = 0.0
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A way to protect a training. Ranges hold for what is read from files; a plan's values are taken as they are.
 
-    Attributes:
-        overhead: time that it adds to training, as a share of undisturbed training time.
-        tiers: nearest first. A recovery takes the one with the newest state that survived, of equal ones the nearest.
-        memory_bytes: of each node. wire_bytes: that a node sends for each step. disk_bytes: of the job, for each step.
+    A recovery takes the tier with the newest state that survived, of equal ones the nearest, which comes first.
     """
 
     name: str
-    overhead: Annotated[float, Meta(ge=0, le=100)]
+    overhead: Annotated[float, Meta(ge=0, le=100)]  #: time that it adds, as a share of undisturbed training time
     tiers: tuple[Tier, ...]
-    memory_bytes: _Bytes = 0.0
-    wire_bytes: _Bytes = 0.0
-    disk_bytes: _Bytes = 0.0
+    memory_bytes: _Bytes = 0.0  #: of each node
+    wire_bytes: _Bytes = 0.0  #: that a node sends for each step
+    disk_bytes: _Bytes = 0.0  #: that the job writes for each step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """Expected results of one scheme, by kind of failure.
+    """Expected results of one scheme, by kind of failure."""
 
-    Attributes:
-        ettr: share of the wall-clock time that advances training.
-        lost_steps: steps that a failure costs on average; the step in progress counts.
-        recovery_seconds: time from a failure to the first new step.
-        tiers: name of the tier that serves; empty where training starts over.
-    """
-
-    ettr: float
-    lost_steps: dict[Failure, float]
-    recovery_seconds: dict[Failure, float]
-    tiers: dict[Failure, str]
+    ettr: float  #: share of the wall-clock time that advances training
+    lost_steps: dict[Failure, float]  #: steps that a failure costs on average; the step in progress counts
+    recovery_seconds: dict[Failure, float]  #: from a failure to the first new step
+    tiers: dict[Failure, str]  #: name of the tier that serves; empty where training starts over
 
 
 def serving_tier(scheme: Scheme, failure: Failure) -> Tier | None:

@@ -18,34 +18,22 @@ from memckpt_tools.planning.scheme import Scheme, Tier, expect
 
 @dataclass
 class Attempt:
-    """One attempt at the training, over all its nodes. Times are in seconds since 1970.
-
-    Attributes:
-        began: when its first trainers came.
-        ranks: number of ranks by node.
-        first_step, first_step_at: its first commit; None if it had none.
-        recovered: the state that it went on from; None if it started over.
-        started_over: why it did; empty if it did not.
-        verdict: of the resume check; empty before it has one.
-        deaths: trainers that died, with node and time.
-        end: ``"died"``, ``"left"``, ``"finished"``, ``"lost"`` (its end was not seen), or empty: it goes on.
-        seen: when it was last heard of.
-    """
+    """One attempt at the training, over all its nodes. Times are in seconds since 1970."""
 
     number: int
-    began: float
-    ranks: dict[str, int] = field(default_factory=dict)
+    began: float  #: when its first trainers came
+    ranks: dict[str, int] = field(default_factory=dict)  #: number of ranks by node
     world_size: int = 1
-    first_step: int | None = None
+    first_step: int | None = None  #: of its first commit; None if it had none
     first_step_at: float | None = None
-    recovered: journal.Recovered | None = None
-    started_over: str = ""
-    verdict: str = ""
-    deaths: list[tuple[float, str, journal.TrainerDied]] = field(default_factory=list)
+    recovered: journal.Recovered | None = None  #: the state that it went on from; None if it started over
+    started_over: str = ""  #: why it did; empty if it did not
+    verdict: str = ""  #: of the resume check; empty before it has one
+    deaths: list[tuple[float, str, journal.TrainerDied]] = field(default_factory=list)  #: with time and node
     ended_at: float | None = None
-    end: str = ""
+    end: str = ""  #: ``died``, ``left``, ``finished``, ``lost`` (its end was not seen), or empty: it goes on
     last_step: int | None = None
-    seen: float = 0.0
+    seen: float = 0.0  #: when it was last heard of
     #: Node whose trainers have left their agent last, and the newest step then.
     left: tuple[str, int] = ("", 0)
 
@@ -86,22 +74,16 @@ class AgentLoss:
 
 @dataclass
 class Story:
-    """What the journals of a run tell, oldest first.
-
-    Attributes:
-        degraded: tiers that did not do what they were configured for.
-        agents: agents that were killed.
-        samples: figures of the leading node (that of rank 0), by time, with the position of their attempt.
-        until: the last moment that is known of.
-    """
+    """What the journals of a run tell, oldest first."""
 
     entries: Sequence[Entry]
     attempts: list[Attempt] = field(default_factory=list)
-    degraded: list[Span] = field(default_factory=list)
+    degraded: list[Span] = field(default_factory=list)  #: of tiers that did not do what they were configured for
     agents: list[AgentLoss] = field(default_factory=list)
+    #: Figures of the leading node (that of rank 0), by time, with the position of their attempt.
     samples: list[tuple[float, int, journal.Sample]] = field(default_factory=list)
     stored: list[tuple[float, journal.Stored]] = field(default_factory=list)
-    until: float = 0.0
+    until: float = 0.0  #: the last moment that is known of
 
     @property
     def began(self) -> float:
@@ -210,33 +192,21 @@ def _close(story: Story) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Time of a run by use, in seconds.
+    """Time of a run by use, in seconds."""
 
-    Attributes:
-        wall: from the first attempt's begin to the run's end, without pauses after training had finished.
-        training, stalled: time that advanced it, and that ranks have waited for protection.
-        repeated: time of steps that were taken again: lost ones, and those repeated as a proof.
-        starting, down: from the first attempt's begin, and from failures, to the next first steps.
-        steps_lost: number of committed steps that were taken again; at least that, if `lost_more`: an attempt has ended
-            without a witness of how far it came.
-        step, stall: time of a step, and what of it waits for protection; None where it is not known.
-        ettr: measured: `training` of `wall`.
-        expected: what the plan's closed form gives for failures, restarts, restores and an overhead as they were; None
-            where too little is known.
-    """
-
-    wall: float
-    training: float
-    stalled: float
-    repeated: float
-    starting: float
-    down: float
+    wall: float  #: from the first attempt's begin to the run's end, without pauses after training had finished
+    training: float  #: that advanced it
+    stalled: float  #: that ranks have waited for protection
+    repeated: float  #: of steps that were taken again: lost ones, and those repeated as a proof
+    starting: float  #: from the first attempt's begin to its first step
+    down: float  #: from failures to the next first steps
     steps: int
-    steps_lost: int
-    lost_more: bool
-    step: float | None
-    stall: float | None
-    ettr: float
+    steps_lost: int  #: committed steps that were taken again; at least that, if `lost_more`
+    lost_more: bool  #: whether an attempt has ended without a witness of how far it came
+    step: float | None  #: time of a step; None where it is not known
+    stall: float | None  #: what of it waits for protection
+    ettr: float  #: measured: `training` of `wall`
+    #: What the plan's closed form gives for failures, restarts, restores and an overhead as they were.
     expected: float | None
 
 

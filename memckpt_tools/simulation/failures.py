@@ -119,16 +119,13 @@ class Failures:
 class FailureModel:
     """Distributions of failures; all units fail independently of each other. None: there are none of the kind.
 
-    Attributes:
-        nodes: of a node with its memory (hardware). processes: of a node's processes, whose memory stays (software).
-        racks, zones, cluster: of a rack, a zone or all nodes, with the memory of all its nodes.
-        new: whether units are new when training starts. Else they have been in service for long, and fail as often
-            from the start. It makes no difference to exponential times.
+    `new`: units are new when training starts. Else they have been in service for long, and fail as often from the
+    start. It makes no difference to exponential times.
     """
 
-    nodes: Lifetime | None = None
-    processes: Lifetime | None = None
-    racks: Lifetime | None = None
+    nodes: Lifetime | None = None  #: of a node with its memory (hardware)
+    processes: Lifetime | None = None  #: of a node's processes, whose memory stays (software)
+    racks: Lifetime | None = None  #: with the memory of all its nodes, as below
     zones: Lifetime | None = None
     cluster: Lifetime | None = None
     new: bool = False

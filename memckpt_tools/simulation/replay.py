@@ -51,24 +51,16 @@ class Training(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a training. The four times add up to its duration.
+    """What became of a training. The four times add up to its duration."""
 
-    Attributes:
-        useful_seconds: time that its steps at the end would have taken without protection.
-        overhead_seconds: time that protection added to them.
-        lost_seconds, lost_steps: of steps that were lost with a failure, parts of steps included.
-        failures: number of failures by kind, in the order of `KINDS`.
-        recoveries: number of recoveries from each tier, and last from nothing; each failure has one.
-    """
-
-    useful_seconds: float
-    overhead_seconds: float
+    useful_seconds: float  #: that its steps at the end would have taken without protection
+    overhead_seconds: float  #: that protection added to them
     lost_seconds: float
     down_seconds: float
     steps: float
-    lost_steps: float
-    failures: tuple[int, ...]
-    recoveries: tuple[int, ...]
+    lost_steps: float  #: lost with a failure, parts of steps included
+    failures: tuple[int, ...]  #: number of failures by kind, in the order of `KINDS`
+    recoveries: tuple[int, ...]  #: from each tier, and last from nothing; each failure has one
 
     @property
     def duration_seconds(self) -> float:
