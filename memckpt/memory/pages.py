@@ -51,15 +51,12 @@ class Phase(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """A rank's entry into a phase, at `ns` on the machine's monotonic clock.
+    """A rank's entry into a phase."""
 
-    `position`: index of the rank among those of its node. `step`: number of the record that is being made.
-    """
-
-    position: int
-    step: int
+    position: int  #: index of the rank among those of its node
+    step: int  #: number of the record that is being made
     phase: Phase
-    ns: int
+    ns: int  #: on the machine's monotonic clock
 
 
 _ENTRIES = 256  # about 80 steps: the time that a reader may sleep

@@ -10,17 +10,14 @@ from memckpt.protocol.trainer import Alarm, Credit, Drift
 
 @dataclass(frozen=True)
 class ReplicaCopied:
-    """The replica after `record` was copied into `region`; `problem`: why it was not, in words.
-
-    `missing` and `plain` are of the optimizer state, as in a copy that trainers make.
-    """
+    """The replica after `record` was copied into `region`, or was not."""
 
     record: int
     region: Region
     seconds: float
-    missing: tuple[tuple[int, int, str], ...] = ()
-    plain: bytes = b""
-    problem: str = ""
+    missing: tuple[tuple[int, int, str], ...] = ()  #: of the optimizer state, as in a copy that trainers make
+    plain: bytes = b""  #: likewise
+    problem: str = ""  #: why it was not copied, in words
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,14 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs, by its name in the user's own objects. `dtype` is empty for what is no tensor.
-
-    The largest difference is `relative` to the largest held value (infinite: it cannot be rounding), and in `ulp`.
-    """
+    """One value that differs, by its name in the user's own objects."""
 
     kind: ComparedKind
     name: str
     text: str
-    relative: float = float("inf")
+    relative: float = float("inf")  #: largest difference, of the largest held value; infinite: it cannot be rounding
     ulp: float = 0.0
-    dtype: str = ""
+    dtype: str = ""  #: empty for what is no tensor
 
 
 @dataclass

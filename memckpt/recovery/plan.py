@@ -17,30 +17,24 @@ from memckpt.storage.chain import StoredPoint
 
 @dataclass(frozen=True)
 class NewAttempt:
-    """The attempt that a plan is for.
-
-    `shardings` are digests of shards, by rank (empty: nothing is sharded). `units` are, by rank, its node and the ranks
-    there that hold the same shards; empty without peers. `former` is the newest attempt that some node knows of.
-    """
+    """The attempt that a plan is for."""
 
     world_size: int
     nonce: str
-    shardings: Sequence[str] = ()
+    shardings: Sequence[str] = ()  #: digests of shards, by rank; empty: nothing is sharded
+    #: By rank, its node and the ranks there that hold the same shards; empty without peers.
     units: Sequence[tuple[str, RankGroup]] = ()
-    former: int = 0
+    former: int = 0  #: the newest attempt that some node knows of
 
 
 @dataclass(frozen=True)
 class Stored:
-    """States that a store can produce, newest first, and the highest number of an attempt that wrote to it.
-
-    `stranded`: what it has of which no state can be made, in words; empty if there is nothing.
-    """
+    """States that a store can produce, newest first, and the highest number of an attempt that wrote to it."""
 
     points: Sequence[StoredPoint] = ()
     latest_attempt: int = 0
     name: str = "storage"
-    stranded: str = ""
+    stranded: str = ""  #: what it has of which no state can be made, in words; empty if there is nothing
 
 
 NOTHING_STORED = Stored()
@@ -74,15 +68,12 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class RestoreStored:
-    """All ranks restore the first intact one of these states in storage, for which memory cannot serve.
-
-    `newest` is the newest record that some memory knows of; None: there is none.
-    """
+    """All ranks restore the first intact one of these states in storage, for which memory cannot serve."""
 
     timeline: Timeline
     candidates: tuple[StoredPoint, ...]
     reason: str
-    newest: int | None = None
+    newest: int | None = None  #: the newest record that some memory knows of; None: there is none
     tier: str = "storage"
 
 

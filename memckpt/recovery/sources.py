@@ -15,15 +15,12 @@ from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup,
 
 @dataclass(frozen=True)
 class BadSource:
-    """A source that proved useless; the plan is made again without it.
-
-    `generation` is that of its fragments; empty: live state. Unless `damaged`, only other nodes could not fetch that.
-    """
+    """A source that proved useless; the plan is made again without it."""
 
     node: str
     ranks: RankGroup
-    generation: str = ""
-    damaged: bool = True
+    generation: str = ""  #: that of its fragments; empty: live state
+    damaged: bool = True  #: else only other nodes could not fetch it
 
 
 @dataclass(frozen=True)

@@ -430,5 +430,5 @@ def make_plan(job: Job) -> Plan:
 
 
 def _every_step(row: Planned) -> bool:
-    """Whether each step is recorded, and not each N-th state."""
+    """Whether each step is recorded, not each N-th state."""
     return row.config is not None and row.config.redo != "snapshot"
