@@ -24,14 +24,11 @@ def available_bytes() -> int:
 def check_budget(
     needed: int, already_held: int, budget: int | None, detail: str, given_back: int = 0, coming: int = 0
 ) -> None:
-    """Refuse an allocation that cannot fit.
+    """Refuse an allocation that cannot fit, with MemoryBudgetError; `detail` breaks the figure down for the message.
 
-    `already_held` bytes stay while the new ones are written; `given_back`, not among them, are freed before. `budget`:
-    configured limit on all together, in bytes; None: the machine's memory. A budget beyond that is capped: missing
-    anonymous memory shows up as an OOM kill, never as an error. `detail`: breakdown of the figure, for the message.
-    `coming`: bytes that are available still, and promised to others.
-
-    Raises MemoryBudgetError: it does not fit.
+    `already_held` bytes stay while the new ones are written; `given_back`, not among them, are freed before; `coming`
+    are available still, and promised to others. `budget` is the limit on all together, at most the machine's memory,
+    as None is: missing anonymous memory shows up as an OOM kill, never as an error.
     """
     room, source = int(available_bytes() * (1 - _HEADROOM)) + given_back - coming, "available memory"
     if budget is not None and budget - already_held < room:

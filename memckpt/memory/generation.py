@@ -32,11 +32,9 @@ Sendable = tuple[int, bytes, dict[int, bytes]]
 class Generation(ABC):
     """Owns the regions of one generation; :meth:`close` frees them. :func:`make_generation` makes one.
 
-    Complete once every local rank has committed its part of the start; until then it can produce nothing. Raises
-    MemoryBudgetError: there is no room.
-
-    No other generation has its `number`. `begins`: the record after which it begins. Then only what its start takes is
-    reserved, until it is made whole. None: all of it is. A thread reserves much memory, and calls `notify` at its end.
+    Complete once every local rank has committed its part of the start; until then it can produce nothing. No other one
+    has its `number`. With `begins`, the record after which it begins, only what its start takes is reserved until it is
+    made whole. A thread reserves much memory, and calls `notify` at its end. Raises MemoryBudgetError.
     """
 
     #: Redoes steps as they are committed; only an :class:`EagerGeneration` has one.
@@ -188,8 +186,7 @@ class Generation(ABC):
     def _oldest_in_slots(self) -> int:
         """The oldest record that no slot's next record is written over.
 
-        The slot of the record after the newest had one of the window. While training waits for peers it still has, and
-        then the watermark may be as old as that.
+        While training waits for peers, the slot of the record after the newest still holds one of the window.
         """
         newest = self.newest
         filling = not self._is_sealed(newest + 1 - self.layout.ring)

@@ -199,11 +199,8 @@ class LifePage(_Page):
 class LifeWatch:
     """Measures how long a process has shown no sign of life, in time during which the watcher itself ran.
 
-    Each look adds the time since the last one, but at most twice the longest pause between looks: a watcher that was
-    stopped has seen nothing.
-
-    `limit`: seconds without a sign of life after which it counts as standing still. `threads`: threads whose CPU time
-    counts; ``"main"`` if others run independently of the loop.
+    Each look adds the time since the last one, but at most twice the longest pause between looks. After `limit` seconds
+    the process stands still. ``"main"``: only its main thread's CPU time counts, as others run independently.
     """
 
     def __init__(

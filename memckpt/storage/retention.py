@@ -27,10 +27,9 @@ def superseded(
 ) -> list[Checkpoint]:
     """The checkpoints that retention deletes, of all (newest first; the newest complete one has been verified).
 
-    Retention keeps the last `keep_last` complete checkpoints; those at multiples of `keep_every_steps`; incomplete ones
-    newer than the newest complete one, whose other parts may still be written; the one of `called_for`, a part that has
-    just been committed, however old its attempt is; and those with a key in `unsure`, which do not count as any of the
-    former.
+    It keeps the last `keep_last` complete ones; those at multiples of `keep_every_steps`; incomplete ones newer than
+    the newest complete one, whose other parts may still be written; the one of `called_for`, a part that has just been
+    committed; and those with a key in `unsure`, which do not count as any of the former.
     """
     kept = 0
     gone = []
@@ -230,9 +229,8 @@ def find_garbage(
 ) -> Spare:
     """Find unreferenced files, incomplete checkpoints older than a complete one, and batches of no checkpoint.
 
-    Pinned checkpoints stay. `node` is the one whose writer is known not to run; None: every writer may run.
-    `is_abandoned` tells whether no process can be writing an uncommitted file. Raises StorageError if part of the
-    catalog could not be read.
+    Pinned checkpoints stay. `node` is the one whose writer is known not to run; None: every writer may run. Raises
+    StorageError if part of the catalog could not be read.
     """
     if catalog.unreadable:
         raise StorageError(

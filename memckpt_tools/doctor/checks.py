@@ -57,29 +57,24 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def check_python(version: tuple[int, ...]) -> Check:
-    if version < OLDEST_PYTHON:
-        return Check("Python", "problem", _dotted(version), f"Python {_dotted(OLDEST_PYTHON)} or newer")
-    return Check("Python", "ok", _dotted(version))
+    old = _dotted(version) if version < OLDEST_PYTHON else ""
+    return _ok_without(old, "Python", _dotted(version), f"Python {_dotted(OLDEST_PYTHON)} or newer")
 
 
 def check_torch(version: str | None, import_error: str) -> Check:
     """`import_error`: the error of importing torch; empty: none."""
-    oldest = _dotted(OLDEST_TORCH)
-    if version is None:
-        return Check("torch", "problem", "not installed", f"pip install 'torch>={oldest}'")
-    if import_error:
+    if version is not None and import_error:
         return Check("torch", "problem", f"{version} cannot be imported: {import_error}", "install torch anew")
-    if _version(version) < OLDEST_TORCH:
-        return Check("torch", "problem", version, f"pip install 'torch>={oldest}'")
-    return Check("torch", "ok", version)
+    found = version or "not installed"
+    old = found if version is None or _version(version) < OLDEST_TORCH else ""
+    return _ok_without(old, "torch", found, f"pip install 'torch>={_dotted(OLDEST_TORCH)}'")
 
 
 def check_lightning(version: str | None, old_name: str | None) -> Check:
     """`old_name`: version of the distribution pytorch-lightning, whose classes are different ones."""
     install = f"pip install 'lightning>={_dotted(OLDEST_LIGHTNING)}'"
     if version is not None:
-        outcome: Outcome = "problem" if _version(version) < OLDEST_LIGHTNING else "ok"
-        return Check("Lightning", outcome, version, install if outcome == "problem" else "")
+        return _ok_without(version if _version(version) < OLDEST_LIGHTNING else "", "Lightning", version, install)
     if old_name is not None:
         text = f"only pytorch-lightning {old_name} is installed; the callback needs lightning"
         return Check("Lightning", "warning", text, f"{install}, and import lightning.pytorch")
@@ -146,10 +141,9 @@ def check_memory(available: int, limit: int | None) -> Check:
 
 def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
     """`missing`: features that were tried and are unavailable."""
-    if missing:
-        remedy = "Linux 5.3 or newer with /proc; in a sandbox, allow these calls"
-        return Check("kernel", "problem", f"{release} without {', '.join(missing)}", remedy)
-    return Check("kernel", "ok", f"{release} with /proc, pidfd and memfd")
+    problem = f"{release} without {', '.join(missing)}" if missing else ""
+    remedy = "Linux 5.3 or newer with /proc; in a sandbox, allow these calls"
+    return _ok_without(problem, "kernel", f"{release} with /proc, pidfd and memfd", remedy)
 
 
 def check_sockets(problem: str) -> Check:
@@ -248,9 +242,8 @@ def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
     if driver is None:
         return None
     version = installed.get(driver)
-    if version is None:
-        return Check(driver, "problem", f"not installed; {url} needs it", f"pip install {driver}")
-    return Check(driver, "ok", version)
+    missing = "" if version else f"not installed; {url} needs it"
+    return _ok_without(missing, driver, version or "", f"pip install {driver}")
 
 
 @dataclass(frozen=True)
