@@ -169,7 +169,7 @@ class Auditing:
             if now >= self._start_at:
                 try:
                     module = "memckpt.recovery.auditor"
-                    self._process = AuditorProcess(module, [], self._loop, self._received, self._ended)
+                    self._process = AuditorProcess(module, self._loop, self._received, self._ended)
                 except AgentError as error:
                     self._ended(str(error))
         return self._ready

@@ -18,7 +18,7 @@ class Host(Protocol):
 
     def start_writer(
         self,
-        what: Literal["checkpoints", "records"],
+        kind: Literal["checkpoint", "record"],
         received: Callable[[WriterToAgent], None],
         ended: Callable[[str], None],
     ) -> WriterProcess:

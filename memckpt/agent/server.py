@@ -96,12 +96,12 @@ class Agent:
 
     def start_writer(
         self,
-        what: Literal["checkpoints", "records"],
+        kind: Literal["checkpoint", "record"],
         received: Callable[[WriterToAgent], None],
         ended: Callable[[str], None],
     ) -> WriterProcess:
         """Start a process that writes."""
-        return WriterProcess("memckpt.agent.saving.writer", ["--what", what], self._loop, received, ended)
+        return WriterProcess(f"memckpt.agent.saving.writer.{kind}_writer", self._loop, received, ended)
 
     # Life
 

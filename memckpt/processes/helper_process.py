@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import logging
@@ -15,12 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.launch import helper_environment
+from memckpt.processes.log import logging_to_stderr
 from memckpt.protocol.audit import AgentToAuditor, AuditorToAgent
 from memckpt.protocol.channel import AgentToReplicator, Channel, ReplicatorToAgent, encode
 from memckpt.protocol.descriptors import writable
@@ -56,8 +58,8 @@ def _signals_held_back() -> Iterator[None]:
 class HelperProcess(Generic[In, Out]):
     """Owns the process and the connection to it; :meth:`close` ends both, as far as the kernel permits.
 
-    The agent never blocks on it: messages that it does not take at once are queued. It runs `module` with `arguments`
-    and those for the connection. Raises AgentError: it cannot be started.
+    The agent never blocks on it: messages that it does not take at once are queued. It runs `module`, whose main
+    function is :func:`run_helper`. Raises AgentError: it cannot be started.
 
     `loop`: the agent's, which reads the answers; the process may watch its page. `received`: called with each answer;
     an AgentError from it means that the process cannot be trusted. `ended`: called with the reason once the process is
@@ -68,7 +70,6 @@ class HelperProcess(Generic[In, Out]):
     def __init__(
         self,
         module: str,
-        arguments: Sequence[str],
         loop: EventLoop,
         received: Callable[[In], None],
         ended: Callable[[str], None],
@@ -81,7 +82,7 @@ class HelperProcess(Generic[In, Out]):
         self._life = LifePage.create() if liveness_seconds is not None else None
         self._watch: LifeWatch | None = None
         try:
-            self._start(module, arguments)
+            self._start(module)
         except BaseException:  # raised again; the page has no other owner
             self._close_life()
             raise
@@ -89,7 +90,7 @@ class HelperProcess(Generic[In, Out]):
             # Its other threads are the network's, which run on even if its loop hangs.
             self._watch = LifeWatch(self._life, self._process.pid, liveness_seconds, "main", loop.clock)
 
-    def _start(self, module: str, arguments: Sequence[str]) -> None:
+    def _start(self, module: str) -> None:
         pages = {"--life": self._life, "--agent-life": self._loop.life}
         given = {option: page.fd for option, page in pages.items() if self._life is not None and page is not None}
         with contextlib.ExitStack() as undo:
@@ -100,7 +101,7 @@ class HelperProcess(Generic[In, Out]):
                     connection = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid())]
                     connection += [word for option, fd in given.items() for word in (option, str(fd))]
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", module, *connection, *arguments],
+                        [sys.executable, "-m", module, *connection],
                         stdin=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno(), *given.values()],
                         env=helper_environment(),
@@ -289,6 +290,39 @@ _CLASS_SHIFT, _IDLE = 13, 3
 #: A writer that the kernel ends for want of memory costs one checkpoint; a trainer or an agent costs more.
 _OOM_SCORE = 500
 _PR_SET_PDEATHSIG = 1
+#: Seconds without a sign of life of the agent, until that says for how long.
+_AGENT_SECONDS = 15.0
+
+
+class AgentEnd(NamedTuple):
+    """What a helper process is given: the channel, the page in which it shows that it lives, a watch on its agent."""
+
+    channel: Channel[Any, Any]
+    life: LifePage | None
+    agent: LifeWatch | None
+
+
+def run_helper(name: str, serve: Callable[[AgentEnd], None]) -> int:
+    """Serve an agent until it is gone; the log's lines have `name`. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=f"The {name} of a memckpt agent, which starts it. Not for people.")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
+    parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
+    parser.add_argument("--life", type=int, help="descriptor of the page in which it shows that it lives")
+    parser.add_argument("--agent-life", type=int, help="descriptor of the page in which its agent does")
+    arguments = parser.parse_args()
+    if not belong_to(arguments.agent):
+        return 0
+    with contextlib.ExitStack() as stack:
+        channel = stack.enter_context(contextlib.closing(Channel[Any, Any](socket.socket(fileno=arguments.fd))))
+        stack.enter_context(logging_to_stderr(name))
+        pages = [None if fd is None else LifePage.open(fd) for fd in (arguments.life, arguments.agent_life)]
+        for page in filter(None, pages):
+            stack.callback(page.close)
+        life, agent = pages
+        watch = None if agent is None else LifeWatch(agent, arguments.agent, _AGENT_SECONDS, "all")
+        with contextlib.suppress(AgentGoneError):  # it has let go of this process
+            serve(AgentEnd(channel, life, watch))
+    return 0
 
 
 def belong_to(agent: int) -> bool:

@@ -7,10 +7,7 @@ are checked after each copy, and an audit that comes too late is thrown away.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import math
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -19,10 +16,10 @@ from typing import Any
 
 import torch
 
-from memckpt.errors import AgentGoneError, DamagedStateError
+from memckpt.errors import DamagedStateError
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
-from memckpt.processes.helper_process import belong_to, prefer_to_be_ended, step_back
+from memckpt.processes.helper_process import prefer_to_be_ended, run_helper, step_back
 from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
@@ -36,7 +33,6 @@ from memckpt.state.records import RecordMeta, SubStep, decode_meta
 from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients
 from memckpt.state.tensors import same_bits, ulp_distance
 
-_log = logging.getLogger("memckpt.auditor")
 #: Units of a dtype's precision, for each root of a number of steps, that other kernels' rounding explains.
 _ROUNDING = 32.0
 
@@ -259,23 +255,9 @@ def serve(channel: AuditorChannel) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m memckpt.recovery.auditor", description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
-    parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s auditor %(levelname)s %(message)s", stream=sys.stderr)
-    if not belong_to(arguments.agent):
-        return 0
     prefer_to_be_ended()
     step_back()
-    channel = AuditorChannel(socket.socket(fileno=arguments.fd))
-    try:
-        serve(channel)
-    except AgentGoneError:
-        pass  # the agent has let go of us
-    finally:
-        channel.close()
-    return 0
+    return run_helper("auditor", lambda end: serve(end.channel))
 
 
 if __name__ == "__main__":

@@ -191,9 +191,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
     """The agent starts it when it is told to end, and a scheduler may not be done with its list of processes yet."""
     ended: list[str] = []
     with closing(EventLoop()) as loop:
-        writer = HelperProcess(
-            "memckpt.agent.saving.writer", ["--what", "records"], loop, lambda message: None, ended.append
-        )
+        writer = HelperProcess("memckpt.agent.saving.writer.record_writer", loop, lambda message: None, ended.append)
         process = writer._process
         try:
             process.send_signal(number)
@@ -218,7 +216,7 @@ def replicator() -> Iterator[Replicator]:
     received: list[Message] = []
     ended: list[str] = []
     with closing(EventLoop()) as loop:
-        process = HelperProcess("memckpt.replication.process", [], loop, received.append, ended.append)
+        process = HelperProcess("memckpt.replication.process", loop, received.append, ended.append)
         try:
             process.ask(ListFragments({}), Fragments, 20)
             yield process, loop, received, ended

@@ -209,7 +209,7 @@ _STOPPER = """
 import contextlib, os, signal, sys
 from pathlib import Path
 
-if "memckpt.agent.saving.writer" in sys.orig_argv:
+if "memckpt.agent.saving.writer.checkpoint_writer" in sys.orig_argv:
     from memckpt.storage.local_store import LocalStore
 
     order = Path(__file__).with_name("order")

@@ -43,7 +43,7 @@ class Checkpoints:
         self.maker = JobMaker(name)
         self.schedule = Schedule(self._announce, self._look_for_announced, host.note_event)
         self.state_copies = StateCopies(lambda message, fd: host.tell_ranks(ranks, message, fd=fd), siblings.hurry)
-        self.jobs = WriterJobs(lambda: host.start_writer("checkpoints", self._writer_said, self.jobs.ended))
+        self.jobs = WriterJobs(lambda: host.start_writer("checkpoint", self._writer_said, self.jobs.ended))
         #: Exports that wait for the next commit.
         self.asked: deque[Export] = deque()
         #: Generations that stand still, each with a record that is still to be written, and whether training has ended.

@@ -45,7 +45,7 @@ class Saver:
 
     def __init__(self, name: str, ranks: RankGroup, host: Host, siblings: Siblings) -> None:
         self._ranks, self._host = ranks, host
-        open_writer = partial(host.start_writer, "records", self._records_said, self._records_ended)
+        open_writer = partial(host.start_writer, "record", self._records_said, self._records_ended)
         self.log = RecordLog(name, open_writer, self._log_broken)
         self._checkpoints = Checkpoints(name, ranks, host, siblings, self.log)
         self.schedule = self._checkpoints.schedule

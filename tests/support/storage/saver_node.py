@@ -63,8 +63,8 @@ class Node:
 
     def hurry(self, lead: int) -> None: ...
 
-    def start_writer(self, what: str, received: Any, ended: Any) -> HelperProcess:
-        if what == "records":
+    def start_writer(self, kind: str, received: Any, ended: Any) -> HelperProcess:
+        if kind == "record":
             self.records.append(RecordsProcess(received, ended))
             return cast("HelperProcess", self.records[-1])
         self.checkpoints.append(Process(received, ended))

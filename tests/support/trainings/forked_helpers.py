@@ -25,7 +25,7 @@ from memckpt.processes import helper_process
 from tests.support.cluster.processes import remove_log_handlers
 
 #: Those that import torch.
-_WRITER, _AUDITOR = "memckpt.agent.saving.writer", "memckpt.recovery.auditor"
+_WITH_TORCH = ("memckpt.agent.saving.writer.checkpoint_writer", "memckpt.recovery.auditor")
 
 
 class ForkedProcess:
@@ -67,7 +67,7 @@ def fork_helpers() -> None:
 
     def start(arguments: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> Any:
         _, _, module, *rest = arguments
-        if module == _AUDITOR or (module == _WRITER and "checkpoints" in rest):
+        if module in _WITH_TORCH:
             return ForkedProcess(module, rest, pass_fds)
         return started(arguments, pass_fds=pass_fds, **options)
 
@@ -86,7 +86,7 @@ def _run(module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> None
         _let_go(pass_fds)
         remove_log_handlers()
         sys.argv = [module, *arguments]
-        code = importlib.import_module(module if module == _AUDITOR else f"{module}.__main__").main()
+        code = importlib.import_module(module).main()
     except BaseException:
         traceback.print_exc()
     finally:

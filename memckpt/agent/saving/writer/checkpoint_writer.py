@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from memckpt.errors import (
 )
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
-from memckpt.processes.helper_process import step_back
+from memckpt.processes.helper_process import prefer_to_be_ended, run_helper, step_back
 from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
@@ -355,3 +356,12 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
     for batch in unneeded_batches(catalog, [*catalog.complete[: job.keep_last], *mine, *unsure]):
         with untidy:
             remove_batch(store, batch)
+
+
+def main() -> int:
+    prefer_to_be_ended()
+    return run_helper("writer", lambda end: serve(end.channel))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
