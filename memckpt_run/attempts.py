@@ -142,31 +142,6 @@ class Starter(Protocol):
     def close(self) -> None: ...
 
 
-class Cold:
-    """An attempt that is a new program, started as a shell starts it; it is given no streams."""
-
-    def __init__(self, command: Sequence[str], given: Given) -> None:
-        parent = os.getpid()
-
-        def prepare() -> None:
-            end_with_parent(given.farewell, parent)
-            signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
-
-        self._process = subprocess.Popen(
-            command,
-            env=given.environment,
-            close_fds=False,  # what the supervisor was given is the training's; its own descriptors close themselves
-            preexec_fn=prepare,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-
 class ColdStarter:
     """Starts a command each time. Raises ConfigurationError if there is no such program, or it must not be executed."""
 
@@ -185,7 +160,15 @@ class ColdStarter:
         return "cold"
 
     def start(self, given: Given) -> Attempt:
-        return Cold(self._command, given)
+        """Start a new program, as a shell does; it is given no streams."""
+        parent = os.getpid()
+
+        def prepare() -> None:
+            end_with_parent(given.farewell, parent)
+            signal.pthread_sigmask(signal.SIG_SETMASK, given.mask)
+
+        # What the supervisor was given is the training's; its own descriptors close themselves.
+        return subprocess.Popen(self._command, env=given.environment, close_fds=False, preexec_fn=prepare)
 
     def prepare_next(self, attempt: Attempt) -> float | None:
         return None

@@ -35,18 +35,13 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The training has done what it was started for."""
+class NoRestart:
+    """No attempt follows. `reason`: why another one would not help; None: it has finished, or its end was asked for."""
+
+    reason: str | None = None
 
 
-@dataclass(frozen=True)
-class GiveUp:
-    """Another attempt would not help, or is not wanted; `reason` is None where a person has asked for the end."""
-
-    reason: str | None
-
-
-Verdict = Union[Restart, Finished, GiveUp]  # noqa: UP007
+Verdict = Union[Restart, NoRestart]  # noqa: UP007
 
 
 @dataclass(frozen=True)
@@ -103,21 +98,19 @@ class Policy:
         """What follows this end; `stopped`: a signal has asked for it."""
         last, self._last = self._last, end
         self._alike = self._alike + 1 if end == last and not self._backoff.steady else 1
-        if end.code == 0:
-            return Finished()
-        if stopped:
-            return GiveUp(None)
+        if end.code == 0 or stopped:
+            return NoRestart()
         if last == end and end.by_itself:
-            return GiveUp(
+            return NoRestart(
                 f"it has ended with {_how(end)} {_where(end)} twice in a row, so another restart would end there, too"
             )
         if self._alike >= _MOST_ALIKE:
-            return GiveUp(
+            return NoRestart(
                 f"it has ended with {_how(end)} {_where(end)} {self._alike} times in a row; where that is SIGKILL, "
                 "look for an end by the kernel (out of memory) or by the job's scheduler"
             )
         if self.restarts >= self._most:
-            return GiveUp(f"it was restarted {self.restarts} times, as often as --restarts allows")
+            return NoRestart(f"it was restarted {self.restarts} times, as often as --restarts allows")
         if last is not None and (end.step or 0) > (last.step or 0):
             self._backoff.reset()  # it got somewhere: not a start that fails
         self.restarts += 1
@@ -163,9 +156,7 @@ class Supervisor:
             code = self._wait(attempt)
             end = End(code, self._newest_step() if code and not self._stopped else None)
             verdict = self._policy.ended(end, self._stopped)
-            if isinstance(verdict, Finished):
-                return code
-            if isinstance(verdict, GiveUp):
+            if isinstance(verdict, NoRestart):
                 if verdict.reason is not None:
                     _log.error("%s; no restart: %s", end, verdict.reason)
                 return code

@@ -242,7 +242,7 @@ class AgentAddress:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                lock = _listen_at(name)
+                lock = listen_at(name)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
@@ -360,7 +360,7 @@ class Listener:
 
     def __init__(self, run_dir: Path | None = None) -> None:
         name = f"memckpt-{secrets.token_hex(16)}"
-        self.sockets = [_listen_at(f"\0{name}")]
+        self.sockets = [listen_at(f"\0{name}")]
         self._descriptor = self._directory = -1
         try:
             self._listen_in_proc()
@@ -378,7 +378,7 @@ class Listener:
             fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 path = f"/proc/self/fd/{fd}/socket"
-                self.sockets.append(_listen_at(path))
+                self.sockets.append(listen_at(path))
                 self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             finally:
                 os.close(fd)
@@ -416,7 +416,8 @@ class Listener:
         self._descriptor = self._directory = -1
 
 
-def _listen_at(address: str) -> socket.socket:
+def listen_at(address: str) -> socket.socket:
+    """A socket that listens at an address, without blocking. Raises OSError: another process has it."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listening.bind(address)

@@ -62,9 +62,7 @@ class Desk:
         if isinstance(message, ReplicatorLost):
             self.lost.append(message.reason)
 
-    def _start(
-        self, module: str, arguments: object, loop: object, received: Any, ended: Any, *watched: object
-    ) -> FakeReplicator:
+    def _start(self, module: str, loop: object, received: Any, ended: Any, *watched: object) -> FakeReplicator:
         replicator = self.make(self, ended)
         self.started.append(replicator)
         return replicator

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from memckpt_run.supervisor import End, Finished, GiveUp, Policy, Restart, Verdict
+from memckpt_run.supervisor import End, NoRestart, Policy, Restart, Verdict
 from tests.support.cluster.made_up_time import MadeUp
 
 
@@ -23,8 +23,8 @@ def judged(ends: list[End], restarts: int = 100, lifetime: float = 1.0) -> list[
 
 @pytest.mark.promise("exit status 0")
 def test_status_0_is_the_end_and_so_is_a_signal_that_asks_for_it() -> None:
-    assert Policy(3).ended(End(0, 5), stopped=True) == Finished()
-    assert Policy(3).ended(End(1, 5), stopped=True) == GiveUp(None)
+    assert Policy(3).ended(End(0, 5), stopped=True) == NoRestart()
+    assert Policy(3).ended(End(1, 5), stopped=True) == NoRestart()
     assert Policy(3).ended(End(-signal.SIGTERM, 5), stopped=False) == Restart(0.0)
 
 
@@ -48,7 +48,7 @@ def test_an_error_that_repeats_at_the_same_step_is_not_tried_again(code: int) ->
     for step in (None, 0, 41):
         first, second = judged([End(code, step), End(code, step)])
         assert first == Restart(0.0)
-        assert isinstance(second, GiveUp)
+        assert isinstance(second, NoRestart)
         assert second.reason is not None
         assert ("before its first step" if step is None else f"at step {step} twice") in second.reason
 
@@ -73,16 +73,16 @@ def test_restarts_have_a_limit() -> None:
     ends = [End(1, step) for step in range(4)]
     *restarted, last = judged(ends, restarts=3)
     assert all(isinstance(each, Restart) for each in restarted)
-    assert isinstance(last, GiveUp)
+    assert isinstance(last, NoRestart)
     assert "3 times" in str(last.reason)
-    assert isinstance(judged(ends[:1], restarts=0)[0], GiveUp)
+    assert isinstance(judged(ends[:1], restarts=0)[0], NoRestart)
 
 
 def test_a_kill_that_repeats_at_the_same_step_is_given_up_in_the_end() -> None:
     killed = End(-signal.SIGKILL, None)
     *restarted, last = judged([killed] * 20)
     assert all(isinstance(each, Restart) for each in restarted)
-    assert isinstance(last, GiveUp)
+    assert isinstance(last, NoRestart)
     assert "SIGKILL before its first step 20 times in a row" in str(last.reason)
     assert all(isinstance(each, Restart) for each in judged([killed] * 40, lifetime=61.0)), "it may have got further"
     assert isinstance(judged([*[killed] * 19, End(-signal.SIGKILL, 1), killed])[-1], Restart)
