@@ -25,7 +25,7 @@ from benchmarks.workloads.gpt import Training, make_model
 from benchmarks.workloads.rank_gpt import ReplicatedTraining, ShardedTraining
 from memckpt import AgentConfig, MemckptConfig, Session
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
-from memckpt.protocol.recovery import Recover, Recovered
+from memckpt.protocol.replication import Recover, Recovered
 from memckpt.session.link import AgentLink
 from memckpt.state.tensors import local
 

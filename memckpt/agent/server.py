@@ -40,9 +40,7 @@ from memckpt.processes.launch import extend_search_path
 from memckpt.protocol import trainer as said
 from memckpt.protocol.channel import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.descriptors import raise_limit
-from memckpt.protocol.peer_job import AskPhases, Join, Listen
-from memckpt.protocol.recovery import Recover
-from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
+from memckpt.protocol.replication import AskPhases, Join, Listen, Recover, ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import MetricsSettings, Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import RankPartCopied, RecordSaved, Saved, SaveFailed, SaveRecord, SaveTo, WriterToAgent
 from memckpt.state.records import RankGroup

@@ -1,5 +1,5 @@
 """What processes say to each other: typed messages by subject, validated, without pickle.
 
 Read `trainer` (trainer and agent), then `channel` (a socket with descriptors, a union of messages for each direction).
-`replication`, `recovery` and `peer_job` are for replicators, `storing` for writers.
+`replication` is for replicators and their trainers, `storing` for writers, `audit` for auditors.
 """

@@ -18,26 +18,22 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from memckpt.errors import MALFORMED, AgentError, AgentGoneError
-from memckpt.protocol import peer_job, recovery, replication, status, storing, trainer
+from memckpt.protocol import replication, status, storing, trainer
 from memckpt.protocol.audit import AgentToAuditor, AuditorToAgent
 from memckpt.protocol.descriptors import readable, writable
 from memckpt.protocol.storing import AgentToWriter, WriterToAgent
 
 #: What trainers and visitors, such as the command line, say to an agent.
 TrainerToAgent = (
-    peer_job.TrainerToAgent | recovery.TrainerToAgent | status.TrainerToAgent | storing.TrainerToAgent
-    | trainer.TrainerToAgent
+    replication.TrainerToAgent | status.TrainerToAgent | storing.TrainerToAgent | trainer.TrainerToAgent
 )  # fmt: skip
 #: Messages of an agent to trainers and visitors.
 AgentToTrainer = (
-    peer_job.AgentToTrainer | recovery.AgentToTrainer | replication.AgentToTrainer | status.AgentToTrainer
-    | storing.AgentToTrainer | trainer.AgentToTrainer
+    replication.AgentToTrainer | status.AgentToTrainer | storing.AgentToTrainer | trainer.AgentToTrainer
 )  # fmt: skip
 #: Messages of an agent to its replicator, and of the replicator to its agent.
-AgentToReplicator = peer_job.AgentToReplicator | recovery.AgentToReplicator | replication.AgentToReplicator
-ReplicatorToAgent = (
-    peer_job.ReplicatorToAgent | recovery.ReplicatorToAgent | replication.ReplicatorToAgent | status.ReplicatorToAgent
-)
+AgentToReplicator = replication.AgentToReplicator
+ReplicatorToAgent = replication.ReplicatorToAgent | status.ReplicatorToAgent
 #: Any of these, as a channel decodes them.
 Message = (
     TrainerToAgent | AgentToTrainer | AgentToWriter | WriterToAgent | AgentToAuditor | AuditorToAgent

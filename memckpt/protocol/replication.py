@@ -1,4 +1,7 @@
-"""How records get from an agent to its replicator, and how far peers have them: typed, validated, no pickle."""
+"""Messages of the peers tier: of trainers, their agent and its replicator. Typed, validated, no pickle.
+
+In order: how nodes get to know each other; how a state is fetched from peers; how records get to them, and how far.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,209 @@ import msgspec
 
 from memckpt.state.records import Branch, HeldFragments, RankGroup
 from memckpt.state.spec import StateSpec
+
+
+class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
+    """CURVE keys of one attempt, in printable form. Every agent of the job has all four, and nobody else."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    def __repr__(self) -> str:
+        return "PeerKeys(...)"  # not for logs
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """From a trainer to its agent, and from that to its replicator: listen for peers with these keys, or the password.
+
+    Answer: Listening. Sockets of an earlier attempt are closed: who has only its keys is a stranger from now on.
+    A replicator that shows no sign of life for `liveness_seconds` is killed and replaced.
+    """
+
+    attempt: str
+    node: str
+    host: str
+    port: int
+    keys: PeerKeys | str | None
+    memory_budget_bytes: int | None = None
+    liveness_seconds: float = 15.0
+
+
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """Answer to Listen: where peers find this node's replicator, and what it keeps of others' records."""
+
+    address: str
+    fragments: tuple[HeldFragments, ...] = ()
+
+
+class PeerNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node of the job: its name, where its replicator listens, and its failure domain, the widest first."""
+
+    name: str
+    address: str
+    domain: tuple[str, ...]
+
+
+class PeerUnit(msgspec.Struct, frozen=True, array_like=True):
+    """Ranks that share a node (by its index) and its shards. `private`: only what is their own has to be sent, as
+    enough other nodes hold the same shards."""
+
+    node: int
+    ranks: RankGroup
+    private: bool
+
+
+class PeerJob(msgspec.Struct, frozen=True):
+    """Plan of an attempt's replication; the same on all nodes.
+
+    Attributes:
+        nodes: in the order of their first ranks; the first one is the leader.
+        data, tolerate: k and m; copies where k is 1.
+        wait: whether training waits for acknowledgements.
+        record: the one behind which the attempt goes on; None: it starts over, or from storage.
+        forget: a person wants it to start over, and nothing that is kept.
+        ack_timeout_seconds: after which training does not wait for a node that acknowledges nothing.
+        every_steps: N: the state after every N-th record is sent in place of records, if it is above 1; None: measured.
+    """
+
+    attempt: str
+    nodes: tuple[PeerNode, ...]
+    units: tuple[PeerUnit, ...]
+    data: int
+    tolerate: int
+    backend: str
+    wait: bool
+    rate_bytes_per_second: float | None
+    overhead: float
+    record: int | None
+    forget: bool = False
+    ack_timeout_seconds: float = 15.0
+    every_steps: int | None = 1
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """The attempt's plan is made: connect to its peers. `rejoin`: a trainer has lost its agent, and found another."""
+
+    job: PeerJob
+    rejoin: bool = False
+
+
+class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):
+    """From a trainer: where do I mark the phases of my steps? Answer: PhasesAre."""
+
+
+class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
+    """Answer to AskPhases, and to the replicator: the page comes along as a descriptor; `position` is the rank's in
+    it.
+    """
+
+    position: int = 0
+
+
+class FromNode(msgspec.Struct, frozen=True, tag="node"):
+    """Source of a state: all of it from a node that holds it."""
+
+    node: str
+
+
+class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
+    """Source of a state: decoded from fragments, and what these leave out from a replica."""
+
+    generation: str
+    #: (node, index) of all that hold some of it, ascending; more than are needed, so that damaged ones can be skipped.
+    fragments: tuple[tuple[str, int], ...]
+    data: int  #: k, the number of different fragments needed
+    period: int  #: T, the number of records that make a state; 1 where there is a replica
+    replica: tuple[str, RankGroup] | None = None  #: node and ranks with what is not private; None: all is decoded
+
+
+class WantedState(msgspec.Struct, frozen=True):
+    """State of some ranks after a record, to be fetched. `before`: the state before that record is wanted, too."""
+
+    ranks: RankGroup
+    record: int
+    source: FromNode | FromFragments
+    before: bool = False
+
+
+class Recover(msgspec.Struct, frozen=True, tag="recover"):
+    """From a trainer, for its node: fetch what is missing here, hand out what others miss. Answer: Recovered."""
+
+    record: int  #: the one that the plan chose
+    serve: tuple[RankGroup, ...]  #: sets of ranks whose state after it is handed out from here
+    fetch: tuple[WantedState, ...]  #: what this node is to get
+    memory_budget_bytes: int | None
+    history: tuple[Branch, ...] = ()  #: timelines up to that record, oldest first
+    before: bool = False  #: hand out the state before it as well
+    adopt: bool = False  #: what is fetched may be of ranks that this attempt has not: it goes to storage from here
+
+
+class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A source, as in BadSource, from which nothing right could be read; `silent`: it may answer later."""
+
+    node: str
+    ranks: RankGroup
+    generation: str
+    silent: bool = False
+
+
+class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
+    """Answer to Recover. With a problem and nothing bad the reason lies in the node itself, and not in a source."""
+
+    problem: str = ""  #: why it failed, in words
+    bad: tuple[BadSourceSeen, ...] = ()  #: sources to be left out when it is tried again
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """From the replicator, passed on to the trainers: bytes more of what is missing are here."""
+
+    nbytes: int
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """To the replicator: report the layout of a state. Answer: Described.
+
+    `recovery` numbers the recoveries of an agent: when a new one begins, reads of earlier ones are given up.
+    """
+
+    wanted: WantedState
+    recovery: int = 0
+
+
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """Answer to Describe; `problem`: why there is no answer."""
+
+    ranks: RankGroup
+    spec: StateSpec | None = None
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+    recovery: int = 0
+
+
+class Fill(msgspec.Struct, frozen=True, tag="fill"):
+    """To the replicator: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
+
+    wanted: WantedState
+    spec: StateSpec
+    recovery: int = 0
+
+
+class Filled(msgspec.Struct, frozen=True, tag="filled"):
+    """Answer to Fill: the records that make the state, by number."""
+
+    ranks: RankGroup
+    metas: dict[int, bytes] = {}  #: their scalars
+    step: int = 0  #: of the record itself
+    rank_states: dict[int, bytes] = {}  #: after it
+    nbytes: int = 0  #: that were read
+    problem: str = ""  #: as in Recovered
+    bad: tuple[BadSourceSeen, ...] = ()  #: the same
+    recovery: int = 0  #: for which it was read, as in Describe
+    before: tuple[int, dict[int, bytes]] | None = None  #: step and rank states of the record before it, if asked for
 
 
 class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
@@ -171,9 +377,13 @@ class ReplicatorLost(msgspec.Struct, frozen=True, tag="replicator lost"):
     reason: str
 
 
-AgentToTrainer = WatermarkAdvanced | ReplicatorLost
+TrainerToAgent = Listen | Join | AskPhases | Recover
+AgentToTrainer = Listening | PhasesAre | Recovered | RecoveryProgress | WatermarkAdvanced | ReplicatorLost
 AgentToReplicator = (
-    KeepRoom | ListFragments | SendGeneration | SendRecord | Deserted | StateCopied | StateNotCopied | GiveUp | Holds |
-    Drain | Halt
+    KeepRoom | Listen | ListFragments | Join | PhasesAre | SendGeneration | SendRecord | Deserted | StateCopied |
+    StateNotCopied | GiveUp | Holds | Describe | Fill | Drain | Halt
 )  # fmt: skip
-ReplicatorToAgent = Fragments | Halted | Drained | KeepRoom | LetGoOfRoom | WatermarkAdvanced | CopyState | GivenUp
+ReplicatorToAgent = (
+    Listening | Fragments | Halted | Drained | KeepRoom | LetGoOfRoom | WatermarkAdvanced | CopyState | GivenUp |
+    Described | Filled | RecoveryProgress
+)  # fmt: skip

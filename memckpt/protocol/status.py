@@ -129,8 +129,6 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """Leave, and let go of everything that is held."""
 
-    reason: str = ""
-
 
 class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
     """From the replicator, every second or so while something happens."""

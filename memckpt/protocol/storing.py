@@ -199,8 +199,7 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     taken: int | None  #: the newest record that has been copied out of its slot; None before the first
     written: int | None  #: the newest record that is in storage, with its `step`; None before the first
     step: int
-    nbytes: int  #: what this call has written, and how long it took
-    seconds: float
+    nbytes: int  #: what this call has written
     hole: str = ""  #: why a record could not be taken or written; the log goes on behind it
     short: str = ""  #: why records wait for room in the storage, which a checkpoint may make; empty: they do not
     batch_steps: int = 0  #: records in a batch from now on

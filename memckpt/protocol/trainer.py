@@ -16,7 +16,7 @@ from memckpt.state.records import HeldRecords, RankGroup, Timeline
 from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +84,6 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
     record: int
     timeline: Timeline
-    linger_seconds: float
     repeat: bool = False  #: also produce the state after the record before, from which its step is taken once more
 
 

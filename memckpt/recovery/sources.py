@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memckpt.protocol.recovery import FromFragments, FromNode
+from memckpt.protocol.replication import FromFragments, FromNode
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, RankGroup, Timeline, timeline_of
 
 

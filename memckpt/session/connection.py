@@ -27,8 +27,7 @@ from memckpt.processes.launch import spawn_agent
 from memckpt.protocol import trainer
 from memckpt.protocol.channel import AgentToTrainer, TrainerChannel, TrainerToAgent, encode
 from memckpt.protocol.descriptors import readable, writable
-from memckpt.protocol.recovery import Recovered, RecoveryProgress
-from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
+from memckpt.protocol.replication import Recovered, RecoveryProgress, ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import CopyRankPart, Logged, Saved, SaveFailed
 from memckpt.state.layout import Layout
@@ -310,7 +309,7 @@ class AgentConnection:
         """Close the connection without a goodbye; with `dismiss`, tell an agent that was started for it to leave."""
         if dismiss and self.started:
             try:
-                self.channel.send(StopRequest("the start that it was made for was refused"), timeout=1.0)
+                self.channel.send(StopRequest(), timeout=1.0)
             except AgentGoneError as error:
                 _log.info("memckpt: the agent (pid %d) leaves by itself: %s", self.agent_pid, error)
         self._drop_order()

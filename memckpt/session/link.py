@@ -20,8 +20,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.launch import user_search_path
 from memckpt.protocol import trainer
 from memckpt.protocol.channel import TrainerToAgent
-from memckpt.protocol.peer_job import AskPhases, Listen, Listening, PhasesAre
-from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
+from memckpt.protocol.replication import AskPhases, Listen, Listening, PhasesAre, Recover, Recovered, RecoveryProgress
 from memckpt.protocol.status import MetricsSettings
 from memckpt.protocol.storing import RecordSaved, SaveRecord
 from memckpt.session.connection import AgentConnection, CopyOrder, Notice, PreparedRegions, Reconnection, refusal
@@ -201,7 +200,7 @@ class AgentLink:
 
     def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
         """Have the agent produce the state after a record; with `repeat` the state before it as well."""
-        return self._request_regions(trainer.Resume(record, timeline, self._config.linger_seconds, repeat))
+        return self._request_regions(trainer.Resume(record, timeline, repeat))
 
     def _request_regions(self, message: trainer.Prepare | trainer.Resume) -> PreparedRegions:
         connection = self.connection

@@ -18,9 +18,20 @@ from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
 from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import AgentError, ConfigurationError, NothingHeldError, PeerError
-from memckpt.memory.pages import PhasesPage, PhaseWriter
-from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PeerKeys, PeerNode, PeerUnit
-from memckpt.protocol.recovery import FromNode, Recover, Recovered, WantedState
+from memckpt.memory.phases import PhasesPage, PhaseWriter
+from memckpt.protocol.replication import (
+    FromNode,
+    Join,
+    Listen,
+    Listening,
+    PeerJob,
+    PeerKeys,
+    PeerNode,
+    PeerUnit,
+    Recover,
+    Recovered,
+    WantedState,
+)
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.recovery.sources import BadSource, Fetch, serves
 from memckpt.recovery.target import progress
@@ -110,15 +121,13 @@ class Peers:
 
     def _open(self, config: ErasureConfig, keys: PeerKeys | str, alone: bool) -> Listening | None:
         address = own_address(config.host, alone)
-        budget, threads = self._agent.memory_budget_bytes, self._agent.threads
         self._listen = Listen(
             attempt=self._ranks.nonce,
             node=self._ranks.node,
             host=address,
             port=config.port,
             keys=keys,
-            memory_budget_bytes=budget,
-            threads=threads,
+            memory_budget_bytes=self._agent.memory_budget_bytes,
             liveness_seconds=self._agent.liveness_seconds,
         )
         return self._link.listen(self._listen) if self._ranks.leads else None

@@ -31,8 +31,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import INLINE_BYTES, Channel, Message
-from memckpt.protocol.peer_job import PhasesAre
-from memckpt.protocol.replication import Fragments, Halt, Halted, ListFragments
+from memckpt.protocol.replication import Fragments, Halt, Halted, ListFragments, PhasesAre
 from memckpt.protocol.trainer import Commit, Credit, Goodbye
 from memckpt.state.layout import Layout
 from memckpt.state.tensors import ulp_distance

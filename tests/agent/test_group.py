@@ -121,16 +121,16 @@ def test_going_back_behind_the_newer_generation_drops_it(units: Callable[..., Un
     one.begins(0, 3)
     (before,) = one.group.generations.before
     one.group.begin_attempt()
-    generation, prepared = one.group.resume(Resume(2, Timeline(2, "b"), 1.0))
+    generation, prepared = one.group.resume(Resume(2, Timeline(2, "b")))
     assert generation is before is one.group.held
     assert prepared.generation == 1
     record = one.group.inventory(None)
     assert record.records == (1, 2)
     assert record.history == (Branch(T1, 2), Branch(Timeline(2, "b"), None))
-    one.group.resume(Resume(1, Timeline(2, "b"), 1.0))  # the ranks have found that record 2 is not what it says
+    one.group.resume(Resume(1, Timeline(2, "b")))  # the ranks have found that record 2 is not what it says
     assert one.group.inventory(None).history == (Branch(T1, 1), Branch(Timeline(2, "b"), None))
     with pytest.raises(AgentError, match="different records: 1 and 2"):
-        one.group.resume(Resume(2, Timeline(2, "b"), 1.0))
+        one.group.resume(Resume(2, Timeline(2, "b")))
 
 
 @pytest.fixture

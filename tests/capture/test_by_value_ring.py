@@ -26,7 +26,7 @@ from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance, GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.channel import Message
-from memckpt.protocol.recovery import FromNode, WantedState
+from memckpt.protocol.replication import FromNode, WantedState
 from memckpt.protocol.storing import Append, LogRecord, OpenLog
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.recovery.restore import Restorer

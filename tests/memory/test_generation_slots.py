@@ -374,7 +374,7 @@ def test_whenever_a_node_s_job_dies_all_ranks_can_go_back_to_the_newest_record_o
         assert max(found, default=None) == expected, (fates, done)
         for group in one.groups if expected is not None else ():
             group.begin_attempt()
-            _, prepared = group.resume(Resume(expected, Timeline(2, "b"), 1.0))
+            _, prepared = group.resume(Resume(expected, Timeline(2, "b")))
             assert prepared.record == expected
             assert len(prepared.metas) == one.spec(group.ranks[0]).period
             assert list(group.generations.standing_still())[-1] == expected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.protocol.recovery import FromFragments, FromNode
+from memckpt.protocol.replication import FromFragments, FromNode
 from memckpt.recovery.plan import NewAttempt, RestoreStored, StartOver, Stored, make_plan, must_reshard
 from memckpt.recovery.sources import BadSource, Fetch, newest_history, serves
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline

@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from memckpt.memory.generation import branch_off
-from memckpt.protocol.recovery import FromFragments, FromNode
+from memckpt.protocol.replication import FromFragments, FromNode
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, StartOver, make_plan
 from memckpt.recovery.sources import serves
 from memckpt.state.records import Branch, HeldFragments, HeldRecords, Timeline

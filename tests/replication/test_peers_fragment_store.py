@@ -98,7 +98,7 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
         assert (bytes(kept[1]), kept[0].stripe) == (sealed(3, stripe, 3, b"x" * kept[0].length)[1], stripe)
     assert [window.fragment(3, stripe) for stripe in (-1, 3, 1 << 62)] == [None] * 3
     assert window.fragment(4, 0) is None
-    assert shelf.fragment_store.nbytes == sum(len(room.view) for room in shelf.rooms)
+    assert shelf.fragment_store.nbytes == sum(room.nbytes for room in shelf.rooms)
     shelf.fragment_store.drop_all()
     assert shelf.open_rooms == 0
 

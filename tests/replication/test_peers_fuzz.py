@@ -13,7 +13,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport import links
 from memckpt.replication.transport.directory import MAX_PEERS, make_keys
 from memckpt.replication.transport.transport import Delivery

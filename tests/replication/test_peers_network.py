@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport.directory import make_keys
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network

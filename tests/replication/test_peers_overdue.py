@@ -8,9 +8,8 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from memckpt.memory.pages import LifePage, LifeWatch
-from memckpt.protocol.peer_job import Join
-from memckpt.protocol.replication import Deserted, SendRecord, WatermarkAdvanced
+from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.watermark import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.process.replicator import describe

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.memory.region import Region
-from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
+from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.process.reader import Reader
 from memckpt.replication.transport.wire import Got, GotNone, Manifest, WireMessage
@@ -224,7 +224,7 @@ class Live:
         self.code = Code(1, 1)
         self.records = Records(layout_spec(), seed=3)
         self.node = Node("live")
-        self.node.serving.add(self.records.serve(NEWEST), self.records.duplicates())
+        self.node.answering.hand_out(self.records.serve(NEWEST), self.records.duplicates())
         self.wanted = WantedState(RANKS, NEWEST, FromNode("live"))
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) ->
     network = Network([live.node])
     _, regions = network.read(live.wanted, live.records.spec, live.code)
     with closing_all(regions):
-        live.node.serving.add(live.records.serve(4), live.records.duplicates())
+        live.node.answering.hand_out(live.records.serve(4), live.records.duplicates())
     earlier = msgspec.structs.replace(live.wanted, record=4)
     result, regions = network.read(earlier, live.records.spec, live.code)
     with closing_all(regions):
@@ -262,7 +262,7 @@ def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) ->
 
 
 def test_the_state_before_is_read_as_well(live: Live) -> None:
-    live.node.serving.add(live.records.serve(NEWEST, before=True), live.records.duplicates())
+    live.node.answering.hand_out(live.records.serve(NEWEST, before=True), live.records.duplicates())
     wanted = msgspec.structs.replace(live.wanted, before=True)
     result, regions = Network([live.node], order=random.Random(1)).read(wanted, live.records.spec, live.code)
     with closing_all(regions):
@@ -328,7 +328,7 @@ class Private:
         self.replica.regions[1].map[:] = self.records.regions[1].map[:]
         self.nodes = [Node(f"n{index}") for index in range(self.code.fragments)]
         spread(self.records, self.code, self.nodes, private=True)
-        self.nodes[1].serving.add(self.replica.serve(NEWEST), self.replica.duplicates())
+        self.nodes[1].answering.hand_out(self.replica.serve(NEWEST), self.replica.duplicates())
         fragments = tuple((node.name, index) for index, node in enumerate(self.nodes))
         self.wanted = WantedState(RANKS, NEWEST, FromFragments("g", fragments, 2, 1, ("n1", (2,))))
 
@@ -378,7 +378,7 @@ def test_what_is_its_own_and_what_all_have_are_put_together(private: Private) ->
 
 
 def test_both_of_the_state_before_are_put_together_as_well(private: Private) -> None:
-    private.nodes[1].serving.add(private.replica.serve(NEWEST, before=True), private.replica.duplicates())
+    private.nodes[1].answering.hand_out(private.replica.serve(NEWEST, before=True), private.replica.duplicates())
     result = private.read(lambda node, question, answer, payload: [(node.name, answer, payload)], before=True)
     assert (result.problem, result.bad) == ("", ())
 

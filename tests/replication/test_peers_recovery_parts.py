@@ -16,8 +16,7 @@ from memckpt.agent.replication.peer_tier import Recovery
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError, NothingHeldError, PeerError
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.peer_job import Join
-from memckpt.protocol.recovery import (
+from memckpt.protocol.replication import (
     BadSourceSeen,
     Describe,
     Described,
@@ -25,6 +24,7 @@ from memckpt.protocol.recovery import (
     Filled,
     FromFragments,
     FromNode,
+    Join,
     Recover,
     Recovered,
     RecoveryProgress,

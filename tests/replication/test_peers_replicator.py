@@ -12,9 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.protocol.peer_job import Join
-from memckpt.protocol.recovery import BadSourceSeen, Describe, Fill, Filled, FromFragments, WantedState
-from memckpt.protocol.replication import Holds, WatermarkAdvanced
+from memckpt.protocol.replication import (
+    BadSourceSeen,
+    Describe,
+    Fill,
+    Filled,
+    FromFragments,
+    Holds,
+    Join,
+    WantedState,
+    WatermarkAdvanced,
+)
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Fragment
 from memckpt.replication.pacing.pace import Pacer
@@ -197,7 +205,7 @@ def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch
     assert node.refused == 2
     assert len(node.says("a", asked[0])) == 1, "others are answered"
     node.line.rooms["c"] = 1
-    node.replicator._answering.work(node.member.mail, node.fragment_store)
+    node.replicator._answering.answer_all(node.member.mail, node.fragment_store)
     assert [one.request for one in node.line.sent["c"]] == [0, 1, 2]  # type: ignore[union-attr]
     node.line.rooms["c"] = 0
     node.says("c", asked[0])

@@ -22,15 +22,22 @@ from memckpt.processes import helper_process
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PeerNode
-from memckpt.protocol.recovery import Described, Filled, Recover, RecoveryProgress
 from memckpt.protocol.replication import (
+    Described,
+    Filled,
     Fragments,
     GiveUp,
     Halt,
     Halted,
     Holds,
+    Join,
+    Listen,
+    Listening,
     ListFragments,
+    PeerJob,
+    PeerNode,
+    Recover,
+    RecoveryProgress,
     ReplicatorLost,
     SendGeneration,
     WatermarkAdvanced,

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS, raise_limit
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport.directory import make_keys, make_password
 from memckpt.replication.transport.transport import Delivery, Met, Transport
 

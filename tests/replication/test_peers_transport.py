@@ -11,7 +11,7 @@ import zmq
 
 from memckpt.errors import PeerError, PeerOverrunError, UsageError
 from memckpt.protocol.descriptors import readable
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport import directory, links
 from memckpt.replication.transport.directory import make_keys, make_password
 from memckpt.replication.transport.transport import Transport

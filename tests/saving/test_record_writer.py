@@ -44,7 +44,7 @@ class Agent:
     def commits(self) -> list[tuple[Message, list[int]]]:
         self._filled.commit()
         self._log.collect(self._filled.held)
-        self._log.appended(Appended(None, None, 0, 0, 0.0))
+        self._log.appended(Appended(None, None, 0, 0))
         found = []
         while self._process.sent:
             message = self._process.sent.popleft()

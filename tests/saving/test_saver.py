@@ -431,7 +431,7 @@ def test_writing_the_log_in_a_grace_period_ends_with_it(make: Any, clock: Clock)
 
 
 def lost_by_writer(node: Node) -> None:
-    node.records[-1].received(Appended(None, None, 0, 0, 0.0, hole="no room"))
+    node.records[-1].received(Appended(None, None, 0, 0, hole="no room"))
 
 
 def lost_with_writer(node: Node) -> None:

@@ -127,7 +127,7 @@ def test_records_that_wait_for_room_call_for_a_checkpoint(make: Callable[..., No
     node.train(20)
     assert len(node.orders) == orders
     at = node.attempt.at
-    node.records[-1].received(Appended(at, at, at, 0, 0.0, short="no room for records"))
+    node.records[-1].received(Appended(at, at, at, 0, short="no room for records"))
     node.train(1, work=False)
     assert len(node.orders) == orders + 1
 

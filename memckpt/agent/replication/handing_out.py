@@ -11,9 +11,7 @@ from memckpt.agent.group import Group
 from memckpt.agent.saving.state_copies import StateCopy
 from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
-from memckpt.protocol.peer_job import PeerJob
-from memckpt.protocol.recovery import Recover
-from memckpt.protocol.replication import SendGeneration, SendRecord, StateCopied
+from memckpt.protocol.replication import PeerJob, Recover, SendGeneration, SendRecord, StateCopied
 from memckpt.state.records import Branch, RankGroup
 
 _log = logging.getLogger("memckpt.agent")

@@ -15,7 +15,7 @@ from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import ReplicatorProcess
 from memckpt.protocol import replication
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
-from memckpt.protocol.peer_job import Listen, Listening
+from memckpt.protocol.replication import Listen, Listening
 from memckpt.state.records import HeldFragments, RankGroup
 
 _Key = tuple[RankGroup, str, int]

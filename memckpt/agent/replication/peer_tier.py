@@ -20,13 +20,17 @@ from memckpt.memory.pages import PhasesPage
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol import replication
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
-from memckpt.protocol.peer_job import Join, Listen, Listening, PeerJob, PhasesAre
-from memckpt.protocol.recovery import (
+from memckpt.protocol.replication import (
     BadSourceSeen,
     Describe,
     Described,
     Fill,
     Filled,
+    Join,
+    Listen,
+    Listening,
+    PeerJob,
+    PhasesAre,
     Recover,
     Recovered,
     RecoveryProgress,

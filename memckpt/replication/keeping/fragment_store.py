@@ -205,37 +205,6 @@ class FragmentStore:
         return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())
 
 
-class _RegionRoom:
-    """Memory for fragments. Owns the region."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._view: memoryview | None = memoryview(region.map)
-
-    @classmethod
-    def populated(cls, region: Region) -> _RegionRoom:
-        region.populate_in_background()
-        return cls(region)
-
-    @property
-    def fd(self) -> int:
-        return self._region.fd
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the region; 0 once it is closed."""
-        return 0 if self._view is None else self._view.nbytes
-
-    @property
-    def view(self) -> memoryview:
-        assert self._view is not None
-        return self._view
-
-    def close(self) -> None:
-        self._view = None
-        self._region.close()
-
-
 class FragmentMemory:
     """Makes memory for other nodes' fragments, and has the agent keep it for the next replicator.
 
@@ -249,14 +218,15 @@ class FragmentMemory:
         self.own_bytes = 0
         self._channel = channel
         #: Rooms that were given out; those that are closed since are dropped at the next reservation.
-        self._rooms: list[_RegionRoom] = []
+        self._rooms: list[Region] = []
         self._reserving: list[tuple[Region, Reservation]] = []
         #: Rooms of the replicator before this one, by window and slot, until this node's name is known.
-        self._inherited: dict[tuple[RankGroup, str], dict[int, tuple[KeepRoom, _RegionRoom]]] = {}
+        self._inherited: dict[tuple[RankGroup, str], dict[int, tuple[KeepRoom, Region]]] = {}
 
     def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> Room:
         """Make memory, and have the agent keep it."""
         room = self._reserve(nbytes)
+        room.populate_in_background()
         self._rooms.append(room)
         told = msgspec.msgpack.encode(window)
         self._channel.send(KeepRoom(window.owner, window.generation, told, unit, slot), [room.fd])
@@ -266,7 +236,7 @@ class FragmentMemory:
         """Tell the agent that a room is not needed any more."""
         self._channel.send(LetGoOfRoom(window.owner, window.generation, slot))
 
-    def _reserve(self, nbytes: int) -> _RegionRoom:
+    def _reserve(self, nbytes: int) -> Region:
         """Make memory, if the node has some beside its own. A thread makes much of it while the loop goes on.
 
         Raises:
@@ -275,12 +245,12 @@ class FragmentMemory:
         """
         one = next((each for each in self._reserving if each[0].nbytes == nbytes), None)
         if one is None:
-            self._rooms = [room for room in self._rooms if room.nbytes]
+            self._rooms = [room for room in self._rooms if room.fd >= 0]
             kept = sum(room.nbytes for room in self._rooms) + sum(region.nbytes for region, _ in self._reserving)
             held, detail = self.own_bytes + kept, "fragments of other nodes' records"
             check_budget(nbytes, held, self.budget, detail, coming=bytes_being_reserved())
             if nbytes <= AT_ONCE_BYTES:
-                return _RegionRoom.populated(Region.create("fragments", nbytes))
+                return Region.create("fragments", nbytes)
             region = Region.lay_out("fragments", nbytes)
             one = region, Reservation("fragments", [(region, 0, nbytes)])
             self._reserving.append(one)
@@ -295,14 +265,14 @@ class FragmentMemory:
         except MemckptError:
             region.close()
             raise
-        return _RegionRoom.populated(region)
+        return region
 
     # Of the replicator before
 
     def inherit(self, message: KeepRoom, region: Region) -> None:
         """Take over a room of a replicator that has died."""
         rooms = self._inherited.setdefault((message.owner, message.generation), {})
-        rooms[message.slot] = message, _RegionRoom(region)
+        rooms[message.slot] = message, region
 
     def hand_over(self, store: FragmentStore) -> None:
         """Give the rooms that were taken over to the store, with the fragments in them."""

@@ -6,6 +6,7 @@ that maps the memory after its writer has died therefore finds the records that 
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -146,12 +147,12 @@ _STATIC_SLOT = -1
 
 
 class Room(Protocol):
-    """Memory that is reserved, zeros at first; whoever has asked for it closes it."""
+    """Memory that is reserved, zeros at first, as a Region; its window closes it."""
+
+    nbytes: int
 
     @property
-    def view(self) -> memoryview:
-        """The whole memory."""
-        ...
+    def map(self) -> mmap.mmap | bytearray: ...
 
     def close(self) -> None: ...
 
@@ -215,7 +216,7 @@ class KeptWindow:
         self._rooms = dict(found or {})
         if SLOTS not in self._rooms:
             self._add_room(SLOTS, self._slot_bytes * self.sizes.kept)
-        elif (nbytes := self._rooms[SLOTS].view.nbytes) != self._slot_bytes * self.sizes.kept:
+        elif (nbytes := self._rooms[SLOTS].nbytes) != self._slot_bytes * self.sizes.kept:
             raise ValueError(f"expected a room of {self._slot_bytes * self.sizes.kept} bytes, found {nbytes}")
         self._free = list(range(self.sizes.kept))
         self._records: dict[int, _KeptRecord] = {}
@@ -286,7 +287,7 @@ class KeptWindow:
         slot = _STATIC_SLOT if number == STATIC else self._free[0]
         beyond = (stripes - self._in_slot(slot)) * self._cell_bytes
         more = self._rooms.get(slot)
-        if beyond > 0 and (more is None or more.view.nbytes < beyond):
+        if beyond > 0 and (more is None or more.nbytes < beyond):
             self._remove_room(slot)
             self._add_room(slot, beyond)
         if number != STATIC:
@@ -346,9 +347,10 @@ class KeptWindow:
     def _cells(self, slot: int) -> Cells:
         parts = []
         if slot != _STATIC_SLOT:
-            parts.append(self._rooms[SLOTS].view[slot * self._slot_bytes : (slot + 1) * self._slot_bytes])
+            whole = memoryview(self._rooms[SLOTS].map)
+            parts.append(whole[slot * self._slot_bytes : (slot + 1) * self._slot_bytes])
         if slot in self._rooms:
-            parts.append(self._rooms[slot].view)
+            parts.append(memoryview(self._rooms[slot].map))
         return Cells(self.window, self._unit, parts)
 
     def _add_room(self, slot: int, nbytes: int) -> None:
@@ -364,7 +366,7 @@ class KeptWindow:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that are reserved."""
-        return sum(room.view.nbytes for room in self._rooms.values())
+        return sum(room.nbytes for room in self._rooms.values())
 
     def close(self) -> None:
         """Close the memory; its maker drops it, too."""

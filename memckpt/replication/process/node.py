@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable
 import msgspec
 
 from memckpt.memory.region import Region
-from memckpt.protocol.peer_job import PeerJob
-from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, SendRecord, WatermarkAdvanced
+from memckpt.protocol.replication import CopyState, GiveUp, PeerJob, SendGeneration, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of

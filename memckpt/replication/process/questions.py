@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from memckpt.memory.region import Region
-from memckpt.protocol.recovery import (
+from memckpt.protocol.replication import (
     BadSourceSeen,
     Describe,
     Described,
@@ -17,9 +17,9 @@ from memckpt.protocol.recovery import (
     Filled,
     FromNode,
     RecoveryProgress,
+    SendGeneration,
     WantedState,
 )
-from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
@@ -221,14 +221,22 @@ Question = wire.AskManifest | wire.Get | wire.AskWindow
 Reply = tuple[wire.WireMessage, bytes | memoryview]
 
 
-class Serving:
-    """Generations that stand still on this node, to be read by peers. Closes their regions."""
+#: Limit on questions of one peer that wait until it has room for the answers.
+MOST_QUESTIONS = 4096
+
+
+class Answering:
+    """Answers peers' questions as they have room: questions are small, and a peer that does not read gets no more.
+
+    Hands out generations that stand still on this node, whose regions it closes, and fragments that are kept.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[RankGroup, RegionSource] = {}
         self._blobs: dict[tuple[RankGroup, str, int], Blob] = {}
+        self._waiting: dict[str, deque[Question]] = {}
 
-    def add(self, message: SendGeneration, regions: list[Region]) -> None:
+    def hand_out(self, message: SendGeneration, regions: list[Region]) -> None:
         """Hand out this state from now on, and no other one of these ranks."""
         former = self._sources.pop(message.ranks, None)
         for key in [key for key in self._blobs if key[0] == message.ranks]:
@@ -237,7 +245,8 @@ class Serving:
             former.close()
         self._sources[message.ranks] = RegionSource(message, regions)
 
-    def close(self) -> None:
+    def stop_handing_out(self) -> None:
+        """Hand out no state any more."""
         for blob in self._blobs.values():
             blob.release()
         self._blobs.clear()
@@ -245,8 +254,38 @@ class Serving:
             source.close()
         self._sources.clear()
 
-    def answer(self, question: Question, store: FragmentStore) -> Reply:
-        """The answer to a peer: of what stands still here, or from fragments that are kept."""
+    def add_question(self, peer: str, question: Question) -> bool:
+        """Queue a question; False: the peer has so many that it is not."""
+        waiting = self._waiting.setdefault(peer, deque())
+        if len(waiting) >= MOST_QUESTIONS:
+            return False
+        waiting.append(question)
+        return True
+
+    def answer_peer(self, peer: str, mail: Mail, store: FragmentStore) -> None:
+        """Answer questions of a peer, as far as it has room."""
+        waiting = self._waiting[peer]
+        while waiting and mail.room(peer) > 0:
+            mail.send(peer, *self.find_answer(waiting.popleft(), store))
+        if not waiting:
+            del self._waiting[peer]
+
+    def answer_all(self, mail: Mail, store: FragmentStore) -> None:
+        """Answer what peers have room for by now."""
+        for peer in list(self._waiting):
+            self.answer_peer(peer, mail, store)
+
+    def drop_questions(self, peer: str) -> None:
+        """Drop the questions of a peer that is gone."""
+        self._waiting.pop(peer, None)
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._waiting.clear()
+        self.stop_handing_out()
+
+    def find_answer(self, question: Question, store: FragmentStore) -> Reply:
+        """The answer to a question: of what stands still here, or from fragments that are kept."""
         live = question.generation in (LIVE_ALL, LIVE_SHARED)
         found = self._find_live(question) if live else self._find_kept(question, store)
         return found if isinstance(found, tuple) else (wire.GotNone(question.request, found), b"")
@@ -286,45 +325,3 @@ class Serving:
         elif (kept := window.fragment(question.record, question.stripe)) is not None:
             return wire.Got(question.request, question.record, question.stripe, kept[0]), bytes(kept[1])
         return f"record {question.record} is not complete here"
-
-
-#: Limit on questions of one peer that wait until it has room for the answers.
-MOST_QUESTIONS = 4096
-
-
-class Answering:
-    """Answers peers' questions as they have room: questions are small, and a peer that does not read gets no more."""
-
-    def __init__(self) -> None:
-        self.serving = Serving()
-        self._waiting: dict[str, deque[Question]] = {}
-
-    def add(self, peer: str, question: Question) -> bool:
-        """Queue a question; False: the peer has so many that it is not."""
-        waiting = self._waiting.setdefault(peer, deque())
-        if len(waiting) >= MOST_QUESTIONS:
-            return False
-        waiting.append(question)
-        return True
-
-    def answer(self, peer: str, mail: Mail, store: FragmentStore) -> None:
-        """Answer questions of a peer, as far as it has room."""
-        waiting = self._waiting[peer]
-        while waiting and mail.room(peer) > 0:
-            mail.send(peer, *self.serving.answer(waiting.popleft(), store))
-        if not waiting:
-            del self._waiting[peer]
-
-    def work(self, mail: Mail, store: FragmentStore) -> None:
-        """Answer what peers have room for by now."""
-        for peer in list(self._waiting):
-            self.answer(peer, mail, store)
-
-    def drop_questions(self, peer: str) -> None:
-        """Drop the questions of a peer that is gone."""
-        self._waiting.pop(peer, None)
-
-    def close(self) -> None:
-        """Answer nothing more."""
-        self._waiting.clear()
-        self.serving.close()

@@ -10,7 +10,7 @@ import xxhash
 
 from memckpt.errors import DamagedFragmentsError, DamagedStateError
 from memckpt.memory.region import GenerationRegions, Region
-from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
+from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Fragment, decode_stripe
 from memckpt.replication.keeping.outgoing import rooms_for

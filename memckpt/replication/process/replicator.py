@@ -14,8 +14,7 @@ from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
 from memckpt.protocol import replication as protocol
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorChannel
-from memckpt.protocol.peer_job import Join, Listen, Listening, PeerKeys, PhasesAre
-from memckpt.protocol.recovery import Describe, Fill, FromFragments
+from memckpt.protocol.replication import Describe, Fill, FromFragments, Join, Listen, Listening, PeerKeys, PhasesAre
 from memckpt.protocol.status import PeerLinkStatus, PeersReport, PeersStatus
 from memckpt.replication.keeping.fragment_store import FragmentMemory, FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
@@ -89,7 +88,7 @@ class Replicator:
             self._report(now)
         self._fetching.tend(now)
         if self._member is not None and self._store is not None:
-            self._answering.work(self._member.mail, self._store)
+            self._answering.answer_all(self._member.mail, self._store)
         for news in self._fetching.take_news():
             self._channel.send(news)
 
@@ -236,7 +235,7 @@ class Replicator:
 
     def _tell_watermark(self, advanced: protocol.WatermarkAdvanced) -> None:
         if advanced.whole:
-            self._answering.serving.close()  # all have what they restore
+            self._answering.stop_handing_out()  # all have what they restore
         self._channel.send(advanced)
 
     def _report(self, now: float) -> None:
@@ -254,7 +253,7 @@ class Replicator:
 
     def _send_generation(self, message: protocol.SendGeneration, regions: list[Region]) -> None:
         if message.serve:
-            self._answering.serving.add(message, regions)
+            self._answering.hand_out(message, regions)
         elif self._member is not None:
             self._member.deserted = ""
             self._member.begin_generation(message, regions)
@@ -317,8 +316,8 @@ class Replicator:
     def _answer(self, peer: str, question: Question) -> None:
         assert self._member is not None
         assert self._store is not None
-        if self._answering.add(peer, question):
-            self._answering.answer(peer, self._member.mail, self._store)
+        if self._answering.add_question(peer, question):
+            self._answering.answer_peer(peer, self._member.mail, self._store)
         else:
             self._member.refuse(f"{peer}: more than {MOST_QUESTIONS} questions whose answers it does not take")
 

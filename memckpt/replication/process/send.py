@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from memckpt.errors import PeerError
-from memckpt.protocol.peer_job import PeerJob
-from memckpt.protocol.replication import SendGeneration, StateCopied
+from memckpt.protocol.replication import PeerJob, SendGeneration, StateCopied
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.pacing.pace import Pacer

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from memckpt.errors import PeerError, UsageError
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport.links import Data, Link, Payload, State, is_address
 
 Context = zmq.Context[zmq.Socket[bytes]]

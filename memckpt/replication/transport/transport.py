@@ -19,7 +19,7 @@ from typing import NamedTuple
 import zmq
 
 from memckpt.errors import PeerError, UsageError
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport import links
 from memckpt.replication.transport.directory import (
     Context,

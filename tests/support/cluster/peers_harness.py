@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from memckpt.protocol.peer_job import PeerKeys
+from memckpt.protocol.replication import PeerKeys
 from memckpt.replication.transport.transport import Delivery, Limits, Met, Transport
 from tests.support.cluster.waiting import until
 

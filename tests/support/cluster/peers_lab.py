@@ -19,7 +19,7 @@ from typing import Any
 from memckpt.config import ErasureConfig, MemckptConfig, StorageConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.protocol.recovery import Recover, Recovered
+from memckpt.protocol.replication import Recover, Recovered
 from memckpt.session.peers import PeerRecovery
 from tests.support.cluster.netns import Network
 from tests.support.cluster.processes import command, kill_and_wait

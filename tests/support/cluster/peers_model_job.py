@@ -8,9 +8,16 @@ from typing import Any
 import msgspec
 
 from memckpt.memory.generation import branch_off
-from memckpt.protocol.peer_job import PeerJob, PeerNode, PeerUnit
-from memckpt.protocol.recovery import FromFragments
-from memckpt.protocol.replication import CopyState, GiveUp, SendGeneration, StateCopied
+from memckpt.protocol.replication import (
+    CopyState,
+    FromFragments,
+    GiveUp,
+    PeerJob,
+    PeerNode,
+    PeerUnit,
+    SendGeneration,
+    StateCopied,
+)
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
 from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room

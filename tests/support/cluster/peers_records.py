@@ -13,14 +13,13 @@ import msgspec
 
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.recovery import Filled, WantedState
-from memckpt.protocol.replication import SendGeneration
+from memckpt.protocol.replication import Filled, SendGeneration, WantedState
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import sizes_of
 from memckpt.replication.keeping.outgoing import Outgoing, Part, RegionSource
 from memckpt.replication.keeping.sender import Sender
-from memckpt.replication.process.questions import Serving
+from memckpt.replication.process.questions import Answering
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
 from memckpt.replication.transport import wire
 from memckpt.state.layout import Layout
@@ -61,17 +60,18 @@ class MemoryRoom:
     """Memory for fragments, in this process."""
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._bytes = bytearray(nbytes)
         self.closed = False
 
     @property
-    def view(self) -> memoryview:
+    def map(self) -> bytearray:
         assert not self.closed
-        return memoryview(self._bytes)
+        return self._bytes
 
     def mapped_again(self) -> MemoryRoom:
         """The same memory, as another process would map it."""
-        other = MemoryRoom(0)
+        other = MemoryRoom(self.nbytes)
         other._bytes = self._bytes
         return other
 
@@ -179,7 +179,7 @@ class Node:
 
     name: str
     fragment_store: FragmentStore = field(init=False)
-    serving: Serving = field(default_factory=Serving)
+    answering: Answering = field(default_factory=Answering)
 
     def __post_init__(self) -> None:
         self.fragment_store = FragmentStore(self.name, MemoryRooms())
@@ -195,10 +195,10 @@ class Node:
 
     def answer(self, question: wire.WireMessage) -> tuple[wire.WireMessage, Bytes]:
         assert isinstance(question, wire.AskManifest | wire.Get | wire.AskWindow)
-        return self.serving.answer(question, self.fragment_store)
+        return self.answering.find_answer(question, self.fragment_store)
 
     def close(self) -> None:
-        self.serving.close()
+        self.answering.close()
         self.fragment_store.drop_all()
 
 

@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from memckpt.memory.region import Region
-from memckpt.protocol.recovery import Filled, FromFragments, WantedState
+from memckpt.protocol.replication import Filled, FromFragments, WantedState
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, _checksum
 from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memckpt.protocol.peer_job import Join, PeerJob, PeerNode, PeerUnit
+from memckpt.protocol.replication import Join, PeerJob, PeerNode, PeerUnit
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore

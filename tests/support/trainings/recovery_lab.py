@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.protocol.recovery import FromFragments, WantedState
+from memckpt.protocol.replication import FromFragments, WantedState
 from tests.support.cluster.peers_records import layout_spec
 
 SPEC = layout_spec((0,), elements=64)

@@ -113,7 +113,7 @@ class RecordWriter:
 
     def append(self, message: Append) -> Appended:
         """Copy records; write batches that are full."""
-        nbytes, started = 0, time.perf_counter()
+        nbytes = 0
         try:
             for record in message.records:
                 nbytes += self._copy_record(record)
@@ -124,8 +124,7 @@ class RecordWriter:
             self._lose_to(error)
         hole, late, self._hole, self._late = self._hole, self._late, "", False
         newest, step = (self._written.record, self._written.step) if self._written is not None else (None, 0)
-        seconds = time.perf_counter() - started
-        return Appended(self._last, newest, step, nbytes, seconds, hole, self._short, self._batch_size.records, late)
+        return Appended(self._last, newest, step, nbytes, hole, self._short, self._batch_size.records, late)
 
     def seconds_left(self) -> float | None:
         """Seconds until the oldest taken record has waited long enough; None while there is none."""
