@@ -103,12 +103,7 @@ Mask = set[Union[int, signal.Signals]]  # noqa: UP007
 
 @dataclass(frozen=True)
 class Given:
-    """What an attempt is given: environment, signal mask, and more.
-
-    Attributes:
-        farewell: signal that the kernel sends it when its parent has ended.
-        streams: its standard streams, and it gets a session of its own; None: it shares both with its parent.
-    """
+    """What an attempt is given. `farewell`: signal at its parent's end. `streams`: also a session; None: shared."""
 
     environment: Mapping[str, str]
     mask: Mask
@@ -188,10 +183,7 @@ _BY_KERNEL = 0x80
 
 
 class Inbox:
-    """Signals to this process, taken one at a time in place of handlers. They are blocked until :meth:`close`.
-
-    `before` is the signal mask before, which is the children's.
-    """
+    """Signals to this process, taken one at a time and blocked until :meth:`close`. `before`: the mask for children."""
 
     def __init__(self) -> None:
         self._taken = PASSED_ON | {signal.SIGCHLD}
@@ -209,10 +201,7 @@ class Inbox:
 
 
 def has_it_already(received: signal.struct_siginfo) -> bool:
-    """Whether the training has got the signal, too: Ctrl-C in a terminal reaches all processes in the foreground.
-
-    A terminal that hangs up tells only the first process of its session.
-    """
+    """Whether the training has got the signal, too: Ctrl-C reaches all processes in a terminal's foreground."""
     return received.si_code == _BY_KERNEL and received.si_signo in (signal.SIGINT, signal.SIGQUIT)
 
 

@@ -44,23 +44,16 @@ class _Receiver(Generic[T]):
 
 
 class Import(msgspec.Struct, frozen=True, tag="import"):
-    """Import what a cold start has, and wait. Its :class:`Recorded` is a file that comes along as a descriptor.
-
-    `also`: modules of the user's own that are imported, too, with all below them. `without`: packages that are not.
-    """
+    """Import what a cold start has: the :class:`Recorded` in a file that comes along, and the user's modules `also`."""
 
     also: list[str]
     without: list[str]
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Start an attempt. Three descriptors that come along are its standard streams; then it begins a session.
+    """Start an attempt, below a `parent`, whose end sends it `farewell`. Its streams come along, with a new session.
 
-    Attributes:
-        variables: changes of the environment since the warm process's start; None: remove.
-        mask: numbers of blocked signals.
-        parent: process id of the supervisor.
-        farewell: signal that the attempt gets when the supervisor has ended.
+    `variables`: changes of the environment since the warm process's start; None: remove.
     """
 
     variables: dict[str, str | None]
@@ -104,12 +97,7 @@ receive_answer: _Receiver[FromWarm] = _Receiver(FromWarm)
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Start an attempt. The worker's three standard streams come along as descriptors.
-
-    Attributes:
-        environment: variables, as in /proc/PID/environ.
-        mask: numbers of blocked signals.
-    """
+    """Start an attempt; its three standard streams come along. `environment` is as in /proc/PID/environ."""
 
     command: list[bytes]
     directory: bytes
@@ -148,7 +136,6 @@ receive_reply: _Receiver[FromKeeper] = _Receiver(FromKeeper)
 
 
 def packed(environment: Mapping[str, str]) -> bytes:
-    """Variables as bytes."""
     return b"\0".join(os.fsencode(f"{name}={value}") for name, value in environment.items())
 
 

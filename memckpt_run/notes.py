@@ -1,7 +1,6 @@
 """Notes of a trainer to the process that supervises it (``memckpt run``, the keeper of a ``memckpt worker``).
 
-They are lines of an anonymous memory file of the supervisor's, which :class:`Recorder`'s argument names by its path in
-``/proc``. So nothing stays behind it, however it ends. Notes are written at the start of protection. Torch-free.
+They are lines of an anonymous memory file of the supervisor's, named by its path in ``/proc``. Torch-free.
 """
 
 from __future__ import annotations

@@ -20,12 +20,7 @@ class Module(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A training's process after its first commit.
-
-    Attributes:
-        modules: those that came from files, in the order in which their imports began.
-        changed: environment variables that the process has changed since its start; None: removed.
-    """
+    """A training's process after its first commit. `changed`: variables set since its start; None: removed."""
 
     modules: list[Module]
     path: list[str]

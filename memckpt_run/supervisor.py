@@ -46,12 +46,7 @@ Verdict = Union[Restart, NoRestart]  # noqa: UP007
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt has ended.
-
-    Attributes:
-        code: its exit status; the negative number of the signal that has killed it.
-        step: newest step that is held; None where nothing is, or it is not known.
-    """
+    """How an attempt has ended: exit status or negative signal; `step`: the newest that is held, if known."""
 
     code: int
     step: int | None
@@ -86,7 +81,6 @@ class Policy:
         self.restarts = 0
 
     def started(self) -> None:
-        """An attempt has been started."""
         self._backoff.started()
         self._tries.reset()
 
@@ -166,11 +160,7 @@ class Supervisor:
                 return code
 
     def _start(self) -> Attempt | None:
-        """The next attempt; None if a signal asks for the end before it can be started.
-
-        Raises:
-            OSError: it cannot be started: the first one at all, others for long.
-        """
+        """The next attempt; None: a signal asks for the end. Raises OSError: it cannot be started for long."""
         added = {**self._notes.environment(), RESTART_COUNT: str(self._policy.restarts)}
         given = Given({_NO_SHARED_STORE: "1", **os.environ, **added}, self._inbox.before)
         for _ in range(_MOST_TRIES):

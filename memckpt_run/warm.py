@@ -34,10 +34,7 @@ class Warm:
 
 
 class WarmProcess:
-    """A Python that waits for orders before it comes to its script. Owned by its starter; :meth:`close` it.
-
-    With ``-c pass`` as its script it only tries whether it gets there. `environment`: variables of an attempt.
-    """
+    """A Python that waits for orders before it comes to its script; with ``-c pass`` it only tries to get there."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.environment = environment
@@ -80,10 +77,7 @@ class WarmProcess:
 
 
 class WarmStarter:
-    """Starts attempts cold until one has told what it imports, and forks them from then on.
-
-    `cold` starts the same command anew; `also`: modules of the user's own that are imported ahead, too.
-    """
+    """Starts attempts with `cold` until one has told what it imports; forks them then, with modules `also`."""
 
     def __init__(
         self, command: PythonCommand, cold: Callable[[Given], Attempt], notes: Notes, also: Sequence[str]

@@ -1,8 +1,7 @@
 """The warm process: imports what a training's script imports, and becomes the training in forks of itself.
 
-It runs inside of Python's own start, from `sitecustomize` (see :mod:`memckpt_run.warm_site`). What has been set
-up by then is what every start sets up; :func:`serve` returns in a fork, and Python goes on to the script. What imports
-do that a fork would not repeat is watched by :class:`Traces`.
+It runs inside of Python's start, from `sitecustomize`. :func:`serve` returns in a fork, which goes on to the script.
+:class:`Traces` watches what imports do that a fork would not repeat.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ _OURS = frozenset(
 
 @dataclass(frozen=True)
 class Imported:
-    """What has been imported ahead.
-
-    Attributes:
-        files: time of change, in nanoseconds, and size of each module's file.
-        readers: modules that have read a variable of the environment as they were imported, by its name.
-    """
+    """What has been imported ahead: time of change and size of `files`, and `readers` of environment variables."""
 
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     readers: dict[str, str] = field(default_factory=dict)
@@ -100,10 +94,7 @@ def _say(link: socket.socket, message: FromWarm) -> None:
 
 
 def _fork(link: socket.socket, order: Fork, streams: Sequence[int]) -> bool:
-    """Start an attempt that is no child of this process; True in the attempt.
-
-    The process between them ends at once, so that the supervisor adopts the attempt. That begins when it has.
-    """
+    """Start an attempt that the supervisor adopts, as the process between them ends at once; True in the attempt."""
     said, saying = os.pipe2(os.O_CLOEXEC)
     waits, goes = os.pipe2(os.O_CLOEXEC)
     between = os.fork()
@@ -177,11 +168,7 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
 def import_modules(
     modules: Sequence[Module], also: Sequence[str], without: Sequence[str] = ()
 ) -> tuple[int, dict[str, str]]:
-    """Import modules of installed packages but for those `without`, and those of the user's that are asked for.
-
-    Returns:
-        The number of the former that there are now, and for each of `also` that could not be imported the reason.
-    """
+    """Import installed modules, and the user's that are asked for; returns a count, and reasons of failures."""
     known = {module.name for module in modules}
     installed = [module for module in modules if module.name.partition(".")[0] not in without]
     wanted = [module.name for module in installed if _is_wanted(module, also)]
@@ -301,11 +288,7 @@ _SOME = "a module"
 class Traces:
     """What imports leave in this process, by the module that has done it; used inside :meth:`watching`.
 
-    Attributes:
-        threads, descriptors: those that were there behind a module's code and not before it.
-        random: generators whose state a module has changed.
-        read: modules that have read a variable of the environment first, by its name. A walk through all variables,
-            as for those with a prefix, is no such reading.
+    `read`: first reader of each environment variable; a walk through all variables is no reading.
     """
 
     def __init__(self) -> None:
@@ -440,10 +423,9 @@ def descriptors_of_process() -> dict[int, str]:
 
 
 def generators(known: Collection[str]) -> dict[str, Any]:
-    """The states of the global random generators of what is imported; `known`: names of those that were there before.
+    """The states of the global random generators of what is imported; `known`: names that were there before.
 
-    Of Python's, which seeds itself anew in each fork, only what a seed determines: some draws, as modules make them for
-    identifiers, leave that alone.
+    Of Python's, which each fork seeds anew, only what a seed determines: some draws leave that alone.
     """
     found: dict[str, Any] = {}
     name = "Python's random generator"

@@ -92,10 +92,7 @@ class Worker:
 
 
 class Keeper:
-    """Serves the workers of one local rank until their launcher ends. Owns what it is given; :meth:`close` it.
-
-    `also`: modules of the user's own that are imported ahead, too.
-    """
+    """Serves the workers of one local rank until their launcher ends. `also`: the user's modules to import ahead."""
 
     def __init__(
         self, listening: socket.socket, launcher: ProcessHandle, command: PythonCommand, also: Sequence[str]
@@ -148,7 +145,6 @@ class Keeper:
                 os.close(fd)
 
     def _start_attempt(self, worker: Worker, request: Begin, streams: tuple[int, int, int]) -> None:
-        """Start an attempt for a worker, or have it become one."""
         before = self._worker
         if before is not None and before.process.alive():
             self._refuse(worker, f"pid {before.process.pid} is a living worker of the same local rank")
@@ -263,11 +259,7 @@ def command_of_worker(words: Sequence[str]) -> list[str]:
 
 
 def work(words: Sequence[str], also: Sequence[str]) -> int:
-    """Run an attempt, and return its exit status or, negative, its signal; where it is cold this process becomes it.
-
-    Raises:
-        ConfigurationError: no launcher has started this process.
-    """
+    """Run an attempt, or become it; returns exit status or negative signal. Raises ConfigurationError: no launcher."""
     local_rank = os.environ.get("LOCAL_RANK")
     if local_rank is None:
         raise ConfigurationError(
@@ -343,7 +335,6 @@ def _start_keeper(address: str, launcher: ProcessHandle, command: PythonCommand,
 def _keep(
     address: str, launcher: ProcessHandle, command: PythonCommand, also: Sequence[str], listening: int
 ) -> NoReturn:
-    """Be the keeper."""
     status = 70
     try:
         keeper = Keeper(listen_at(address), launcher, command, also)

@@ -45,10 +45,9 @@ def main() -> int:
 
 
 def detach(report_fd: int) -> bool:
-    """Fork; the child continues in a session of its own. Call while there are no other threads.
+    """Fork; returns True in the child, which init adopts: a launcher may kill all descendants of a trainer.
 
-    A launcher may kill all descendants of a trainer. The agent is none: its parent ends, and init adopts it. The parent
-    writes the child's process id and start time to `report_fd`. Returns True in the child, False in the parent.
+    The parent writes the child's process id and start time to `report_fd`. Call while there are no other threads.
     """
     pid = os.fork()
     if pid == 0:
@@ -59,10 +58,7 @@ def detach(report_fd: int) -> bool:
 
 
 def lower_oom_score(path: Path = Path("/proc/self/oom_score_adj")) -> int:
-    """Set this process's ``oom_score_adj`` as low as permitted, but not below -500; returns the resulting score.
-
-    Without privileges a score can be lowered to the value that the last privileged process has set, usually 0.
-    """
+    """Set this process's ``oom_score_adj`` as low as its privileges permit, but not below -500; returns the score."""
     found = int(path.read_text())
     for score in (_WANTED_OOM_SCORE, 0):
         if score >= found:

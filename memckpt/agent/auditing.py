@@ -80,10 +80,7 @@ class _Watched:
 
 
 class Auditing:
-    """Belongs to the agent's event loop. Owns the auditor's process; :meth:`close` it.
-
-    `found` is called with the ranks of a group, and what differs in its newest generation, or that nothing does.
-    """
+    """Belongs to the agent's event loop, and owns the auditor's process. `found` gets news of a generation."""
 
     def __init__(self, loop: EventLoop, found: Callable[[RankGroup, Drift | Cleared], None]) -> None:
         self._loop, self._found = loop, found
@@ -113,7 +110,6 @@ class Auditing:
         )
 
     def configure(self, message: Configure) -> None:
-        """Take the attempt's configuration."""
         self._share, self._settings = message.audit, message
         if not self._share:
             self.close()
@@ -125,7 +121,7 @@ class Auditing:
             self._send(ForgetAudits(watched.key))
 
     def committed(self, group: Group, accelerated: bool) -> None:
-        """Begin audits of a group that has committed something, or go on with them."""
+        """Begin or continue audits of a group that has committed something."""
         generation = group.held
         watched = self._watched.get(group.ranks)
         if watched is not None and watched.generation is not generation:
@@ -175,10 +171,7 @@ class Auditing:
         return self._ready
 
     def _go_on(self, watched: _Watched, newest: int) -> None:
-        """Begin an audit of what is anchored a little ahead, and tell of the records that those on their way need.
-
-        With half a period ahead there is as much time for the first half of an audit's records as for the second.
-        """
+        """Begin an audit of what is anchored half a period ahead, and send the scalars that running ones need."""
         generation, period = watched.generation, watched.generation.spec.period
         ahead = _MOST_BYTES * period // max(generation.layout.state_bytes, 1)
         first = newest - period + max(min(period // 2, ahead), min(period - 1, 1))
@@ -205,10 +198,7 @@ class Auditing:
         self._send(Audit(watched.key, metas, first if pieces else None, names, told), fds)
 
     def _give_up(self, watched: _Watched, pieces: list[Piece], newest: int) -> None:
-        """End the audits on their way, as it is too late for the scalars of their records; these pieces are due again.
-
-        The generation gets another key: what the auditor still says of it is of audits that have ended.
-        """
+        """End the audits on their way, whose scalars are gone. The new key tells late answers from later ones."""
         pieces = [*pieces, *itertools.chain.from_iterable(watched.running.values())]
         self._late += len(pieces)
         watched.due |= {(one.param, one.start) for one in pieces}

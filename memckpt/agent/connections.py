@@ -36,10 +36,9 @@ class Connection:
 
 
 class Connections:
-    """All connections of an agent.
+    """All connections of an agent; `handle` gets each message, `left` each trainer whose connection has ended.
 
-    `handle` gets each message that arrives. A MemckptError from it is sent back as a refusal; after an AgentError the
-    connection ends, too. `left` gets each trainer whose connection has ended.
+    A MemckptError of `handle` is sent back as a refusal; after an AgentError the connection ends, too.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class Connections:
                 self._loop.unregister(listening)
 
     def close(self, last_words: AgentToTrainer) -> None:
-        """End all of them."""
         self.stop_listening()
         for connection in list(self._open.values()):
             self.answer(connection, last_words)
@@ -228,9 +226,7 @@ class Connections:
         self.drop(connection)
 
     def answer(self, connection: Connection, message: AgentToTrainer, fds: list[int] | None = None) -> None:
-        """Send a message, with descriptors. A receiver that is gone or does not read is dropped, but not here: what it
-        has sent by then counts, and is read before its end.
-        """
+        """Send a message. A receiver that is gone or reads nothing is dropped once what it has sent was read."""
         if connection.channel.fileno() not in self._open:
             return
         try:

@@ -1,8 +1,6 @@
 """Waiting for the trainers of an earlier attempt to be dead, beside all else that the agent does.
 
-A process that is killed may take long to end: the driver of an accelerator takes its contexts apart first, and until
-then copies that are on their way may still be written. The ranks of the new attempt get their answers when the last one
-has ended, and hear every few seconds whom they wait for.
+A process that is killed may take long to end, and until then copies of its accelerator may still be written.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ _UNLOCK_SECONDS = 0.25 / 2**30
 
 
 class Fence:
-    """Waits for trainers that must end within so many seconds.
-
-    Owns duplicates of their processes' handles, registered with the loop so that it wakes up; :meth:`close` it.
-    """
+    """Waits for trainers that must end within so many seconds. Owns duplicates of their handles; :meth:`close` it."""
 
     def __init__(self, trainers: Sequence[TrainerHandle], seconds: float, loop: EventLoop) -> None:
         self._loop = loop
@@ -44,7 +39,6 @@ class Fence:
             loop.attend(process, self._drop_ended)
 
     def _drop_ended(self) -> None:
-        """Let go of the trainers that have ended."""
         for rank, process in list(self._dying):
             if not process.alive():
                 waited = self._loop.clock() - self._began
@@ -84,17 +78,13 @@ class Fence:
         process.close()
 
     def close(self) -> None:
-        """Wait no more."""
         for _, process in self._dying:
             self._close_process(process)
         self._dying.clear()
 
 
 class Gate:
-    """Lets a new attempt in once no trainer of the last one lives. Its owner closes it.
-
-    `held_bytes` is the memory that trainers may have page-locked.
-    """
+    """Lets a new attempt in once no trainer of the last one lives. `held_bytes`: memory that may be page-locked."""
 
     def __init__(
         self,
@@ -166,7 +156,6 @@ class Gate:
                 self._connections.turn_away(connection)
 
     def close(self) -> None:
-        """Let no attempt in."""
         fence, self._fence = self._fence, None
         if fence is not None:
             fence.close()

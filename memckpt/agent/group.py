@@ -1,7 +1,6 @@
 """One set of shards on a node: base and log, and their way to storage.
 
-The ranks of a node that hold the same shards share a group. With replicated training these are all ranks of the node,
-with fully sharded training each rank has one of its own.
+With replicated training the ranks of a node share one group; with fully sharded training each rank has its own.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ _log = logging.getLogger("memckpt.agent")
 
 
 class Group:
-    """Belongs to the agent's event loop. Owns its complete generations and its saver; :meth:`close` it.
-
-    `name` is that of its parts of a checkpoint.
-    """
+    """Belongs to the agent's event loop. Owns generations and saver; `name`: of its parts of a checkpoint."""
 
     def __init__(self, node: str, ranks: RankGroup, name: str, host: Host, siblings: Siblings) -> None:
         self._node = node
@@ -138,10 +134,7 @@ class Group:
                     answer(error)
 
     def _bring_together(self, record: int, differing: Difference) -> None:
-        """Order one generation of ranks that are about to begin differing ones, of which none could be complete.
-
-        The rank that has just asked waits for its answer, and no other one gets past the next record without it.
-        """
+        """Order one generation of ranks that are about to begin differing ones, of which none could be complete."""
         changing, apart = differing
         names = ", ".join(sorted(changing | apart))
         if names:
@@ -155,16 +148,12 @@ class Group:
         self._tell_trainers(said.Gap(reason))
 
     def discard(self) -> None:
-        """Drop what is held."""
         self.generations.drop_all()
         self._resumed, self.history = None, ()
         self.saver.log.begin_anew()
 
     def resume(self, message: said.Resume) -> tuple[Generation, said.Prepared]:
-        """Go back to a record.
-
-        The first rank that asks does it for all; a later call may ask for an older record, and all ranks must.
-        """
+        """Go back to a record, for all ranks; a later call may ask for an older record, and all ranks must."""
         record = message.record
         if self._resumed is None or record < self._resumed.record:
             if self.history and self.history[-1].timeline == message.timeline:
@@ -238,9 +227,9 @@ class Group:
     def make_slots(self, attempt: Attempt, elsewhere: Callable[[int], bool | None], now: bool = False) -> None:
         """Make the generation whole that ranks wait for, once the one before it has gone.
 
-        That one goes as soon as all ranks of the job can go back to the new one's base. Where that cannot be known,
-        both are held; where they do not fit, the old one goes all the same, and that is said. `elsewhere` tells
-        whether all ranks that do not share this group can go back to a record; None: not known yet, wait unless `now`.
+        That one goes as soon as all ranks of the job can go back to the new base. Where that cannot be known both are
+        held, if they fit. `elsewhere`: whether all ranks outside of this group can go back to a record; None: not known
+        yet.
         """
         number = self._wanted.number
         if number is None or not self._wanted.has_living(attempt):
@@ -276,7 +265,7 @@ class Group:
             self._answer_slots(said.SlotsMade(number, problem="" if error is None else str(error)))
 
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
-        """With `or_gap` the old one goes where both do not fit. Not so while ranks die: it may be what counts."""
+        """Reserve all slots; with `or_gap` the old generation goes if both do not fit, as no rank dies."""
         try:
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
         except MemckptError as error:
@@ -346,10 +335,7 @@ class SlotsWanted:
 
 
 class ResumedState:
-    """A record to which all ranks of a group go back, and the generation that can produce it.
-
-    With `repeat` the replica stays one record behind it, if its step can be repeated from there.
-    """
+    """A record to which all ranks go back; with `repeat` the replica stays one record behind it if it can."""
 
     def __init__(self, generation: Generation, record: int, repeat: bool) -> None:
         self.record = record
@@ -413,9 +399,9 @@ _MOST_BEFORE = 5
 
 
 class HeldGenerations:
-    """The complete generations of a group: the newest, and older ones for as long as a rank of the job may need them.
+    """Owns a group's complete generations: the newest, and older ones while a rank of the job may need them.
 
-    Owns them; iterating yields them, oldest first. `forget` is called with a generation that ceases to be the newest.
+    Iterating yields them, oldest first. `forget` is called with a generation that ceases to be the newest.
     """
 
     def __init__(self, ranks: RankGroup, forget: Callable[[Generation], None]) -> None:
@@ -508,7 +494,6 @@ class HeldGenerations:
         self.newest = generation
 
     def drop_all(self) -> None:
-        """Hold nothing any more."""
         self.drop_older()
         newest, self.newest = self.newest, None
         if newest is not None:
@@ -529,10 +514,10 @@ class HeldGenerations:
             self.drop_passed(self.newest.newest)
 
     def drop_passed(self, record: int) -> None:
-        """Drop generations that no rank of the job can need any more, once the group's ranks have got to `record`.
+        """Drop generations that no rank can need any more, once the group's ranks have got to `record`.
 
-        They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
-        where it could not stage it and begins a generation with the next; then the job goes back to the one before.
+        Every rank is through the record before: it took part in this one's backward. Of that one a rank has nothing
+        where it could not stage it, and begins a generation with the next; then the job goes back to the one before.
         """
         if self.newest is None or not self.before:
             return

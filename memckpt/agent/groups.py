@@ -77,11 +77,10 @@ class Groups:
             self._add(hello.unit, self._names[hello.unit])
 
     def adopt(self, ranks: RankGroup) -> Group:
-        """Have a group for ranks of the run's last attempt that were on another node.
+        """Have a group for ranks of the last attempt that were elsewhere; what is fetched of them is written from here.
 
-        What is fetched of them is written from here as parts of that attempt, for other ranks to go on from. Their
-        name is not the node's, which its own unit may have. Trainers of the same ranks get theirs in :meth:`configure`.
-        Raises AgentError where no trainers of the run's last attempt were here.
+        Trainers of the same ranks name it anew in :meth:`configure`. Raises AgentError: no trainer of that attempt was
+        here.
         """
         last = max((one.saver for one in self), key=lambda saver: saver.attempt_number, default=None)
         if last is None or not last.attempt_number:
@@ -138,7 +137,6 @@ class Groups:
             self._all[ranks].saver.configure(message, run_dir, self._names[ranks])
 
     def discard(self, attempt: Attempt) -> None:
-        """Drop what is held."""
         units = attempt.units
         for group in self:
             group.discard()
@@ -243,10 +241,7 @@ class Groups:
                 yield one.saver, one.held if record is None else one.generations.standing_still()[record], record
 
     def save_to(self, url: str, done: Done, training: bool, ahead: int) -> None:
-        """Export the newest record to an empty store; `done` is called once, with the result.
-
-        `training`: a trainer runs, and goes on; `ahead` is then a record that every rank still has time to copy.
-        """
+        """Export the newest record to an empty store; `done` gets the result. `ahead`: one that `training` can copy."""
         held = [(one, one.held) for one in self if one.held is not None and one.held.complete]
         if not held:
             done(SaveFailed(0, "nothing is held in memory"))

@@ -13,10 +13,7 @@ _ORPHAN_SECONDS = 120.0
 
 
 class Lifetime:
-    """Belongs to the agent's event loop.
-
-    `linger_seconds` is how long the agent holds the state with no trainer; an attempt may bring its own.
-    """
+    """Belongs to the agent's event loop. `linger_seconds`: time for which state is held without a trainer."""
 
     def __init__(
         self,
@@ -47,11 +44,9 @@ class Lifetime:
     # What happens
 
     def trainer_came(self) -> None:
-        """Note that a trainer is here, or waits until others are dead."""
         self.idle_since = None
 
     def trainers_left(self) -> None:
-        """Note that the last trainer has gone."""
         self.idle_since = self._clock()
 
     def begin_attempt(self, first: bool) -> None:
@@ -63,11 +58,7 @@ class Lifetime:
         self._saved_alone = False
 
     def end_when_saved(self, reason: str, finishing: bool = False, ordered: bool = False) -> None:
-        """End as soon as what is held is in storage.
-
-        `finishing`: training has finished: then that may take any time. `ordered`: the end comes with the grace period,
-        whether training finishes meanwhile or not.
-        """
+        """End once what is held is in storage: at any time if training is `finishing`, else within grace."""
         self._ordered = self._ordered or ordered
         self._over_when_saved, self.finishing = reason, finishing and not self._ordered
         self._save(as_checkpoint=finishing)
@@ -83,7 +74,6 @@ class Lifetime:
     # The clock
 
     def look_at_clock(self) -> None:
-        """Do what is due."""
         if self.idle_since is not None:
             self._groups.save_asked()
         if self._must_save and self._clock() >= self._groups.save_at(self.idle_since or 0.0):

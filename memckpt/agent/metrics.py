@@ -1,7 +1,6 @@
 """The metrics of an agent for Prometheus: what they are, and how they are shown.
 
-The event loop measures. prometheus-client, in a thread, serves metrics and writes them to a file: looking up names and
-writing may take long. Each scrape asks the event loop, and so says that the loop lives.
+The event loop measures at each scrape. A thread of prometheus-client serves and writes: that may take long.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ def _counter(name: str, text: str, value: float | Mapping[str, float], by: str =
 
 
 def measure(status: Status, observer: Observer) -> list[Measured]:
-    """Measure all that is known now; runs in the agent's event loop.
-
-    Moments are times (seconds since 1970), and not ages: an age in a file would be out of date.
-    """
+    """Measure all that is known now, in the event loop. Moments are times since 1970: ages in a file grow old."""
     return [one for one in _measure(status, observer, time.time()) if one.samples]
 
 
@@ -199,10 +195,7 @@ class Collector:
 
 
 class Exporter:
-    """Owns a thread, its server and its files; :meth:`close` it.
-
-    `predecessor` has been told to stop, and may have the same port and files. The others: as for :class:`Collector`.
-    """
+    """Owns a thread, its server and its files; :meth:`close` it. `predecessor` may have the same port and files."""
 
     def __init__(
         self,
@@ -227,7 +220,6 @@ class Exporter:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was told to stop."""
         return self._stop.is_set()
 
     @property
@@ -236,11 +228,10 @@ class Exporter:
         return "; ".join(dict(self._states).values()) or "about to be shown"
 
     def stop(self) -> None:
-        """Have the thread show no metrics any more, and remove the files; it needs half a second. Idempotent."""
+        """Have the thread end within half a second, and remove the files. Idempotent."""
         self._stop.set()
 
     def close(self) -> None:
-        """Stop, and wait for it. Idempotent."""
         self.stop()
         self._thread.join(_END_SECONDS)
 
@@ -334,10 +325,7 @@ class Exporter:
 
 
 class Metrics:
-    """Shows the agent's metrics where it is told to; belongs to the event loop. Owns an exporter; :meth:`close` it.
-
-    `fixed`: where they are shown, whatever :meth:`configure` says; None: where that says.
-    """
+    """Shows the agent's metrics. Owns an exporter. `fixed`: where, whatever trainers say; None: where they say."""
 
     def __init__(
         self, address: AgentAddress, fixed: MetricsSettings | None, post: Post, take: Callable[[], list[Measured]]
@@ -365,7 +353,6 @@ class Metrics:
             self._exporter = Exporter(settings, self._address, self._post, self._take, former)
 
     def close(self) -> None:
-        """Show them nowhere. Idempotent."""
         if self._exporter is not None:
             self._exporter.close()
         self._exporter = None

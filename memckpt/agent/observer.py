@@ -1,7 +1,4 @@
-"""What happens to a run, told to its journal: from messages as they pass, and from a look at the status each second.
-
-So no other part of the agent has to think of the journal, nor of the figures of training.
-"""
+"""What happens to a run, told to its journal: from messages as they pass, and from the status each second."""
 
 from __future__ import annotations
 
@@ -76,10 +73,7 @@ class Figures:
 
 
 class Observer:
-    """Belongs to the agent's event loop. Owns the journal; :meth:`close` it.
-
-    `by_operator` is as for the agent; `status` makes its status; `clock` is monotonic, in seconds.
-    """
+    """Belongs to the agent's event loop. Owns the journal. `status` makes the agent's status."""
 
     def __init__(
         self,
@@ -129,10 +123,7 @@ class Observer:
             figures.advice = event if event.line else None
 
     def _note_now_and_then(self, seldom: Seldom, event: journal.AnyEvent) -> None:
-        """Count an event of a generation, and add it to the journal now and then.
-
-        A script that changes weights has a generation at each step; all of them would fill the bounded journal.
-        """
+        """Count an event of a generation, and note it seldom: a script that changes weights has one at each step."""
         if seldom.count() is None:
             self.figures.events[journal.name_of(event)] += 1
         else:
@@ -155,7 +146,6 @@ class Observer:
         self.note_event(journal.AgentStarted(os.getpid(), self._by_operator, replaces))
 
     def close(self, reason: str) -> None:
-        """Note that the agent ends."""
         self.note_event(journal.AgentLeft(reason))
         self.journal.close()
 
@@ -191,7 +181,6 @@ class Observer:
                     self.note_event(journal.Finished(self._status().step))
 
     def told(self, ranks: RankGroup, message: AgentToTrainer) -> None:
-        """Note what the trainers of these ranks are told."""
         match message:
             case Saved():
                 self.figures.stored_bytes += message.nbytes
@@ -352,7 +341,6 @@ class Tier:
 
     @property
     def reason(self) -> str:
-        """Why it is degraded; empty if it is not."""
         return self._reason or ""
 
     def restart(self) -> None:
@@ -407,13 +395,11 @@ class Stalls:
         self._note_at = 0.0
 
     def add(self, step: int, stall_ms: float) -> None:
-        """A step has waited."""
         if stall_ms >= _STALL_MS:
             self._step, self._longest_ms = step, max(stall_ms, self._longest_ms)
             self._count += 1
 
     def note_stalls(self) -> None:
-        """Note what has come together."""
         now = self._clock()
         if self._count and now >= self._note_at:
             self._note(journal.Stalled(self._step, round(self._longest_ms, 1), self._count))

@@ -1,7 +1,6 @@
 """The agent: one process per node and run that outlives trainers and holds base and log.
 
-One thread runs the event loop and owns everything here; in eager mode the replica's redo thread sits beside it and
-reaches the loop only through :meth:`Agent.notify`.
+One thread runs its event loop and owns everything here; redo threads reach it through :meth:`Agent.notify` only.
 """
 
 from __future__ import annotations
@@ -53,13 +52,8 @@ _SAVE_AHEAD = 4
 class Agent:
     """Serves one run on one node until it is told to leave.
 
-    Args:
-        address: where it listens.
-        linger_seconds: how long it holds the state with no trainer.
-        by_operator: started by a person or a supervisor, beside the job: then it waits for the first trainer as long
-            as that takes, and keeps its own linger time whatever the trainers' configuration says.
-        stopping: called once, right before it stops to answer.
-        metrics: where its metrics are shown, whatever the trainers' configuration says; None: where that says.
+    `by_operator`: it was started beside the job: it waits for the first trainer, and keeps its own `linger_seconds`.
+    `stopping` is called right before it stops to answer. `metrics`: where they are shown, whatever trainers say.
     """
 
     def __init__(
@@ -98,7 +92,6 @@ class Agent:
         received: Callable[[WriterToAgent], None],
         ended: Callable[[str], None],
     ) -> WriterProcess:
-        """Start a process that writes."""
         return WriterProcess(f"memckpt.agent.saving.writer.{kind}_writer", self._loop, received, ended)
 
     # Life
@@ -197,7 +190,6 @@ class Agent:
 
     @property
     def _trainers(self) -> Iterator[Connection]:
-        """Those of the attempt."""
         return self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else "")
 
     def _read_commits(self) -> None:
@@ -340,10 +332,7 @@ class Agent:
     def _handle_trainer(
         self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent
     ) -> None:
-        """Do what a trainer of the attempt asks for.
-
-        AgentError says that it breaks the protocol; another MemckptError is told to the trainer, which goes on.
-        """
+        """Do what a trainer asks for. AgentError: it breaks the protocol. It goes on after other MemckptErrors."""
         group = self._groups[trainer.unit]
         match message:
             case said.Prepare():
@@ -474,10 +463,9 @@ def serve(
     stopping: Callable[[], None] = lambda: None,
     metrics: MetricsSettings | None = None,
 ) -> None:
-    """Run an :class:`Agent` in this process's main thread until it is told to leave; `ready` is called once it answers.
+    """Run an :class:`Agent` until it is told to leave; `ready` is called once it answers. Raises RunBusyError.
 
-    Raises RunBusyError where another agent serves this run on this node. One that runs by operator takes over from one
-    that living trainers have started.
+    By operator it takes over from one that living trainers have started.
     """
     raise_limit()
     agent = Agent(address, linger_seconds, by_operator, stopping, metrics)

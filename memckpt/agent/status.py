@@ -26,10 +26,7 @@ def describe(
     metrics: str,
     audit: AuditStatus | None,
 ) -> Status:
-    """Describe an agent: of several groups, in the order of their ranks, the least that is true of all.
-
-    `trainers` are the living ones of the attempt; `metrics` says where metrics are shown, or why not.
-    """
+    """Describe an agent and its living trainers: of several groups the least that is true of all."""
     figures = observer.figures
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]

@@ -1,8 +1,7 @@
 """The events of a run: the typed schema of its journal. Torch-free.
 
-A line of the journal is one JSON object. It has the fields of :class:`Envelope`, the field ``event`` with the event's
-name, and the fields of that event's class. A reader ignores fields that it does not know, and shows events that it does
-not know as they are (:class:`Unknown`), so both may be added without a new schema.
+A line of the journal is one JSON object: the fields of :class:`Envelope`, ``event`` with the event's name, and its
+fields. A reader ignores unknown fields and shows unknown events as they are, so both may be added.
 """
 
 from __future__ import annotations
@@ -300,7 +299,6 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def name_of(event: AnyEvent | Unknown) -> str:
-    """The event's name in the journal."""
     return event.name if isinstance(event, Unknown) else str(event.__struct_config__.tag)
 
 

@@ -1,6 +1,6 @@
-"""The journal of a run on a node: JSON lines in the run directory, bounded, written by a thread of its own.
+"""The journal of a run on a node: JSON lines in the run directory, bounded, written by a thread.
 
-Where the disk hangs or is full, events are lost and counted. The files are not synced: a crash may take the last lines.
+Where the disk hangs or is full, events are lost and counted. The files are not synced.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def files_of(run_dir: Path, node: str | None = None) -> dict[str, list[Path]]:
 
 
 class Journal:
-    """Owns a thread and a descriptor of the run directory, which may be moved; :meth:`close` it.
-
-    `file_bytes` is the size at which a file is rotated; `clock` gives seconds since 1970.
-    """
+    """Owns a thread and a descriptor of the run directory, which may be moved; rotates at `file_bytes`."""
 
     def __init__(
         self, run_dir: Path, node: str, file_bytes: int = FILE_BYTES, clock: Callable[[], float] = time.time
@@ -154,10 +151,7 @@ class Journal:
             self.problem = ""
 
     def _append(self, data: bytes) -> None:
-        """Append whole lines to the file, which is opened each time: others rotate and delete it, too.
-
-        After an OSError a part may be written; the next call ends the torn line.
-        """
+        """Append whole lines to the file, opened each time: others rotate and delete it. A torn line is ended first."""
         if self._directory < 0:
             self._directory = os.open(self._run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         file = self._open()

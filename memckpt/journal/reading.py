@@ -110,10 +110,7 @@ class _File:
 
 
 class Follower:
-    """Reads the journals of a run from their beginning, and then what comes. :meth:`close` it.
-
-    A file that is rotated twice between two polls is missed.
-    """
+    """Reads the journals of a run from their beginning, then what comes; a file rotated twice in between is missed."""
 
     def __init__(self, run_dir: Path, node: str | None = None) -> None:
         self._run_dir = run_dir

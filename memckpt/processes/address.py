@@ -1,12 +1,8 @@
 """Address of a run's agent on a node: a file in the run directory that names its sockets, and a lock for its start.
 
-The file is the only source. A later trainer may have another environment than the one that started the agent, and
-directories such as XDG_RUNTIME_DIR go when the user logs out. The file also names its directory: in a copy of that
-directory it names an agent of another run.
-
-No path leads to the sockets, so none can be removed: one has a name in the abstract namespace, which belongs to the
-network namespace; the other is reached from other network namespaces, through a descriptor of the agent in ``/proc``.
-Both go with the agent.
+The file is the only source: a trainer may have another environment than the agent's starter. In a copy of the directory
+it names another run's agent. One socket has a name in the abstract namespace; the other is reached from other network
+namespaces, through a descriptor in ``/proc``. No path leads to them, and both go with the agent.
 """
 
 from __future__ import annotations
@@ -174,9 +170,9 @@ class AgentAddress:
     # The agent's side
 
     def listen(self) -> Listener:
-        """Make the run directory name this process; returns its sockets. Raises AgentError: the file cannot be written.
+        """Have the run directory name this process; returns its sockets. Raises AgentError: it cannot be written.
 
-        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets.
+        The caller holds :meth:`starting`, and has seen that no other agent answers.
         """
         listener = Listener(self.run_dir)
         written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
@@ -231,11 +227,9 @@ class AgentAddress:
 
     @contextlib.contextmanager
     def starting(self, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-        """Hold the lock for starting an agent: one starter at a time, and none while an agent withdraws.
+        """Hold the lock for starting an agent, a name in the abstract namespace that goes with its holder.
 
-        The lock is a name in the abstract namespace. It goes with its holder, needs no file system with locks, and
-        belongs to this node, which may share the run directory with others. Raises AgentError: another process has held
-        it for more than `seconds`.
+        Raises AgentError: another process has held it for more than `seconds`.
         """
         text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
         name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
@@ -278,10 +272,9 @@ class AgentAddress:
     # For trainers and commands
 
     def connect(self) -> socket.socket | None:
-        """A connection to the agent; None if there is none, or it serves another directory, of which this is a copy.
+        """A connection to the agent; None: there is none, or it serves a directory of which this is a copy.
 
-        Raises AgentGoneError: it accepts no connections: it is stopped, or overloaded. Raises AgentError: it is alive
-        and cannot be reached from here, or belongs to another user.
+        Raises AgentGoneError: it accepts none. AgentError: it cannot be reached from here, or is another user's.
         """
         refused: ServingAgent | None = None
         while True:
@@ -407,7 +400,6 @@ class Listener:
         return Path(now) if same else None
 
     def close(self) -> None:
-        """Close sockets and descriptors. Idempotent."""
         for listening in self.sockets:
             listening.close()
         for fd in (self._descriptor, self._directory):

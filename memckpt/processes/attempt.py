@@ -1,8 +1,6 @@
 """Attempts and their fencing: making sure that what an earlier attempt left behind can write no more.
 
-Launchers leave orphans, and an orphan's mapping stays writable whatever happens to its socket. So a new attempt first
-makes sure that the old one is dead, process by process. It then reads what the old ones had sent, and only then what is
-held.
+An orphan's mapping stays writable whatever happens to its socket, so each process has to be dead.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ class Attempt:
 
     @property
     def all_connected(self) -> bool:
-        """Whether all ranks of this node have a connection now."""
         return all(self.is_here(rank) for rank in self.local_ranks)
 
     @property
@@ -91,9 +88,8 @@ class Attempt:
     def fence(self, newcomer: Hello, newcomer_pid: int) -> list[TrainerHandle]:
         """Make sure that no trainer of this attempt lives on; returns those whose end has to be waited for.
 
-        They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer as
-        a later restart. One that is dying already, and has perhaps closed its connection, is waited for. Raises
-        RunBusyError: a living trainer that another launcher still runs holds the run; the message has its pid.
+        Living ones are killed if their launcher is gone, or has started the newcomer as a later restart. Raises
+        RunBusyError: another launcher still runs one.
         """
         here = [
             trainer

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Pauses: none after `at_once` deaths in a row, then `first` seconds, twice as long each time, up to `longest`.
+    """Pauses: none after `at_once` deaths in a row, then `first` seconds, doubled each time, up to `longest`.
 
-    A failure is a death here. After a life of `steady` seconds it does not count. Pauses never give up: training that
-    waits for a process would hang for ever. A caller that gives up has a deadline.
+    A life of `steady` seconds is no failure. Pauses never end by themselves: who gives up has a deadline.
     """
 
     def __init__(

@@ -36,11 +36,9 @@ def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
 
 
 def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
-    """Have the agent write its newest step as a checkpoint to an empty store; training continues meanwhile.
+    """Have the agent of rank 0's node write its newest step to an empty store, while training goes on.
 
-    `address`: of the node with rank 0. `url`: of the store; a directory's path must be absolute. While training runs,
-    the next step has to end within `timeout` seconds, too. Raises AgentNotFoundError; AgentGoneError: no answer in
-    time; NothingHeldError: the save failed.
+    Raises AgentNotFoundError; AgentGoneError: no answer in `timeout` seconds; NothingHeldError: the save failed.
     """
     answer = _ask(address, SaveTo(url), timeout)
     if answer is None:
@@ -77,12 +75,10 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
 
 
 def relieve(address: AgentAddress, timeout: float = 10.0) -> None:
-    """Make an agent leave that running trainers have started: it might end with them; the caller's agent does not.
+    """Have an agent that running trainers have started leave: it might end with them.
 
-    It stops answering at once, and writes its state to storage before it ends. The trainers write their state again to
-    the agent that answers then. An agent without trainers is left alone: it holds the state that they resume from.
-
-    Raises AgentError: it still answers after `timeout` seconds.
+    Its trainers write their state to the next one. Without trainers it stays: it holds what they resume from. Raises
+    AgentError: it still answers after `timeout` seconds.
     """
     status = ask_status(address)
     sock = address.connect()

@@ -1,10 +1,7 @@
 """The event loop of a process: descriptors, deadlines by a clock, and calls from other threads.
 
-Deadlines are asked for in each turn, and not kept in timers: their owner computes them from what it knows, so that
-nothing has to be cancelled or set anew when that changes.
-
-asyncio was tried and is as fast. It has no single turns that a test could step through, no work at the end of a turn,
-and no end of the loop by an error. Its transports take neither seqpacket sockets nor descriptors.
+Deadlines are asked for in each turn: nothing has to be cancelled when they change. asyncio has no single turns for
+tests, no work at a turn's end, and no seqpacket sockets with descriptors.
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ class Poller(Protocol):
 
 
 class EventLoop:
-    """Belongs to one thread; only :meth:`post` may be called from others. Owns a pipe that wakes it; :meth:`close` it.
+    """Belongs to one thread, :meth:`post` to all. Owns a pipe that wakes it; :meth:`close` it.
 
-    What a callback raises leaves :meth:`turn`. Sockets that others register with `poller` wake the loop. The caller
-    owns `life`, the page in which the loop shows that it lives; where others look at it, a turn waits for at most
-    `beat_seconds`.
+    What a callback raises leaves :meth:`turn`. The caller owns `life`, the page in which it shows that it lives, every
+    `beat_seconds` at the latest.
     """
 
     def __init__(
@@ -61,7 +57,7 @@ class EventLoop:
     def attend(self, source: HasDescriptor, callback: Callable[[], None], to_write: bool = False) -> None:
         """Call a function whenever there is something to read, or an end; with `to_write` also when there is room.
 
-        A source that is attended to gets the new function. Call :meth:`unregister` before it is closed.
+        A second call changes the function. Call :meth:`unregister` before the source is closed.
         """
         self._attend(source.fileno(), callback, select.POLLIN | (select.POLLOUT if to_write else 0))
 

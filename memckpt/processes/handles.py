@@ -17,11 +17,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
 
 
 def start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 if there is no such process, or only a zombie.
-
-    The main thread of a process that was killed may be a zombie before the others have ended. Until then the process
-    has its descriptors, and its listening sockets take connections: it is there.
-    """
+    """Start of a process in clock ticks since boot; 0: there is none, or only a zombie without other threads."""
     fields = _stat_of(pid)
     if not fields:
         return 0
@@ -117,7 +113,6 @@ class ProcessHandle:
             signal.pidfd_send_signal(self.fd, signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         if self.alive():
             signal.pidfd_send_signal(self.fd, signal.SIGTERM)
 

@@ -44,10 +44,7 @@ Out = TypeVar("Out")
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block SIGINT and SIGTERM for a process started inside the block until it ignores them.
-
-    Schedulers signal every process of a job at once, and the first signal makes the agent start a helper.
-    """
+    """Block SIGINT and SIGTERM for a process started inside the block: schedulers signal all of a job."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -58,13 +55,10 @@ def _signals_held_back() -> Iterator[None]:
 class HelperProcess(Generic[In, Out]):
     """Owns the process and the connection to it; :meth:`close` ends both, as far as the kernel permits.
 
-    The agent never blocks on it: messages that it does not take at once are queued. It runs `module`, whose main
-    function is :func:`run_helper`. Raises AgentError: it cannot be started.
-
-    `loop`: the agent's, which reads the answers; the process may watch its page. `received`: called with each answer;
-    an AgentError from it means that the process cannot be trusted. `ended`: called with the reason once the process is
-    gone, or cannot be trusted. `liveness_seconds`: after so long without a sign of life it counts as standing still;
-    None: not watched.
+    The agent never blocks on it: messages are queued. It runs `module`, whose main function is :func:`run_helper`.
+    `received` gets answers; its AgentError means that the process cannot be trusted. `ended` gets the reason of its
+    end. `liveness_seconds`: it stands still after so long without a sign of life; None: not watched. Raises AgentError:
+    it cannot be started.
     """
 
     def __init__(
@@ -197,11 +191,11 @@ class HelperProcess(Generic[In, Out]):
             os.close(fd)
 
     def ask(self, message: Out, expected: type[T], timeout: float, patience: float | None = None) -> T:
-        """Send a message and wait for its answer; messages that come before it are received as usual.
+        """Send a message and wait for its answer; messages before it are received as usual.
 
-        `timeout`: longest wait for each message of the process, in seconds. `patience`: longest wait in seconds while
-        the process is alive; after `timeout` a warning is logged. Raises AgentGoneError: the process is gone, stands
-        still, or has not answered in time; or an earlier message of it has ended the connection.
+        `timeout`: longest wait in seconds for each message; up to `patience` while the process lives. Raises
+        AgentGoneError: it is gone, stands still, has not answered in time, or an earlier message has ended the
+        connection.
         """
         deadline = time.monotonic() + (patience or _TAKE_SECONDS)
         self.send(message, ())
@@ -238,9 +232,7 @@ class HelperProcess(Generic[In, Out]):
     def close(self, last: Callable[[In], None] | None = None) -> None:
         """Kill it, wait a while for its end, and close the connection. Idempotent.
 
-        It is killed rather than asked to leave: it ignores SIGTERM, which schedulers send to all processes of a job,
-        and may hang in a system call. What is to be finished is asked for before (Halt, Drain); what a writer has not
-        committed does not count. `last` is called with each message that was not received yet.
+        It ignores SIGTERM, and may hang in a system call. `last` gets each message that was not received yet.
         """
         if self._channel.fileno() < 0:
             return

@@ -66,9 +66,7 @@ def make_run_dir(run_dir: Path) -> None:
 def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
     """Start the agent, detached from this process, and wait until it answers; returns its process id.
 
-    If several agents are started at the same time one wins; the others report that, and their starters connect to the
-    winner. The agent belongs to its users, and ends by itself when it has none. Raises AgentError: it did not come up;
-    names its report and its log. Raises ConfigurationError: the run directory cannot be created or written to.
+    Raises AgentError: it did not come up, or another one was faster; ConfigurationError: as :func:`make_run_dir`.
     """
     make_run_dir(address.run_dir)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
@@ -156,28 +154,19 @@ _NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
 def hide_devices() -> None:
-    """Have this process, and those that it starts, open no accelerator; never called in a trainer.
-
-    A context takes up to 0.6 GiB of the first device. A step of torch's Adam opens one, also for tensors on the host.
-    """
+    """Have this process and its children open no accelerator, whose context takes up to 0.6 GiB; not in a trainer."""
     os.environ.update(_NO_DEVICES)
 
 
 def helper_environment() -> dict[str, str]:
-    """This process's environment for an agent and its helpers, which find this package and no accelerator.
-
-    The trainer may run in another directory than it was started in, and its sys.path is not inherited.
-    """
+    """This process's environment for an agent and its helpers, which find this package and no accelerator."""
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **_NO_DEVICES}
 
 
 def user_search_path() -> tuple[str, ...]:
-    """The directories on `sys.path`, in order, without those of Python itself and of installed packages.
-
-    Trainers send it to the processes that redo their steps: a script's directory is on the path of its process only.
-    """
+    """The directories on `sys.path`, without those of Python and installed packages, for processes that redo steps."""
     own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed = [Path(each) for each in (*own, *site.getsitepackages(), site.getusersitepackages())]
     found = []

@@ -1,8 +1,4 @@
-"""A log that never blocks: lines wait in a bounded queue for a thread that writes them.
-
-The log is a file in the run directory, which may be on a network disk that hangs, or a pipe without a reader. A loop
-blocked on it would stop training.
-"""
+"""A log that never blocks, whatever its disk does: lines wait in a bounded queue for a thread that writes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A typed message channel over a Unix seqpacket socket, and the messages of each connection, in each direction.
 
-Each message is one packet: atomic, and it survives its sender. What exceeds the packet limit travels in an anonymous
-memory file whose descriptor goes with the packet. So there is no limit on size.
+Each message is one packet, which survives its sender. What exceeds the packet limit travels in an anonymous memory
+file.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def _body_of(fds: list[int]) -> bytes:
-    """The body of a message that comes in a file, the first of these descriptors, which is taken and closed.
-
-    Raises ValueError: it is no file, or claims more bytes than its sender has memory for. Raises OSError.
-    """
+    """The body of a message in a file, the first descriptor, which is closed. Raises ValueError or OSError."""
     if not fds:
         raise ValueError("its body comes in a file, but there is none")
     fd = fds.pop(0)
@@ -73,10 +70,7 @@ def _body_of(fds: list[int]) -> bytes:
 
 
 class Channel(Generic[In, Out]):
-    """One end of a connection, which receives messages of one union of types, and sends those of another.
-
-    Owns the socket; :meth:`close` it. In a forked child it must not be used.
-    """
+    """One end of a connection, for one union of messages in and one out. Owns the socket; not for forked children."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -85,10 +79,9 @@ class Channel(Generic[In, Out]):
         return self.sock.fileno()
 
     def send(self, message: Out, fds: Sequence[int] = (), timeout: float | None = 30.0) -> None:
-        """Send one message; descriptors are duplicated into the receiver, the caller keeps its own.
+        """Send one message; descriptors are duplicated into the receiver. Blocks while its buffer is full.
 
-        Blocks only while the receiver's buffer is full, at most `timeout` seconds. Raises AgentGoneError: the other end
-        is closed, or took nothing for `timeout` seconds.
+        Raises AgentGoneError: the other end is closed, or took nothing for `timeout` seconds.
         """
         body = encode(message)
         deadline = None if timeout is None else time.monotonic() + timeout

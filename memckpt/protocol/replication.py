@@ -24,10 +24,9 @@ class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """From a trainer to its agent, and from that to its replicator: listen for peers with these keys, or the password.
+    """To the agent, and on to its replicator: listen for peers with these keys, or the password. Answer: Listening.
 
-    Answer: Listening. Sockets of an earlier attempt are closed: who has only its keys is a stranger from now on.
-    A replicator that shows no sign of life for `liveness_seconds` is killed and replaced.
+    Sockets of an earlier attempt are closed. A replicator that shows no life for `liveness_seconds` is replaced.
     """
 
     attempt: str
@@ -55,8 +54,7 @@ class PeerNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerUnit(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks that share a node (by its index) and its shards. `private`: only what is their own has to be sent, as
-    enough other nodes hold the same shards."""
+    """Ranks that share a node (by its index) and its shards. `private`: other nodes hold the rest of it."""
 
     node: int
     ranks: RankGroup
@@ -64,16 +62,10 @@ class PeerUnit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerJob(msgspec.Struct, frozen=True):
-    """Plan of an attempt's replication; the same on all nodes.
+    """Plan of an attempt's replication; the same on all nodes. The first of `nodes` leads.
 
-    Attributes:
-        nodes: in the order of their first ranks; the first one is the leader.
-        data, tolerate: k and m; copies where k is 1.
-        wait: whether training waits for acknowledgements.
-        record: the one behind which the attempt goes on; None: it starts over, or from storage.
-        forget: a person wants it to start over, and nothing that is kept.
-        ack_timeout_seconds: after which training does not wait for a node that acknowledges nothing.
-        every_steps: N: the state after every N-th record is sent in place of records, if it is above 1; None: measured.
+    `data`, `tolerate`: k and m. `wait`: training waits for acknowledgements. `record`: behind which the attempt goes
+    on; None: over, or from storage. `forget`: nothing that is kept is wanted. `every_steps`: N; None: measured.
     """
 
     attempt: str
@@ -103,9 +95,7 @@ class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):
 
 
 class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
-    """Answer to AskPhases, and to the replicator: the page comes along as a descriptor; `position` is the rank's in
-    it.
-    """
+    """Answer to AskPhases, and to the replicator: the page comes along; `position` is the rank's in it."""
 
     position: int = 0
 
@@ -173,10 +163,7 @@ class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """To the replicator: report the layout of a state. Answer: Described.
-
-    `recovery` numbers the recoveries of an agent: when a new one begins, reads of earlier ones are given up.
-    """
+    """To the replicator: report the layout of a state. Answer: Described. A new `recovery` ends earlier reads."""
 
     wanted: WantedState
     recovery: int = 0
@@ -215,14 +202,10 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
 
 
 class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
-    """To the replicator: a generation is complete. Its regions come along: slots, then static and replica if present.
+    """To the replicator: a generation is complete. Regions come along: slots, then static and replica if present.
 
-    Attributes:
-        generation: its name, no two alike; `number` is what its slots are stamped with.
-        records: with what belongs to each: virtual ones and the base.
-        missing, plain: of the replica's state at `base` (eager).
-        history: timelines, oldest first.
-        serve: for readers only: send nothing, hand it out.
+    `generation`: a unique name; `number` stamps its slots. `records`: virtual ones and the base. `missing`, `plain`: of
+    the replica at `base`. `serve`: hand it out to readers, and send nothing.
     """
 
     ranks: RankGroup
@@ -249,26 +232,21 @@ class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
 
 
 class CopyState(msgspec.Struct, frozen=True, tag="copy state"):
-    """From the replicator: have the state after a record, which lies a little ahead, copied for peers.
-
-    Answer: StateCopied or StateNotCopied, for each set of ranks that share their shards.
-    """
+    """From the replicator: have the state after a record a little ahead copied, for StateCopied or StateNotCopied."""
 
     record: int
 
 
 class StateNotCopied(msgspec.Struct, frozen=True, tag="state not copied"):
-    """To the replicator: the state after that record has not been copied, as the order came too late, or something else
-    is being copied."""
+    """To the replicator: that state was not copied: the order came too late, or another copy is being made."""
 
     record: int
 
 
 class StateCopied(msgspec.Struct, frozen=True, tag="state copied"):
-    """To the replicator: the state after a record; its copy comes along, laid out as one for storage, then the static
-    region where there is one.
+    """To the replicator: the state after a record; its copy comes along, then the static region if present.
 
-    `missing`, `plain`: as in RecordMeta, of all optimizer state. `history`: timelines, oldest first.
+    `missing`, `plain`: as in RecordMeta, of all optimizer state.
     """
 
     ranks: RankGroup
@@ -323,10 +301,9 @@ class Fragments(msgspec.Struct, frozen=True, tag="fragments"):
 
 
 class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
-    """From the replicator: memory in which it keeps fragments of a window; its descriptor comes along.
+    """From the replicator: memory for fragments of a window comes along.
 
-    The agent has it until the replicator drops it, and hands it to the next replicator with this very message, before
-    Listen. `window`: what its owner has said of it, encoded. `unit`, `slot`: as in Place.
+    The agent keeps it, and hands it to the next replicator with this message, before Listen. `window`: encoded.
     """
 
     owner: RankGroup
@@ -357,11 +334,10 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 
 
 class WatermarkAdvanced(msgspec.Struct, frozen=True, tag="watermark advanced"):
-    """From the replicator, and to trainers where they wait for it: the watermark has got to `record`.
+    """From the replicator, and to trainers that wait: the watermark has got to `record`.
 
-    `whole`: all nodes are protected: up to the tolerated number of them may be lost. `waits_suspended`: nobody is to
-    wait, since some node has lost all that it had and can begin anew only if training goes on, or stands still for too
-    long; or links do not carry every record.
+    `whole`: the tolerated number of nodes may be lost. `waits_suspended`: no rank is to wait, since a node begins anew
+    or stands still, or links do not carry every record.
     """
 
     record: int
@@ -370,9 +346,7 @@ class WatermarkAdvanced(msgspec.Struct, frozen=True, tag="watermark advanced"):
 
 
 class ReplicatorLost(msgspec.Struct, frozen=True, tag="replicator lost"):
-    """To trainers: their node has no replicator for a while, so that peers get nothing from it; why, and for how
-    long.
-    """
+    """To trainers: their node has no replicator, and peers get nothing from it; why, and for how long."""
 
     reason: str
 

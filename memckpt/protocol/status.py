@@ -20,7 +20,6 @@ class MetricsSettings(msgspec.Struct, frozen=True):
 
     @property
     def on(self) -> bool:
-        """Whether they are shown anywhere."""
         return self.port is not None or self.file is not None
 
 

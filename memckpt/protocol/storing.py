@@ -12,10 +12,7 @@ from memckpt.storage.format import Part
 
 
 class CopyRankPart(msgspec.Struct, frozen=True, tag="copy rank part"):
-    """Order to all local ranks: copy your part of the state after `record` into the region that comes along (lazy).
-
-    `order` is another number in each order of an agent: where the generation changes, two may name the same record.
-    """
+    """Order to all local ranks: copy your part of the state after `record` to this region. `order` is unique."""
 
     record: int
     order: int
@@ -40,21 +37,14 @@ class SaveTo(msgspec.Struct, frozen=True, tag="save to"):
 
 
 class SaveRecord(msgspec.Struct, frozen=True, tag="save record"):
-    """From a trainer at its start: write all that the node holds of one record. Answer: RecordSaved.
-
-    The attempt's ranks hold other shards than those of the last one, so that memory cannot go straight back into them.
-    """
+    """From a trainer at its start, whose ranks hold other shards: write all of a record. Answer: RecordSaved."""
 
     record: int
     url: str
 
 
 class RecordSaved(msgspec.Struct, frozen=True, tag="record saved"):
-    """All that the node holds of a record is in storage; `problem`: why it is not, empty if it is.
-
-    Not Saved: that is told of any checkpoint, and one that a copy in the dead attempt has begun may be of the same
-    record, and of one unit only.
-    """
+    """All that the node holds of a record is in storage; `problem`: why not. Saved is told of any checkpoint."""
 
     record: int
     problem: str = ""
@@ -91,10 +81,10 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
-    """To the writer process: make a checkpoint of what comes along as descriptors.
+    """To the writer process: make a checkpoint of what comes along.
 
-    Source ``"copy"``: the state, then the by-value tensors, and static tensors where present. Source ``"ring"``:
-    the slots and static tensors; the state is redone from `metas`.
+    Source ``"copy"``: the state, the by-value tensors, static ones if present. Source ``"ring"``: slots and static
+    tensors, to be redone from `metas`.
     """
 
     url: str
@@ -164,10 +154,10 @@ class LogRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenLog(msgspec.Struct, frozen=True, tag="log"):
-    """To the process that writes records: take them from the slots whose descriptor comes along.
+    """To the process that writes records: take them from the slots that come along, in batches.
 
     What it has of another timeline or generation is written first. A batch is written when it has `batch_steps` records
-    or `batch_bytes`, or when its oldest record has waited for `batch_seconds`.
+    or `batch_bytes`, or its oldest has waited for `batch_seconds`.
     """
 
     url: str

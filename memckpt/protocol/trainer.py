@@ -1,8 +1,7 @@
 """What trainers and their agent say to each other: typed, validated, no pickle.
 
-A trainer rank's life: Hello -> Inventory; then Prepare or Resume -> Prepared; then Commit after Commit (and
-GenerationCommit where a new generation begins), with Credit and news coming back (`Notice` in
-`session/connection.py`); at the end Goodbye.
+A rank's life: Hello -> Inventory; Prepare or Resume -> Prepared; Commit after Commit (GenerationCommit where a
+generation begins), while Credit and news come (`Notice` in `session/connection.py`); Goodbye.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ class Before(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Answer to Prepare and Resume. Regions come along as descriptors: slots, then static and replica where present.
+    """Answer to Prepare and Resume. Regions come along: slots, then static and replica where present.
 
-    Where the step of `record` can be repeated, an eager replica stands at `before` until ranks commit the next records.
+    Where the step of `record` can be repeated, an eager replica stands at `before` until the next commits.
     """
 
     generation: int
@@ -209,10 +208,7 @@ class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Order to all local ranks: begin a new generation after `record`.
-
-    Ranks that share slots must agree on it: one rank's record says which changes are redone on the gradients of all.
-    """
+    """Order to all local ranks: begin a new generation after `record`, the same one, as they share slots."""
 
     record: int
     reason: str

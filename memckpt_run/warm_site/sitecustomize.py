@@ -1,7 +1,6 @@
-"""Runs in a Python that `memckpt run` starts as the training's, before the script: imports ahead, and waits.
+"""Runs in a Python that `memckpt run` starts as the training's: imports ahead, and waits in here before the script.
 
-Python imports this module at its start, when all but the script is set up. The process stays in here. Each attempt is a
-fork that leaves it, and in which Python goes on to the script by itself, as after any start.
+Each attempt is a fork that leaves this module, and in which Python goes on to the script as after any start.
 """
 
 import importlib

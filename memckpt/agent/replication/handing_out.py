@@ -18,10 +18,7 @@ _log = logging.getLogger("memckpt.agent")
 
 
 def announce(group: Group, held: Generation, name: str, watermark: int) -> SendGeneration:
-    """Description of a generation that is complete, all of which goes to peers.
-
-    A replica whose base is acknowledged may go on at any time: its base is not read from it any more.
-    """
+    """Description of a complete generation, for peers. An acknowledged base is not read from the replica any more."""
     assert held.base is not None
     missing: tuple[tuple[int, int, str], ...] = ()
     plain = b""
@@ -65,10 +62,7 @@ class Standing(NamedTuple):
 
 
 def stand_still(ranks: RankGroup, message: Recover, group: Group | None) -> Standing | str:
-    """Have the state of some ranks of this node stand still, as a recovery wants it; or say why it cannot.
-
-    Raises AgentError where the ranks have no `group` on this node, or it does not reach the record.
-    """
+    """Have ranks' state stand still for a recovery, or say why it cannot. Raises AgentError: it is not on this node."""
     record, behind = message.record, int(message.before)
     if group is None:
         raise AgentError(f"expected ranks {list(ranks)} on this node, to hand them out, found no state of them")
@@ -80,10 +74,7 @@ def stand_still(ranks: RankGroup, message: Recover, group: Group | None) -> Stan
 def hand_out(
     ranks: RankGroup, held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
 ) -> SendGeneration:
-    """Description of a state that stands still, for readers only.
-
-    The replica stands `behind` it by some records (eager), which are handed out as they were staged.
-    """
+    """Description of a state that stands still, for readers; an eager replica stands `behind` it by some records."""
     base = record - behind
     missing: tuple[tuple[int, int, str], ...] = ()
     metas, plain = (b"",) * held.spec.period, b""
@@ -120,7 +111,6 @@ class OwnRecords:
         self._sent: dict[RankGroup, tuple[str, int]] = {}
 
     def clear(self) -> None:
-        """Note that the replicator has nothing."""
         self._sent.clear()
 
     def name(self, job: PeerJob, ranks: RankGroup, what: object) -> str:
@@ -134,10 +124,7 @@ class OwnRecords:
     def due(
         self, group: Group, job: PeerJob, watermark: int
     ) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
-        """Messages with what is whole of a group and was not given to the replicator, each with descriptors.
-
-        They count as given once all were taken.
-        """
+        """Messages with what is whole of a group and not given yet, with descriptors; given once all are taken."""
         held = group.held
         if held is None or not held.complete or held.base is None or held.base <= (job.record or 0):
             return  # nothing, or of an earlier attempt: a new one follows

@@ -59,7 +59,6 @@ class FragmentRooms:
             yield kept.message, kept.fd
 
     def close(self) -> None:
-        """Close all rooms."""
         for kept in list(self._rooms.values()):
             self.drop_room(kept.message)
 
@@ -96,10 +95,7 @@ class Owner(Protocol):
 
 
 class OwnReplicator:
-    """The replicator of a node. Owns the process, and the memory in which it keeps other nodes' fragments.
-
-    The memory outlives the process: the next one goes on with it.
-    """
+    """Owns a node's replicator, and the memory of others' fragments, with which the next one goes on."""
 
     def __init__(self, loop: EventLoop, owner: Owner) -> None:
         self.process: ReplicatorProcess | None = None

@@ -46,10 +46,7 @@ _QUIET_SECONDS = 5.0
 
 
 class Peers:
-    """Belongs to the agent's event loop. Owns the replicator.
-
-    `tell` is called when the watermark has got further, and when there is no replicator, for a while or for good.
-    """
+    """Belongs to the agent's event loop. Owns the replicator. `tell` gets watermarks, and why it is lost."""
 
     def __init__(
         self,
@@ -126,7 +123,6 @@ class Peers:
         self._replicator.fingerprints[rank] = fingerprint
 
     def begin_attempt(self) -> None:
-        """Forget the last attempt, whose trainers are dead."""
         self._give_up_recovery("its attempt is over")
         self._replicator.begin_attempt()
         self._reported = self._job = self.watermark = None
@@ -138,17 +134,11 @@ class Peers:
     # Start of an attempt
 
     def listen(self, message: Listen) -> Listening:
-        """Have the replicator listen; returns where, and what is kept of others' records.
-
-        Raises AgentError where it does not come up.
-        """
+        """Have the replicator listen; returns where, and what it keeps. Raises AgentError: it does not come up."""
         return self._replicator.listen(message)
 
     def join(self, message: Join) -> None:
-        """Take part in the attempt, for which the plan is made.
-
-        Raises PeerError where the replicator is gone, and no other one is where peers look for it.
-        """
+        """Take part in the planned attempt. Raises PeerError: the replicator is not where peers look for it."""
         gone = self._replicator.process is None or self._replicator.told is None
         if message.rejoin and (gone or self._job is not None):
             return
@@ -231,10 +221,7 @@ class Peers:
     # Recovery
 
     def recover(self, message: Recover, done: Callable[[Recovered | RecoveryProgress], None]) -> None:
-        """Fetch what this node is to get, hand out what others are to; `done` gets progress, and at last Recovered.
-
-        Raises PeerError where the replicator is gone for good.
-        """
+        """Fetch and hand out what a recovery wants; `done` gets progress, then Recovered. Raises PeerError."""
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
         self._replicator.check()
@@ -270,7 +257,6 @@ class Peers:
     # What the replicator says, and what becomes of it
 
     def replicator_said(self, message: ReplicatorToAgent) -> None:
-        """Handle a message of the replicator."""
         match message:
             case replication.WatermarkAdvanced():
                 self.watermark, self._newest = message.record, message
@@ -290,7 +276,6 @@ class Peers:
                 raise AgentError(f"unexpected {type(message).__name__} from the replicator")
 
     def replicator_died(self) -> None:
-        """Give up what the replicator was doing."""
         self._give_up_recovery("the replicator is gone")
         self._records.clear()
         if self._job is not None and self._job.wait and self.watermark is not None:
@@ -317,7 +302,7 @@ class Peers:
 
 
 class Recovery:
-    """Fetches the states that this node lacks, all at once; `done` gets Recovered once all are here, or one cannot be.
+    """Fetches states, all at once; `done` gets Recovered once all are here, or one cannot be.
 
     `number` is unique: what the replicator answers to another recovery is ignored. `group` may raise MemckptError.
     """

@@ -1,7 +1,6 @@
-"""Checkpoints on their way from memory to storage: copied, described, written, told; and what storage has of them.
+"""Checkpoints on their way from memory to storage: copied, described, written, told.
 
-While training runs, a checkpoint begins with a copy of the state (:mod:`memckpt.agent.saving.state_copies`), which is
-the most that it costs trainers. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
+While training runs, one begins with a copy of the state. When no trainer runs, replica or ring stand still instead.
 """
 
 from __future__ import annotations
@@ -226,7 +225,6 @@ class Checkpoints:
                     self._host.checkpoint_failed()
 
     def _saved(self, message: storing.Saved) -> None:
-        """Note a checkpoint that is there, and tell trainers."""
         if message.untidy and (self.last is None or not self.last.untidy):
             _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
         self.last, self.alarm, self._missing = message, "", None

@@ -31,10 +31,7 @@ _UNKNOWN = Configure(linger_seconds=0.0)
 
 @dataclass(frozen=True)
 class JobMaker:
-    """Describes what the writer process is to write in an attempt.
-
-    `node` is the name of this node's parts; no other part of the checkpoint may have it.
-    """
+    """Describes what the writer is to write in an attempt. `node`: name that no other part of a checkpoint has."""
 
     node: str
     settings: Configure = _UNKNOWN
@@ -48,10 +45,10 @@ class JobMaker:
         return Job(save, _with_static(generation, [region, region]), region)
 
     def of_held(self, generation: Generation, record: int, url: str, *, last: bool = False) -> Job:
-        """The state after `record`, while no trainer changes the replica or the ring that hold it.
+        """The state after `record`, while no trainer changes what holds it. Raises MemckptError: redo has failed.
 
-        A node without the parameters writes what is private to its ranks, from the ring. `last`: training has ended, so
-        that no resume repeats the record's step from the state before it. Raises MemckptError where redo has failed.
+        A node without the parameters writes its ranks' own part, from the ring. `last`: no resume repeats the record's
+        step.
         """
         replica = generation.replica
         if replica is None or not generation.spec.full:
@@ -73,10 +70,7 @@ class JobMaker:
         return Job(save, _with_static(generation, [generation.regions.replica, generation.regions.slots]))
 
     def _of_copy_ahead(self, generation: Generation, record: int, url: str, region: Region) -> Job:
-        """A copy of the replica that is taken on to `record`; the replica stays behind.
-
-        A copy of all that is held blocks the agent while no trainer runs.
-        """
+        """A copy of the replica, redone up to `record`. It blocks the agent, while no trainer runs."""
         assert generation.replica is not None
         try:
             missing, plain = generation.replica.copy_ahead(record, region)
@@ -141,17 +135,13 @@ _LOOK_LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """One part of a checkpoint, to be written: a message to the writer process, and memory whose descriptors go along.
-
-    `own` is the region that is only there for this job, and is closed with it; None: the job reads what is held.
-    """
+    """One part of a checkpoint: a message to the writer, and memory. `own` is closed with it, if any."""
 
     save: Save
     regions: list[Region]
     own: Region | None = None
 
     def close(self) -> None:
-        """Close the region that it owns, if any."""
         if self.own is not None:
             self.own.close()
 
@@ -209,10 +199,7 @@ class WriterJobs:
             _log.info("the writer process is started later: %s", error)
 
     async def write(self, job: Job, asker: Run | Export, limit: Callable[[], float]) -> Saved | SaveFailed | None:
-        """Have a job written and committed once the writer is done with what it has; returns its answer.
-
-        None: the job was given up, since the memory that it reads is about to change.
-        """
+        """Have a job written; returns the writer's answer, or None: its memory is about to change."""
         queued = _Queued(job, asker, limit, Answer())
         self._waiting.append(queued)
         self._begin_job()

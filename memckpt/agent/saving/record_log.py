@@ -1,7 +1,6 @@
 """Records that go to storage between checkpoints; another process copies and writes them.
 
-Records that it has not taken by the time their slots are filled anew are a hole. Behind a hole the log goes on, and a
-checkpoint is due.
+Records whose slots are filled anew before that are a hole: a checkpoint is due, and the log goes on behind it.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ def room_to_log(layout: Layout, asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Records `first` to `last`, collected without a hole.
-
-    `checkpoint`: the newest in storage of the records ``first - 1`` to `last`, and its timeline; without one the
-    stretch is of no use yet.
-    """
+    """Records `first` to `last` without a hole. `checkpoint`: the newest of ``first - 1`` to `last`, if any."""
 
     first: int
     last: int
@@ -61,10 +56,7 @@ class _Waiting:
 
 
 class RecordLog:
-    """The log of one run on one node. Belongs to the agent's event loop, and never waits.
-
-    `node` is the name of this node's parts; `broken` is called when a hole follows records that storage can produce.
-    """
+    """The log of one run on one node, which never waits. `broken`: called for a hole behind records of use."""
 
     def __init__(self, node: str, open_writer: Callable[[], WriterProcess], broken: Callable[[], None]) -> None:
         self._node = node
@@ -158,7 +150,6 @@ class RecordLog:
         return self.reaches(record) and self.written is not None and self.written[0] >= record
 
     def checkpoint_saved(self, record: int) -> None:
-        """Note a checkpoint of this attempt in storage."""
         stretch = self._stretch
         if stretch is not None and self._timeline is not None and stretch.first - 1 <= record <= stretch.last:
             self._stretch = _Stretch(stretch.first, stretch.last, (record, self._timeline))
@@ -295,10 +286,7 @@ class RecordLog:
         return self._busy_since is not None or (self._flush and self._generation is not None)
 
     def deadline(self, preempted_until: float) -> float | None:
-        """Time by which the process has to be done (monotonic clock); None while it is idle.
-
-        `preempted_until` is the end of a grace period, in the past where none runs.
-        """
+        """Time by which the process has to be done, a running grace period's end at the latest; None: it is idle."""
         if self._busy_since is None:
             return None
         limit = self._busy_since + self._timeout_seconds

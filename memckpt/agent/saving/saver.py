@@ -1,8 +1,4 @@
-"""The agent's decisions about storage: what goes there, and when. Other processes write.
-
-A checkpoint's way to storage is in :mod:`memckpt.agent.saving.checkpoints`. In log mode the records between
-checkpoints are written, too (:mod:`memckpt.agent.saving.record_log`).
-"""
+"""The agent's decisions about storage: what goes there, and when. Other processes write."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ _HURRIED_SECONDS = 4.0
 
 
 class Saver:
-    """Belongs to the agent's event loop. It waits for a replica that has to stand still, and for nothing else.
-
-    Its parts of a checkpoint have the node's name, or another one where other groups of the node have theirs.
-    """
+    """Belongs to the agent's event loop, and waits only for a replica that has to stand still."""
 
     def __init__(self, name: str, ranks: RankGroup, host: Host, siblings: Siblings) -> None:
         self._ranks, self._host = ranks, host
@@ -97,10 +90,7 @@ class Saver:
         return self._checkpoints.alarm
 
     def preempt(self, ending: bool = False) -> bool:
-        """Save at once, within the grace period: a trainer got SIGTERM, or with `ending` the agent.
-
-        Returns False where nothing is to be written.
-        """
+        """Save within the grace period: a trainer or (`ending`) the agent got SIGTERM. False: nothing is written."""
         config = self._checkpoints.config
         if config is None:
             return False
@@ -172,10 +162,10 @@ class Saver:
     # When no trainer runs
 
     def save_held(self, generation: Generation, as_checkpoint: bool, record: int | None = None) -> None:
-        """Write the newest record that stands still in memory, unless it is there, or on its way, already.
+        """Write the newest record that stands still, unless storage has it or is getting it.
 
-        `as_checkpoint`: write it as a whole, though the log could do with a few records: training has ended. `record`:
-        the one that all ranks of the job have, where that is known; a later one is not written.
+        `as_checkpoint`: as a whole, though the log could do with a few records. `record`: that all ranks of the job
+        have.
         """
         checkpoints, spec = self._checkpoints, generation.spec
         if checkpoints.config is None or checkpoints.timeline is None:
@@ -232,10 +222,7 @@ class Saver:
             carry_on(checkpoints.save_standing(Export(url, done), generation, record))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
-        """Export the newest record, or the one that other groups write, to an empty store; `done` is called once.
-
-        `training`: a trainer runs, and goes on beside it.
-        """
+        """Export the newest record, or the one that other groups write, to an empty store; `done` gets the result."""
         if self._checkpoints.asked:
             done(SaveFailed(0, "another export of this state is still being written; try again when it is there"))
         else:

@@ -1,8 +1,7 @@
 """Times and records of checkpoints; steps that may be lost until one is there.
 
-Ranks that hold other shards, or that run on other nodes, are saved apart, after the same record. Where steps decide,
-that is so by itself. Else the saver of the first rank chooses: savers on its own node are told, and the agents of other
-nodes look in the storage, where the record is announced long before.
+Groups and nodes are saved apart, after the same record. Where steps decide, that is so by itself. Else the first rank's
+saver chooses, tells those of its node, and announces the record in the storage long before.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ _BAND, _LARGEST_STEP, _LOOKS = 1.25, 4.0, 2
 
 
 class Follower:
-    """A `value` (None before the first look) that follows a noisy target in steps.
-
-    It moves where the target has been more than 25% above it, or below it, in two looks in a row; then to the target,
-    by a factor of four at most. Targets within 25% of each other move it in one direction only, and then no more.
-    """
+    """A `value` that follows a noisy target: more than 25% off in two looks, it moves, by a factor of four at most."""
 
     def __init__(self, value: float | None = None) -> None:
         self.value = value
@@ -66,10 +61,9 @@ class Follower:
 def checkpoint_interval(
     cost_seconds: float, failures_per_second: float, repeated_share: float, least_seconds: float
 ) -> float:
-    """Best time from one checkpoint to the next, in seconds, but not below the least that the budget allows.
+    """Best seconds between checkpoints, sqrt(2 x cost x MTTF) of Young (1974), not below the least.
 
-    Source: Young (1974), sqrt(2 x cost x MTTF). `repeated_share` is what a lost second of training costs, in seconds,
-    above 0: all of it where steps are trained again, their redo where records between checkpoints are logged.
+    `repeated_share`: cost of a lost second in seconds; 1 where steps are trained again, less where records are logged.
     """
     mttf_seconds = 1 / (failures_per_second * repeated_share)
     return min(_LONGEST_SECONDS, max(least_seconds, math.sqrt(2 * cost_seconds * mttf_seconds)))
@@ -106,11 +100,9 @@ class Pace:
 
 
 class Schedule:
-    """The schedule of a run's checkpoints.
+    """The schedule of a run's checkpoints. `announce` tells savers here, with True other nodes, which record is next.
 
-    `announce` tells savers on the same node that a checkpoint is taken after a record; with True, other nodes, too.
-    `look` asks what other nodes have announced; the answer goes to :meth:`announced`. `decided` gets each change of the
-    interval that measurements have made.
+    `look` asks what was announced, for :meth:`announced`. `decided` gets each change of the interval.
     """
 
     def __init__(
@@ -158,10 +150,7 @@ class Schedule:
         self._observed, self._tuned = None, Follower()
 
     def preempt(self, grace_seconds: float, ending: bool = False) -> None:
-        """Want a checkpoint at once, and have it written in this time: the machine may then be gone.
-
-        `ending`: the agent ends with this grace period, which another one does not make longer.
-        """
+        """Want a checkpoint written within a grace period; if the agent is `ending`, another one makes it no longer."""
         if not self._ending:
             self.preempted_until = time.monotonic() + grace_seconds
         self._ending = self._ending or ending
@@ -237,10 +226,9 @@ class Schedule:
         return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
 
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
-        """The record after which to copy the state, so that every rank learns of it in time; None: not now.
+        """Record after which to copy the state, which lies `lead` records ahead for every rank to hear; None: not now.
 
-        `lead`: records that an order must be ahead. `unbased`: a log is kept that is of no use without a checkpoint, or
-        has no room.
+        `unbased`: a log is kept that is of no use without a checkpoint, or has no room.
         """
         config = self._config
         if config is None or (time.monotonic() < self._not_before and not self.preempted):

@@ -1,7 +1,4 @@
-"""Copies of the whole state in memory, made while training runs; who asks for them, and awaits them.
-
-The redo thread copies the replica between two records (eager), or the trainers copy their own state at a commit (lazy).
-"""
+"""Copies of the whole state, made while training runs by the redo thread (eager) or by trainers at a commit (lazy)."""
 
 from __future__ import annotations
 
@@ -113,10 +110,7 @@ class _Order:
 
 
 class StateCopies:
-    """Has one made at a time.
-
-    `order` sends a message, with a descriptor, to all trainers; `hurried` gets the new :attr:`lead` when one was late.
-    """
+    """Has one copy made at a time. `order` tells all trainers; `hurried` gets the :attr:`lead` after a late one."""
 
     def __init__(
         self, order: Callable[[AgentToTrainer, int], None], hurried: Callable[[int], None] = lambda lead: None
@@ -133,10 +127,9 @@ class StateCopies:
         return self._current.asker if self._current is not None else None
 
     async def copy_state(self, asker: Asker, generation: Generation, record: int) -> StateCopy | SaveFailed | None:
-        """Have the state after `record` copied, which lies ahead; the caller owns the copy's region.
+        """Have the state after `record` copied; the caller owns its region. None: too late, a later record may do.
 
-        None: the order was too late, or its trainers have gone; a later record may do. Raises MemoryBudgetError,
-        OSError or RuntimeError where there is no memory for a copy.
+        Raises MemoryBudgetError, OSError or RuntimeError: there is no memory for it.
         """
         order = self._order_copy(asker, generation, record)
         copy = await order.answer if order is not None else None
@@ -168,10 +161,7 @@ class StateCopies:
         return self._current
 
     def add_part(self, rank: int, message: RankPartCopied) -> None:
-        """Add a trainer's part. It has none where the order came too late, or its layout has changed.
-
-        The answer to a dropped order is none to a later one, whose region it has not filled.
-        """
+        """Add a trainer's part, unless its order has been dropped."""
         order = self._current
         if order is None or message.order != order.number:
             return

@@ -1,7 +1,6 @@
 """A record as the bytes that are cut into fragments: what lies in its slot, and behind that what belongs to it.
 
-Bytes that lie in shared memory are never copied as a whole: stripes look at them, and only one that spans several
-places is put together.
+Shared memory is not copied: stripes look at it, and only one that spans several places is put together.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordTail(msgspec.Struct, frozen=True, array_like=True):
-    """What belongs to a record beside the bytes of its slot.
+    """What belongs to a record beside the bytes of its slot: scalars, states, and where its bytes belong.
 
-    `meta`: its scalars (RecordMeta), encoded; empty where only private bytes are sent. `rank_states`: of the owner's
-    ranks; empty for virtual records before the base. `extents`: where the bytes belong, in their order.
+    `meta`: a RecordMeta, encoded; empty for private bytes. `rank_states`: empty for virtual records.
     """
 
     step: int
@@ -67,7 +65,6 @@ class Blob:
         return found[0] if len(found) == 1 else b"".join(found)
 
     def release(self) -> None:
-        """Release the shared memory."""
         self._views.clear()
         self._starts.clear()
 

@@ -25,12 +25,9 @@ MOST_WINDOWS = 8
 class FragmentStore:
     """All fragments that a node keeps for others: a window for each generation. Belongs to the replicator's loop.
 
-    *When bytes may change.* A payload belongs to its caller again when :meth:`put` returns: it has been copied. A
-    record that was answered with :class:`Stored` does not change before it is dropped.
-
-    *Who drops what.* Windows of this attempt go when the watermark passes the base of a later one, or with the record
-    that their owner abandons. Windows of earlier attempts go when this attempt is whole. The process that owns the
-    memory outlives this one: :meth:`unmap` drops nothing.
+    A payload is the caller's again when :meth:`put` returns. A record that was answered with :class:`Stored` stays as
+    it is. Windows go when the watermark passes the base of a later one, or with the record that their owner abandons;
+    those of earlier attempts once this one is whole.
     """
 
     def __init__(self, node: str, rooms: Rooms) -> None:
@@ -66,10 +63,9 @@ class FragmentStore:
         self._windows[window.owner, window.generation] = kept
 
     def begin_attempt(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
-        """Take fragments of an attempt, which goes on behind `record`, or uses nothing of what is here (None).
+        """Take fragments of an attempt, which goes on behind `record`; None: it uses nothing of what is here.
 
-        What is of no use to it stays until all of it is protected: it may end before, and another one find better use.
-        `rejoined`: the attempt has begun before, with another process, whose memory this is.
+        What is of no use stays until the attempt is protected. `rejoined`: it had begun, with another process.
         """
         self._attempt, self._code = attempt, code
         self.watermark = record or 0
@@ -140,7 +136,6 @@ class FragmentStore:
         return kept
 
     def drop_generation(self, owner: RankGroup, generation: str) -> None:
-        """Drop a generation that is not needed any more."""
         window = self._windows.get((owner, generation))
         if window is not None:
             self._drop(window)
@@ -208,9 +203,7 @@ class FragmentStore:
 class FragmentMemory:
     """Makes memory for other nodes' fragments, and has the agent keep it for the next replicator.
 
-    Attributes:
-        budget: configured limit on the memory of the node, in bytes; None: there is none.
-        own_bytes: memory that the agent of this node holds, in bytes.
+    `budget`: limit on the node's memory in bytes, if any. `own_bytes`: held by the agent.
     """
 
     def __init__(self, channel: ReplicatorChannel) -> None:
@@ -237,12 +230,7 @@ class FragmentMemory:
         self._channel.send(LetGoOfRoom(window.owner, window.generation, slot))
 
     def _reserve(self, nbytes: int) -> Region:
-        """Make memory, if the node has some beside its own. A thread makes much of it while the loop goes on.
-
-        Raises:
-            BeingReservedError: it is not there yet, and is to be asked for again.
-            MemoryBudgetError: there is none.
-        """
+        """Make memory, if need be in a thread. Raises BeingReservedError: ask again; MemoryBudgetError."""
         one = next((each for each in self._reserving if each[0].nbytes == nbytes), None)
         if one is None:
             self._rooms = [room for room in self._rooms if room.fd >= 0]

@@ -1,7 +1,7 @@
 """One generation of another node's fragments, in memory that describes itself.
 
-Each fragment lies in a cell behind a stamp that says what it is. The stamp is written last and cleared first. A process
-that maps the memory after its writer has died therefore finds the records that were whole.
+Each fragment lies behind a stamp, cleared first and written last. So a process that maps the memory after its writer's
+death finds the records that were whole.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ _TAIL_BYTES = 64 << 10
 class WindowSizes(NamedTuple):
     """Sizes of a window, and of the memory that a holder needs for it: owner and holders compute the same.
 
-    Attributes:
-        period: T; 1 where each record stands for itself.
-        kept: how many records a holder keeps at most (T + D).
-        every: records have numbers that are multiples of it.
-        record_bytes: of a record as a rule, before it is cut; more is taken, too.
-        static: whether something is sent once for all records.
-        stripes: of a record, as a rule; `most_stripes`, `most_static_stripes`: limits.
+    `period`: T; 1 where each record stands for itself. `kept`: records at most (T + D). `every`: record numbers are
+    multiples of it. `record_bytes`, `stripes`: as a rule. `static`: something is sent once for all records.
     """
 
     period: int
@@ -116,7 +111,6 @@ class Cells:
         return place
 
     def clear(self) -> None:
-        """Empty all cells."""
         for stripe in range(len(self)):
             _STRIPES.pack_into(self._cell(stripe), 0, 0)
 
@@ -162,10 +156,7 @@ class BeingReservedError(MemoryBudgetError):
 
 
 class Rooms(Protocol):
-    """Makes rooms for windows, and keeps them beyond the life of this process.
-
-    `slot`: :data:`SLOTS`, or the slot for which more room was needed. `unit`: as in KeptWindow.
-    """
+    """Makes memory for windows, and keeps it beyond this process. `slot`: :data:`SLOTS`, or one that needs more."""
 
     def make_room(self, window: Window, unit: int, slot: int, nbytes: int) -> Room:
         """Reserve memory; MemckptError: there is none, BeingReservedError: it is to be asked for again."""
@@ -193,14 +184,8 @@ class _KeptRecord:
 class KeptWindow:
     """One generation of one owner's fragments, in memory that is reserved.
 
-    Args:
-        unit: bytes of a fragment of a whole stripe.
-        rooms: makes its memory, at once as far as its size is known; closed by :meth:`close`.
-        found: rooms of a process that has died, by slot; the records that are whole in them are kept.
-
-    Raises:
-        ValueError: the owner's layout cannot be read, is another owner's, or the rooms do not fit it.
-        MemckptError: there is no room.
+    `unit`: bytes of a whole stripe's fragment. `found`: rooms of a dead process, by slot, whose whole records are kept.
+    Raises ValueError: the layout is another owner's, or unreadable; MemckptError: there is no room.
     """
 
     def __init__(self, window: Window, unit: int, rooms: Rooms, found: Mapping[int, Room] | None = None) -> None:
@@ -247,11 +232,7 @@ class KeptWindow:
     # Records
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> bool:
-        """Keep a fragment that fits; True when that makes the record complete here.
-
-        Raises:
-            MemckptError: there is no room for it, or what is here of the record is not what is sent, and is dropped.
-        """
+        """Keep a fragment that fits; True: the record is complete. Raises MemckptError: no room, or it differs."""
         number = fragment.record
         kept = self._records.get(number)
         if kept is not None and kept.complete:
@@ -312,7 +293,6 @@ class KeptWindow:
                 self._free.remove(slot)
 
     def abandon(self, record: int) -> None:
-        """Drop a record of which no more comes."""
         if record in self._records:
             self._drop(record)
 

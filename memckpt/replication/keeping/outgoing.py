@@ -51,7 +51,7 @@ class Source(Protocol):
 class Outgoing:
     """One generation that is sent, as holders are told of it for fragment 0. Closes its source.
 
-    `records`: those that are there; first the virtual ones up to its base. `slots`: of the ring in which they lie.
+    `records`: first the virtual ones up to its base. `slots`: of the ring in which they lie.
     """
 
     def __init__(
@@ -104,10 +104,7 @@ Part = Literal["all", "private", "shared"]
 
 
 class RegionSource:
-    """The records of one generation, read from its regions (as in SendGeneration); closes them.
-
-    `part`: bytes of each record that are read, if :meth:`open` does not say which.
-    """
+    """The records of one generation, read from its regions, which it closes. `part`: bytes that are read by default."""
 
     def __init__(self, message: SendGeneration, regions: list[Region], part: Part = "all") -> None:
         self.spec = message.spec
@@ -134,7 +131,6 @@ class RegionSource:
         return self._records[record][0] if record in self._records else 0
 
     def intact(self, record: int) -> bool:
-        """Whether the bytes of a record are still there."""
         if record == STATIC or (self._regions.replica is not None and record < self._base):
             return True  # the replica stands still until the agent has been told that this is over
         try:

@@ -1,8 +1,7 @@
 """A node's own records on their way to the holders of their fragments.
 
-Each holder is served by a stream of its own, in order: a generation is opened, what is static follows, then record
-after record. Streams that keep step share what has been encoded; one that lags behind, or begins anew because its
-holder came back empty, is served from what still lies in the slots.
+Each holder is served by its stream, in order: a generation, what is static, then the records. Streams share what is
+encoded; one that lags behind or begins anew is served from the slots.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ class Sent(NamedTuple):
 
 
 class StripeWriter:
-    """Encodes the records of one set of shards, each stripe once for all holders, and sends their fragments.
-
-    `last_record_bytes`: what went to all holders for the last record; None before the first.
-    """
+    """Encodes the records of one set of shards, each stripe once, and sends their fragments to the holders."""
 
     def __init__(
         self, ranks: RankGroup, code: Code, send: Callable[[str, WireMessage, memoryview | bytes], None]
@@ -54,7 +50,6 @@ class StripeWriter:
         self._send(holder, Open(msgspec.structs.replace(outgoing.window, index=index)), b"")
 
     def abandon(self, holder: str, outgoing: Outgoing, record: int) -> None:
-        """Tell a holder that no more comes of a record."""
         self._send(holder, Abandon(self._ranks, outgoing.generation, record), b"")
 
     def put(self, holder: str, index: int, outgoing: Outgoing, record: int, stripe: int) -> Sent | None:
@@ -117,15 +112,8 @@ _MOST_WINDOWS_QUEUED = 3
 class Sender:
     """Sends the records of one set of shards to the holders of their fragments, one for each.
 
-    Args:
-        room: bytes that a node takes now; 0 or less: none.
-        record: the record that every node can produce at the start.
-        proceeds: whether training does not wait for holders, and overwrites slots that were not sent; it may change.
-
-    Attributes:
-        paused: whether nothing is sent until :meth:`resume`.
-        gap: first and last record of the newest stretch that not every holder got; None: there was none.
-        left_out: number of records that some holder did not get.
+    `room`: bytes that a node takes now. `record`: what every node can produce at the start. `proceeds`: training does
+    not wait, and overwrites slots unsent. `gap`: first and last record of the newest stretch that not every holder got.
     """
 
     def __init__(
@@ -414,7 +402,7 @@ class Sender:
         return any((outgoing, record) in stream.queue for stream in self._streams)
 
     def _comes_too_late(self, stream: Stream, outgoing: Outgoing, record: int) -> bool:
-        """Whether training will overwrite a record's slot before all of it can be sent, at the link's recent rate.
+        """Whether training will overwrite a record's slot before it is sent, at the link's recent rate.
 
         The newest record never comes too late: sending it shows how fast the link is by now.
         """
@@ -427,10 +415,7 @@ class Sender:
         return nbytes > outgoing.left(record) * rate
 
     def _go_to_newest(self, stream: Stream, outgoing: Outgoing) -> None:
-        """Leave out all that waits before a generation's newest record: the run behind it is the longest there can be.
-
-        Sending what still lies in its slot, but not for long, would leave out something time and again.
-        """
+        """Leave out what waits before a generation's newest record: the run behind it is as long as can be."""
         left_out = self._leave_out(stream, outgoing, outgoing.records[-1] - 1)
         self._note_gap(left_out[0], left_out[-1], len(left_out), outgoing.sizes.every)
         for record in left_out:

@@ -47,7 +47,6 @@ class LinkRate:
             self._records, self._bytes = self._records / 2, self._bytes / 2
 
     def note_sent(self, nbytes: int) -> None:
-        """Note that bytes went."""
         if self._idle_records >= _RATE_RECORDS:  # the link was away: how fast it was tells nothing
             self._records = self._bytes = 0.0
         self._idle_records = 0
@@ -62,13 +61,8 @@ class LinkRate:
 class Stream:
     """The records that one holder is sent, and those that it has stored.
 
-    Attributes:
-        queue: what is still to be sent, in order; `stripe`: the next one of the record at its head.
-        acknowledged: the newest record that the holder has; it has all from `since` on.
-        met: whether the holder is there.
-        problem: why the holder refused a record, until it takes what follows.
-        waits: whether the holder refused a record and is not tried before :attr:`retry_at`.
-        heard: number of records that the holder has acknowledged.
+    `queue`: what is still to be sent; `stripe`: the next one of its head. The holder has all from `since` to
+    `acknowledged`. `met`: it is there. `problem`: why it refused a record. `heard`: number of records acknowledged.
     """
 
     def __init__(self, holder: str, index: int, start: int) -> None:
@@ -115,7 +109,6 @@ class Stream:
             self.add(outgoing, record)
 
     def add(self, outgoing: Outgoing, record: int) -> None:
-        """Queue a record."""
         self.queue.append(Due(outgoing, record))
         self._pending.append((outgoing, record))
 

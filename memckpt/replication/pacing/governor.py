@@ -1,8 +1,7 @@
 """The governor: how fast records may be sent, so that training stays within the allowed share of its own pace.
 
-What training does without traffic is learnt from steps in which nothing is sent: those before the first record, and
-probes, single steps in which records are held back. These are steps of the same numbers on all nodes, since the traffic
-of one slows the reductions of all. Times are given by the caller; nothing here looks at a clock.
+Its pace without traffic is learnt from steps in which nothing is sent: those before the first record, and probes. These
+are the same steps on all nodes, since one node's traffic slows all reductions. The caller passes all times.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class EndedStep(NamedTuple):
 class StepClock:
     """Durations of steps and of their backwards, by the marks of one rank: medians over the last steps.
 
-    Of a backward no more than `longest_backward` seconds count. Step and phase are None before the first mark.
+    Of a backward no more than `longest_backward` seconds count.
     """
 
     def __init__(self, longest_backward: float = math.inf) -> None:
@@ -64,10 +63,7 @@ class StepClock:
         self.backward_seconds: float | None = None
 
     def mark_phase(self, step: int, phase: Phase, ns: int) -> EndedStep | None:
-        """A phase of a step has begun; returns the step that ended with it, if one did.
-
-        Where steps were missed it is their mean. A number below the last one is another attempt's, and ends nothing.
-        """
+        """Note that a phase has begun; returns the step that ended with it, or the mean of missed ones."""
         before, ended = self.step, None
         if before is not None and step == before and ns < self.since_ns:
             return None
@@ -100,8 +96,8 @@ def _spread(*samples: Sequence[float]) -> float:
 class Baseline:
     """Step time without traffic: the median of the last steps in which nothing was sent.
 
-    It may be wrong by the share `accuracy`: more steps are `wanted` where their times are spread more widely. It is
-    `doubtful` if the last step lay far off: the next one tells whether by chance, or training has changed.
+    More steps are `wanted` where their spread exceeds the share `accuracy`. It is `doubtful` after a step far off: the
+    next one tells whether training has changed.
     """
 
     def __init__(self, accuracy: float) -> None:
@@ -139,17 +135,11 @@ class Baseline:
 class Governor:
     """Lowers the permitted rate while steps are slower than allowed, and raises it gently while they are not.
 
-    It begins at twice what records need, and doubles that while it costs next to nothing, until nothing is held up any
-    more: a link that is much faster than it has to be is found to be so within some ten windows, and one that is not is
-    never filled. How fast bulk can go does not show in how fast it is handed over: kernels take some MiB at once.
-
-    Attributes:
-        limit: bytes per second; None: none is needed. The caller sends at the least what records need.
-        share: relative slowdown of steps when last judged; None before.
-        probing: nothing is to be sent in this step.
-        probe_follows: nor in the next one. What waits goes at its beginning, and nothing in `lead`, the share of the
-            step at its end, so that it has arrived by then.
-        overruled: training waits for what is sent, or soon would: limits and probes are off.
+    It begins at twice what records need, and doubles that while it costs next to nothing: kernels take some MiB at
+    once, so the pace of handing over tells nothing.
+    `limit`: bytes per second; None: none. `share`: slowdown when last judged. `probing`: nothing is to be sent in this
+    step; `probe_follows`: nor in the next, and nothing in the share `lead` at this one's end. `overruled`: training
+    waits for what is sent: limits and probes are off.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -181,10 +171,7 @@ class Governor:
         return self._overruled_left > 0
 
     def overrule(self, reason: str, steps: int) -> None:
-        """Send as fast as possible for some steps: training waits for what is sent, or is about to.
-
-        Nothing is learnt from these: that they are slow is not the network's doing.
-        """
+        """Send as fast as possible for some steps, from which nothing is learnt: training waits for what is sent."""
         if self.probing or self._probe_waits:  # that is why, and it is over with this step
             self.probing, self._probe_waits = False, True
             self._overruled_left = max(self._overruled_left, 1)
@@ -203,15 +190,10 @@ class Governor:
     def step_ended(
         self, step: int, seconds: float, *, sent: int, settled: bool, rate: float, floor: float, binding: bool
     ) -> None:
-        """Note the end of a step.
+        """Note the end of a step; `step` begins.
 
-        Args:
-            step: number of the step that begins.
-            sent: bytes that went in the one that ended.
-            settled: whether nothing was on its way any more when it began.
-            rate: bytes per second while there was something to send.
-            floor: bytes per second that records need.
-            binding: whether something was held up by the limit.
+        `sent`: its bytes. `settled`: nothing was on its way when it began. `rate`: bytes per second while there was
+        something to send; `floor`: that records need. `binding`: the limit held something up.
         """
         self._steps += 1
         quiet, probe = sent == 0, self.probing or self._probe_waits

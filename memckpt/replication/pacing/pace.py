@@ -1,7 +1,6 @@
 """Times at which records may be sent: the rate cap, the governor's limit, and the phases of training, put together.
 
-Nothing here looks at a clock or sends: the caller passes the time of the monotonic clock, in seconds, and asks before
-each piece of bulk. What keeps the protocol alive (acknowledgements, the watermark) does not ask.
+The caller passes the time, in seconds, and asks before each piece of bulk. Acknowledgements and watermarks do not ask.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class RateCap:
 
 
 class Pacer:
-    """Decides when bulk may go: never above the rate cap, and so that steps are slower by no more than `overhead`.
-
-    `holding`: whether records were held back at the last call of :meth:`delay`.
-    """
+    """Decides when bulk may go: never above the rate cap, and so that steps are slower by `overhead` at most."""
 
     def __init__(self, rate_bytes_per_second: float | None = None, overhead: float = 0.03) -> None:
         self._cap = RateCap(rate_bytes_per_second)
@@ -101,10 +97,7 @@ class Pacer:
                 self._step_ended(step, ended.seconds, at)
 
     def needs(self, bytes_per_step: float, waiting: int, room: int | None = None) -> None:
-        """Note the bytes that each step adds, on average, and those that are queued.
-
-        `room`: how many may be queued before training has to wait or a gap is declared; None: no end.
-        """
+        """Note the bytes that each step adds, those queued, and how many may be before training waits (`room`)."""
         self._needed, self._waiting, self._room = bytes_per_step, waiting, room
 
     def sent(self, nbytes: int, now: float) -> None:
@@ -124,10 +117,7 @@ class Pacer:
         self._in_flight = nbytes
 
     def waited(self, seconds: float) -> None:
-        """Note seconds that training has waited for acknowledgements; called again while the wait goes on.
-
-        A probe ends with it. It counts, less the waiting: with little room there is no other step without traffic.
-        """
+        """Note seconds that training has waited for acknowledgements. A probe ends with it, and counts without."""
         self._step_waited += seconds
         if self._step_waited > max(_WAIT_SECONDS, _WAIT_SHARE * (self.clock.step_seconds or 0.0)):
             self.governor.overrule("training waits for acknowledgements", _WAITED_STEPS)
@@ -164,10 +154,7 @@ class Pacer:
         return most if self._cap.rate is None else max(1, min(most, int(self._cap.rate * _BURST_SECONDS)))
 
     def delay(self, nbytes: int, now: float) -> float:
-        """Seconds after which to ask again whether so many bytes may go; 0: they may go now.
-
-        Read the marks first. While phases hold bulk back the answer is a hundredth of a step, 2 to 20 ms.
-        """
+        """Seconds after which to ask again whether so many bytes may go; 0: now. Read the marks first."""
         wait = self._cap.delay(nbytes, now)
         if wait > 0:
             self._why = "at the configured rate"

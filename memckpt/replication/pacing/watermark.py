@@ -1,10 +1,7 @@
 """The watermark, the newest record that is acknowledged for every node of the job; and N, the same on all nodes.
 
-N is 1 where links carry every record. Above that the whole state after about every N-th record is sent in place of
-records, and training does not wait for it. N is configured; or the leader chooses it once all nodes have measured their
-links, and anew with each new generation. In between it stays.
-
-Training waits for the watermark, but not for every node (:class:`Laggards`) and not always (:class:`RunAhead`).
+N is 1 where links carry every record. Above that the state after about every N-th record is sent instead, and training
+does not wait for it. N is configured, or the leader chooses it from measured links, with each generation.
 """
 
 from __future__ import annotations
@@ -26,15 +23,10 @@ _MEASURED_RECORDS = 32
 
 
 class Cadence:
-    """N, and the state that is protected next. The leader's; it tells all nodes :attr:`every` and :attr:`due`.
+    """N, and the state that is protected next: the leader's, which tells all nodes :attr:`every` and :attr:`due`.
 
-    The next state is named when all nodes have the last one, N records later or more: no node plans ahead, and all
-    protect the same states, however fast their links are.
-
-    Attributes:
-        needed: the smallest N that all links would carry; 0: not every node has measured its links.
-        due: the record whose state is to be protected next; 0: none is named.
-        reached: the last state that all nodes have protected; 0: none in this attempt.
+    The next state is named when all nodes have the last one, N records later or more. `needed`: the smallest N that all
+    links would carry. `reached`: the last state that all have. 0: none, or not known.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -59,10 +51,7 @@ class Cadence:
             self.every = self._configured
 
     def advance(self, said: Collection[Acknowledged], newest: int, watermark: int) -> int:
-        """Follow what all nodes have said. `newest`: of the leader's node; `watermark`: states left aside.
-
-        Returns the watermark, further ahead if a state has got to its holders everywhere.
-        """
+        """Follow what all nodes have said; returns the watermark, at a state that has got to its holders everywhere."""
         known = [one.needed for one in said]
         self.needed = max(known) if all(known) else 0
         if self._decides:
@@ -92,10 +81,7 @@ class Cadence:
 
 
 class LinkMeter:
-    """The smallest N that a node's links would carry (`needed`; 0: not known yet), measured while training goes on.
-
-    `ratio`: bytes of a state, in those of a record.
-    """
+    """Measures the smallest N that a node's links would carry (`needed`; 0: unknown). `ratio`: records in a state."""
 
     def __init__(self, overhead: float) -> None:
         self.needed = 0
@@ -109,7 +95,6 @@ class LinkMeter:
         self._carried = self._left_out = 0
 
     def count_record(self) -> None:
-        """Count a record that was committed."""
         self._records += 1
         self._waited_for += self._waited
         self._waited = False
@@ -124,11 +109,10 @@ class LinkMeter:
         self._began = None
 
     def measure(self, now: float, started: bool, carried: int, left_out: int) -> None:
-        """Judge the last records, if there were enough.
+        """Judge the last records, if there were enough, once holders have what came before records (`started`).
 
-        Links carry every record if none was left out and training waited for few. One long wait, for a peer that is
-        away, says nothing of them: training has to wait for half of the records, and longer than is allowed. It counts
-        once holders have all that came before records (`started`), or some records later.
+        Links carry every record if none was left out and training waited for few. It has to wait for half of them, and
+        longer than allowed: one long wait, for a peer that is away, says nothing.
         """
         if self._began is None:
             if started or self._records >= _MEASURED_RECORDS:
@@ -161,10 +145,7 @@ class LinkMeter:
 
 
 class Leader:
-    """The watermark, put together from the nodes' acknowledgements; the first rank's node is the leader.
-
-    `cadence`: N, and which states are protected in place of records; None: every record.
-    """
+    """The watermark, made of the nodes' acknowledgements on the first rank's node. `cadence`: unless N is 1."""
 
     def __init__(self, nodes: Collection[str], record: int, cadence: Cadence | None = None) -> None:
         self._cadence = cadence
@@ -177,7 +158,6 @@ class Leader:
 
     @property
     def watermark(self) -> Watermark:
-        """The newest watermark."""
         return self._told
 
     def acknowledged(self, message: Acknowledged) -> Watermark | None:
@@ -190,9 +170,9 @@ class Leader:
     def look(
         self, newest: int, unheard: frozenset[str] = frozenset(), given_up: frozenset[str] = frozenset()
     ) -> Watermark | None:
-        """Note what the leader's node sees. Returns the new watermark if it changed.
+        """Note what the leader's node sees; returns the new watermark if it changed.
 
-        While nodes are silent (`unheard`), not all is whole; those `given_up` are silent for too long to be waited for.
+        While nodes are `unheard`, not all is whole; those `given_up` are silent too long to be waited for.
         """
         if (newest, unheard, given_up) == (self._newest, self._unheard, self._given_up):
             return None
@@ -267,9 +247,8 @@ class Overdue:
 class Absence:
     """Nodes that are not heard, and that training does not wait for.
 
-    A silent node may stand still, or be lost with all that ran there. Going on overwrites what a resume without it
-    needs. But a record takes all ranks: where two more were made since it was last heard, its trainers live. Where they
-    were not, it is waited for :data:`LOST_LIMITS` times as long, so that its loss may be found.
+    A silent node may be lost, and going on overwrites what a resume without it needs. Where two more records were made
+    since, its trainers live. Else it is waited for :data:`LOST_LIMITS` times as long.
     """
 
     def __init__(self, limit: float) -> None:
@@ -327,10 +306,7 @@ class Laggards:
 
 
 class RunAhead:
-    """How far each unit's training may be ahead of the watermark, if it waits for that.
-
-    `beyond`: whether it may be further ahead, as waiting was suspended for a while.
-    """
+    """How far each unit's training may be ahead of the watermark, if it waits; `beyond`: further, for a while."""
 
     def __init__(self, waits: bool, beyond: bool) -> None:
         self.beyond = beyond
@@ -351,10 +327,7 @@ class RunAhead:
         return min(self._records.values(), default=0)
 
     def is_late(self, ranks: RankGroup, newest: int | None, acknowledged: int, watermark: int) -> bool:
-        """Whether training has gone on without peers so far that this node cannot go back to what they have.
-
-        `acknowledged`: the newest record that the unit's own holders have; `watermark`: that all have.
-        """
+        """Whether training is so far ahead that this node cannot go back to what peers have."""
         if newest is None or ranks not in self._reach or (self._waits and not self.beyond):
             return False
         return newest - (watermark if self._waits else acknowledged) >= self._reach[ranks]

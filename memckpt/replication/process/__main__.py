@@ -1,8 +1,6 @@
 """``python -m memckpt.replication.process``: the process through which an agent reaches those of other nodes.
 
-A process of its own because the erasure code holds Python's lock while it works. The memory in which it keeps other
-nodes' records is the agent's, too: another replicator goes on with it. With the agent it dies: a node is lost as a
-whole.
+It is apart because the erasure code holds Python's lock. It dies with its agent: a node is lost as a whole.
 """
 
 from __future__ import annotations

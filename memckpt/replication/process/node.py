@@ -31,18 +31,9 @@ _log = logging.getLogger("memckpt.replicator")
 class ReplicationNode:
     """One node's part in an attempt. Belongs to the replicator's loop, as do store and transport.
 
-    Args:
-        watermark_advanced: told when the watermark has got further, or protection has changed.
-        rejoined: whether the node has taken part before, and has lost what its own records were on their way to.
-        ask: has the agent copy a state, which is sent in place of records.
-
-    Attributes:
-        states: states that may be sent in place of records; None where they are not.
-        leader: puts together what all nodes have acknowledged; None on all nodes but one.
-        watermark: the newest watermark that this node knows of.
-        refused: number of messages that could not be understood, by reason.
-        unheard: peers of which nothing is heard, as the transport says.
-        deserted: why no record becomes whole on this node, in words; empty if they do.
+    `rejoined`: it has taken part before, and lost what was on its way. `ask` has the agent copy a state, one of
+    `states` that are sent in place of records, if any. `leader`: on one node only. `refused`: messages not understood.
+    `unheard`: silent peers. `deserted`: why no record becomes whole here, in words.
     """
 
     def __init__(
@@ -111,12 +102,10 @@ class ReplicationNode:
 
     @property
     def senders(self) -> list[Sender]:
-        """Senders of records."""
         return list(self._senders.values())
 
     @property
     def all_senders(self) -> list[Sender]:
-        """Senders of records, and of states."""
         return [*self._senders.values(), *(self.states.senders if self.states is not None else ())]
 
     def code_for(self, data: int) -> Code:
@@ -143,7 +132,6 @@ class ReplicationNode:
             self.mail.send(peer, self.leader.watermark)
 
     def handle(self, peer: str, message: wire.WireMessage, payload: bytes | memoryview, now: float) -> None:
-        """Handle a message of a peer."""
         problem = self.plan.unfit(peer, message)
         if problem:
             self.refuse(f"{peer}: {type(message).__name__}: {problem}")

@@ -32,10 +32,7 @@ from memckpt.state.spec import StateSpec, read_spec
 
 
 class Asking:
-    """One question to all nodes that have the state: the answer of most counts.
-
-    `number` makes a number that no other question has.
-    """
+    """One question to all nodes that have the state: the answer of most counts. `number` makes unique numbers."""
 
     def __init__(
         self, wanted: WantedState, send: Callable[[str, wire.WireMessage], None], number: Callable[[], int], now: float
@@ -174,7 +171,6 @@ class Fetching:
         self._asking.clear()
 
     def take_answer(self, peer: str, message: Answer, payload: bytes | memoryview, now: float) -> None:
-        """Take a peer's answer."""
         for asking in self._asking:
             asking.take_answer(peer, message)
         for reader in self._readers:
@@ -246,7 +242,6 @@ class Answering:
         self._sources[message.ranks] = RegionSource(message, regions)
 
     def stop_handing_out(self) -> None:
-        """Hand out no state any more."""
         for blob in self._blobs.values():
             blob.release()
         self._blobs.clear()
@@ -276,11 +271,9 @@ class Answering:
             self.answer_peer(peer, mail, store)
 
     def drop_questions(self, peer: str) -> None:
-        """Drop the questions of a peer that is gone."""
         self._waiting.pop(peer, None)
 
     def close(self) -> None:
-        """Answer nothing more."""
         self._waiting.clear()
         self.stop_handing_out()
 
@@ -291,7 +284,6 @@ class Answering:
         return found if isinstance(found, tuple) else (wire.GotNone(question.request, found), b"")
 
     def _find_live(self, question: Question) -> Reply | str:
-        """The answer, or why there is none."""
         source = self._sources.get(question.owner)
         if source is None:
             return f"ranks {list(question.owner)} are not handed out here"

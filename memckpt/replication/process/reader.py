@@ -25,11 +25,8 @@ Answer = Manifest | Got | WindowIs | GotNone
 class Stripe:
     """One stripe of a record that is being read.
 
-    Attributes:
-        wanted: number of fragments that it takes.
-        asked: nodes that were asked for their fragment of it, and its index.
-        here: what they have given, as far as it may be of use; others are `useless`.
-        suspects: nodes whose fragments do not make the stripe.
+    `wanted`: fragments that it takes. `asked`: nodes, and their fragment's index. `here`: what they gave, except
+    `useless` ones. `suspects`: nodes whose fragments do not make the stripe.
     """
 
     def __init__(self, wanted: int) -> None:
@@ -43,14 +40,8 @@ class Stripe:
 class PartialRecord:
     """A record that is to be read, and from whom.
 
-    Args:
-        sources: node and fragment index of each; an index of None: whole stripes of the node's own.
-        needed: number of fragments that make a stripe whole.
-
-    Attributes:
-        manifest: the description that most sources give.
-        lost: sources that are not asked any more, each with a reason.
-        open: number of unanswered questions, by source.
+    `sources`: node and fragment index; None: whole stripes of the node's own. `needed`: fragments of a stripe.
+    `manifest`: what most sources say. `lost`: sources not asked any more, and why. `open`: unanswered questions.
     """
 
     def __init__(
@@ -84,7 +75,6 @@ class PartialRecord:
 
     @property
     def count(self) -> int:
-        """Number of its stripes."""
         assert self.manifest is not None
         return -(-self.manifest.nbytes // STRIPE_BYTES)
 
@@ -107,10 +97,7 @@ class PartialRecord:
         ]
 
     def problem_of(self, message: Got, payload: bytes, index: int | None) -> str:
-        """Why an answer is not the fragment `index` that was asked for, or the whole stripe (None), in words; or empty.
-
-        Digests of fragments' stripes are checked when they are decoded.
-        """
+        """Why an answer is not fragment `index`, or the whole stripe (None), in words; empty if it is."""
         fragment = message.fragment
         if self.live:
             if fragment is not None or len(payload) != self.length(message.stripe):
@@ -136,8 +123,7 @@ LIVE_ALL, LIVE_SHARED = "live", "live shared"
 class Reader:
     """A state that is read from peers into regions (slots, then static tensors where present); closes them.
 
-    `number` makes a number that no other question has. `taken_bytes` are where they belong, of `expected_bytes`; a
-    record of unknown size counts as its slot.
+    `taken_bytes` are where they belong, of `expected_bytes`; a record of unknown size counts as its slot.
     """
 
     def __init__(
@@ -206,7 +192,6 @@ class Reader:
         ]
 
     def close(self) -> None:
-        """Close the regions, whether all is there or not."""
         self._into = None
         self._regions.close()
 

@@ -1,7 +1,6 @@
-"""The replicator: sends its node's records to those who keep their fragments, and keeps fragments of others' records.
+"""The replicator: sends its node's records to the holders of their fragments, and keeps those of others' records.
 
-One event loop owns everything here. Sending is a pipeline over stripes: some are encoded and handed over, then what has
-arrived is looked at, and so on; the network's own threads send meanwhile.
+One event loop owns everything. Some stripes are encoded and handed over, then what has arrived is looked at.
 """
 
 from __future__ import annotations
@@ -133,7 +132,6 @@ class Replicator:
             phases.close()
 
     def _leave_attempt(self) -> None:
-        """Leave the attempt. What is kept stays."""
         self._fetching.stop()
         self._answering.close()
         self._memory.halt()

@@ -20,11 +20,7 @@ from memckpt.replication.transport.transport import Delivery, Transport
 class NodePlan:
     """One node's part in a job's plan: whom it sends to, whom it keeps for, and who leads. It does not change.
 
-    Attributes:
-        addresses: all nodes of the job, by name.
-        holders: nodes that keep a fragment of this node's records, by the index of the fragment.
-        own: units of this node, by their ranks.
-        private: units of which only their ranks' own bytes are sent.
+    `holders`: by the index of the fragment. `private`: units of which only their ranks' own bytes are sent.
     """
 
     def __init__(self, node: str, job: PeerJob) -> None:
@@ -47,7 +43,6 @@ class NodePlan:
 
     @property
     def leads(self) -> bool:
-        """Whether this node is the leader."""
         return self.node == self.leader
 
     @property

@@ -1,8 +1,7 @@
 """States that this node protects by value, one at a time, where its links do not carry every record.
 
-The agent has the state after a record copied. The copy is cut into T virtual records, anchors without gradients, which
-the node's own holder keeps first: training goes on beyond what the slots reach back to, and whoever survives has to go
-back to that state, too. From there they are sent to the holders of their fragments, as slowly as the links take them.
+The agent has the state copied, and the copy is cut into T virtual records. The node's own holder keeps them first, as
+slots do not reach back so far; from there they are sent as slowly as links take them.
 """
 
 from __future__ import annotations
@@ -104,11 +103,9 @@ class _OwnCopy:
 
 
 class StatesByValue:
-    """States of one node that are protected by value, in place of records. Closes its senders, one for each unit.
+    """States of one node that are protected by value, in place of records. Closes its senders.
 
-    Attributes:
-        ordered: the record whose state is to be protected; 0: there was none yet.
-        missed: the newest record whose state cannot be protected, and why (`problem`).
+    `ordered`: the record whose state is to be protected; 0: none yet. `missed`: the newest that cannot be, and why.
     """
 
     def __init__(
@@ -205,7 +202,6 @@ class StatesByValue:
         self._keep_arrived()
 
     def _keep_arrived(self) -> None:
-        """Keep copies for which there is room."""
         for taken in list(self._arrived):
             told = taken.message
             window = self._plan.window(told)

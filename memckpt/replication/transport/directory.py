@@ -123,8 +123,8 @@ _UNREAD_FAILURES = 100_000
 class Doorkeeper:
     """Lets in who has the client's key, or the password. Its sockets are the context's, which closes them.
 
-    It is made before they are bound. It counts what it refused: "unauthenticated" is another client's key, or password;
-    "handshake" are garbage, the wrong server's key, and clients without either.
+    It counts refusals: "unauthenticated" for another client's key or password; "handshake" for garbage, the wrong
+    server's key, and clients without either.
     """
 
     def __init__(self, context: Context, keys: PeerKeys | str | None, refused: Counter[str]) -> None:
@@ -154,7 +154,6 @@ class Doorkeeper:
         self.sockets.append(self._failures)
 
     def attend(self) -> None:
-        """Answer all questions that are there."""
         while (question := _read(self._questions)) is not None:
             self._answer(question)
         while _read(self._failures) is not None:
@@ -187,13 +186,10 @@ MAX_PEERS = 1024
 
 @dataclass
 class Peer:
-    """A peer that we send to. `address`: where we connect to.
+    """A peer that we send to, at `address`.
 
-    `named_by`: the incarnation that has said its address; empty where it was given to us, :data:`_HEARSAY` where
-    another peer has said it. `hint`: another address that a peer has said, and that was not tried.
-
-    Its owner writes down when anything last came of it, when it last sent a heartbeat to it, for how long nothing has
-    come (since it was named first), and whether that is longer than several heartbeats.
+    `named_by`: the incarnation that has said that; empty: it was given to us; :data:`_HEARSAY`: another peer has said
+    it. `hint`: another such address, untried. The owner notes when anything came of it, and whether it is `silent`.
     """
 
     link: Link
@@ -229,14 +225,9 @@ class Directory:
         return self._sent_to_former + sum(known.link.traffic.sent_bytes for known in self.peers.values())
 
     def connect(self, peer: str, address: str) -> None:
-        """Speak with a peer that listens at an address, or from now on at another one.
+        """Speak with a peer at an address, or from now on at another one; its own word counts for more.
 
-        What a peer that we have met says of itself counts for more: a plan that is made once more may still name the
-        address of the process that it has replaced.
-
-        Raises:
-            PeerError: that is no address.
-            UsageError: the peer has our own name.
+        Raises PeerError: that is no address. UsageError: the peer has our own name.
         """
         if not peer or len(peer) > 255 or not is_address(address):
             raise PeerError(f"expected a peer's name and an address like tcp://host:port, found {peer!r}, {address!r}")

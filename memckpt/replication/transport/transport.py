@@ -1,8 +1,7 @@
 """Messages between replicators: in order, exactly once, bounded, and between those who have the attempt's keys only.
 
-Each side has one socket on which it receives (ROUTER, bound) and one for each peer on which it sends (DEALER). ZeroMQ
-connects again by itself but loses what was on its way; :mod:`memckpt.replication.transport.links` sends that again. Two
-incarnations that have met number their messages from 0; with a new incarnation of either all begins anew.
+Each side receives on one socket (ROUTER, bound), and sends on one for each peer (DEALER). ZeroMQ connects again but
+loses messages, which :mod:`memckpt.replication.transport.links` repeats.
 """
 
 from __future__ import annotations
@@ -65,23 +64,12 @@ class Limits:
 
 
 class Transport:
-    """One replicator's sockets; :meth:`close` it. Not for use by several threads.
+    """One replicator's sockets; :meth:`close` it. Not for use by several threads. Calls never block.
 
-    Calls never block. A loop polls the sockets (:meth:`register`), calls :meth:`receive` until it returns None, and
-    calls :meth:`tend` before it waits again, at most as long as that says.
-
-    Args:
-        host, port: where it listens; 0: at any port.
-        keys: keys of the attempt, or a password, which authenticates but does not encrypt; None: neither.
-        heartbeat_seconds: seconds between states to each peer; after five without an answer it counts as silent.
-        advertise: address that peers are told; None: the one where it listens.
-
-    Attributes:
-        refused: number of messages and connections that were refused, by reason.
-        silent: peers of which nothing was heard for several heartbeats, as of the last :meth:`tend`.
-
-    Raises:
-        PeerError: it cannot listen there.
+    A loop polls the sockets, calls :meth:`receive` until it returns None, and :meth:`tend` before it waits again.
+    `keys`: of the attempt, or a password, which encrypts nothing. `heartbeat_seconds`: five without an answer are
+    silence. `advertise`: address that peers are told, if another. `refused`: messages and connections, by reason.
+    Raises PeerError: it cannot listen there.
     """
 
     def __init__(
@@ -193,12 +181,9 @@ class Transport:
     # Sending
 
     def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
-        """Queue a message behind those before it; the payload must not change until it is acknowledged.
+        """Queue a message; the payload must not change until it is acknowledged.
 
-        Raises:
-            PeerError: it is larger than messages may be.
-            PeerOverrunError: too many wait already.
-            UsageError: there is no such peer.
+        Raises PeerError: it is too large. PeerOverrunError: too many wait. UsageError: there is no such peer.
         """
         known = self._directory.peers.get(peer)
         if known is None:
@@ -234,10 +219,7 @@ class Transport:
             self._pollers.remove(poller)
 
     def receive(self) -> Delivery | Met | None:
-        """The next message or event; None: nothing is there now, or so much was refused that others should have a turn.
-
-        What has been returned counts as received and is acknowledged.
-        """
+        """The next message or event, then acknowledged; None: nothing is there, or much was refused."""
         for _ in range(_REFUSALS_IN_ONE_CALL):
             if self._events:
                 return self._events.popleft()

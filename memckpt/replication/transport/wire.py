@@ -1,6 +1,4 @@
-"""What replicators say to each other: typed, validated, no pickle. Bytes of fragments travel beside a message, not in
-it.
-"""
+"""What replicators say to each other: typed, validated, no pickle. Bytes of fragments travel beside a message."""
 
 from __future__ import annotations
 
@@ -13,14 +11,8 @@ from memckpt.state.records import Branch, RankGroup
 class Window(msgspec.Struct, frozen=True, array_like=True):
     """One generation of an owner's records, of which a holder keeps a fragment of each stripe.
 
-    Attributes:
-        attempt: the nonce of the attempt that writes it.
-        index: which of the k + m - 1 fragments of each stripe the holder gets; `data`, `tolerate`: k and m.
-        base: the record after which it begins.
-        private: as in HeldFragments.
-        history: timelines, oldest first.
-        spec: what the layout is made from (StateSpec), encoded; from it follow the sizes (WindowSizes).
-        by_value: it is the state after `base` alone, cut into T virtual records, and no record follows.
+    `attempt`: its writer's nonce. `index`: the holder's fragment; `data`, `tolerate`: k and m. It begins after `base`.
+    `private`: as in HeldFragments. `spec`: a StateSpec, encoded. `by_value`: the state after `base` alone.
     """
 
     owner: RankGroup
@@ -117,10 +109,7 @@ class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag="where"):
-    """A node's replicator has been replaced, and listens at another address than the plan says.
-
-    Each node tells its partners: two that are replaced one after the other know only where the other one was.
-    """
+    """A node's replicator was replaced, and listens at another address than the plan says. Told to all partners."""
 
     node: str
     address: str
@@ -136,10 +125,7 @@ class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):
 
 
 class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
-    """Answer to AskManifest. What most holders say counts: so a single one cannot make up a record.
-
-    `digests`: xxh3_128 of each stripe, one after the other; empty from an owner, which tells them one by one.
-    """
+    """Answer to AskManifest; most holders' word counts. `digests`: xxh3_128 of stripes; empty from an owner."""
 
     request: int
     record: int

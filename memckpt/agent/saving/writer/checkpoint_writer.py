@@ -1,9 +1,7 @@
-"""The writer of checkpoints: from an agent's regions into a store, one job after the other until the agent is gone.
+"""The writer of checkpoints: from an agent's regions into a store, one job after the other.
 
-Urgent jobs (the end of a training, a machine that may be gone soon) are written by the main thread, with the agent's
-own priority. The main thread also imports torch's parts beside the first steps of a training. All else is written by a
-thread of the lowest priority: a process can give priority up and, without privileges, not get it back, but threads have
-theirs.
+The main thread writes urgent jobs with the agent's priority, and imports torch's parts ahead. A thread of the lowest
+priority does the rest: a process could not get its priority back.
 """
 
 from __future__ import annotations
@@ -142,10 +140,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
 
 
 def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
-    """Make room for a part, and write it.
-
-    Raises StorageFullError where there is no room, ForeignStateError where other ranks' part has the same name.
-    """
+    """Make room for a part, and write it. Raises StorageFullError, or ForeignStateError: its name is taken."""
     _refuse_other_ranks(store, job.part)
     what = f"step {job.part.step}"
     nbytes = sum(one.numel() * one.element_size() for one in tensors.values()) + len(encode_node_state(state))
@@ -243,9 +238,9 @@ def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
 
 
 def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "") -> None:
-    """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint.
+    """Delete what killed writers have left.
 
-    Of several nodes the first rank's looks through the store each time, the others where a writer of theirs was killed.
+    The first rank's node looks through the store each time, others where a writer of theirs was killed.
     """
     owner = "" if 0 in part.ranks or abandoned else _claimed_by(store)
     if owner:
@@ -330,11 +325,7 @@ def _delete(store: Store, left: Sequence[str], untidy: Untidy) -> None:
 
 
 def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
-    """Make one checkpoint of all parts for stock tools, and delete what is superseded, once all parts are there.
-
-    Each part has been read back before it was committed. The writer of the last one finds all of them; where several
-    do, they do the same.
-    """
+    """Once all parts are there, make one checkpoint of them for stock tools, and delete what is superseded."""
     catalog = _catalog_for(store, part)
     _delete(store, leftovers(catalog, part.node, ()), untidy)
     mine = [one for one in catalog.complete if one.parts.get(part.node) == part]

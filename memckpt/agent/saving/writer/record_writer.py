@@ -1,7 +1,6 @@
 """The writer of records: from an agent's slots into batches in a store. Needs no torch.
 
-Training does not wait for it. A slot may be filled anew while it is being copied; its stamps, checked before and after,
-say whether the copy is good. A record that could not be copied leaves a hole, and the log goes on behind it.
+Training does not wait: stamps, checked before and after, say whether a copy is good. Else the log has a hole.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ class _Taken:
 
 
 class RecordWriter:
-    """Writes the records of one generation on one timeline. Owns the region of its slots; :meth:`close` it.
-
-    `hole` is an earlier loss, to be reported with the first answer.
-    """
+    """Writes the records of one generation on one timeline. Owns its slots. `hole`: an earlier loss, to report."""
 
     def __init__(self, opened: OpenLog, slots: Region, hole: str = "") -> None:
         self._opened = opened
@@ -142,9 +138,9 @@ class RecordWriter:
                 self._lose_to(error)
 
     def _write_if_there_is_room(self) -> int:
-        """Write the taken records as one batch, if the storage has room; returns its bytes.
+        """Write the taken records as one batch, or keep them; returns its bytes.
 
-        Raises StorageError where there is no room, or the storage is away, and there is no memory to wait in.
+        Raises StorageError: the storage has no room, or is away, and there is no memory to wait in.
         """
         if time.monotonic() >= self._not_before:
             try:
@@ -266,11 +262,9 @@ _ROUNDING = 1e-3
 
 
 class BatchSize:
-    """As few records as leave the writer idle for 95% of the time, and a second between batches.
+    """As few records as leave the writer idle for 95% of the time, and a second between batches, `most` at most.
 
-    A crash costs few steps then. Batches of b records are written every b steps, and take a time that depends little on
-    b: flushes of files and directories. LowDiff (section IV-B) weighs the same two. `most` is the largest number, also
-    before anything is measured: a writer that falls behind leaves a hole.
+    Batches of b records are written every b steps, in a time that depends little on b (LowDiff, section IV-B).
     """
 
     def __init__(self, most: int, fixed: bool) -> None:
@@ -290,7 +284,6 @@ class BatchSize:
 
     @property
     def records(self) -> int:
-        """Records of the next batch."""
         if self._fixed or not self._intervals:
             return self._most
         step = min(self._intervals)
