@@ -114,8 +114,9 @@ class Group:
 
     def memory_reserved(self, number: int) -> None:
         """Go on with a generation whose memory is reserved, or was refused."""
-        if (generation := self._generation(number)) is not None:
-            self._finish_reserving(generation)
+        for generation in {self._generation(number), *(one for one, _ in self._awaiting if one.number == number)}:
+            if generation is not None:
+                self._finish_reserving(generation)
 
     def _finish_reserving(self, only: Generation | None = None) -> None:
         """Wait until memory is reserved, of one generation or (None) of all that ranks wait for."""
@@ -172,21 +173,15 @@ class Group:
     # What peers have given back
 
     def make_room_for(self, spec: StateSpec, budget: int | None) -> Generation:
-        """Make room for a state that is fetched from peers. What is held stays until that is here, if both fit.
+        """Make room for a state that is fetched from peers; it may be used once it is reserved (:meth:`when_reserved`).
 
-        Raises MemoryBudgetError where it does not fit.
+        What is held stays until that is here, if both fit. Raises MemoryBudgetError: it does not fit alone either.
         """
-        number = self._pending.next_number()
+        number, notify = self._pending.next_number(), partial(self._host.notify, self.ranks)
 
         def make() -> Generation:
             held = Allowance(self._beside() + self.generations.nbytes, budget)
-            made = make_generation(number, spec, held, threads=1, notify=lambda _: None)
-            try:
-                made.regions.finish_reserving()
-            except MemckptError:
-                made.close()
-                raise
-            return made
+            return make_generation(number, spec, held, threads=1, notify=notify)
 
         try:
             return make()

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memckpt.journal import events as journal
-from memckpt.journal.journal import Journal
-from memckpt.journal.reading import latest_attempt
+from memckpt.journal.journal import Journal, latest_attempt
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.log import Seldom

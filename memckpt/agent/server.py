@@ -21,10 +21,9 @@ from memckpt.agent.fencing import Gate
 from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
 from memckpt.agent.lifetime import Lifetime
-from memckpt.agent.metrics import Metrics, measure
+from memckpt.agent.metrics import Metrics, describe, measure
 from memckpt.agent.observer import Observer
 from memckpt.agent.replication.peer_tier import Peers
-from memckpt.agent.status import describe
 from memckpt.errors import AgentError, MemckptError, RunBusyError
 from memckpt.journal.events import AnyEvent
 from memckpt.memory.generation import Generation

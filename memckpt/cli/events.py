@@ -14,7 +14,7 @@ from memckpt.cli.common import AsJson, Node, Run, count, out, ranks_text
 from memckpt.errors import AgentNotFoundError, StorageError
 from memckpt.journal import events as journal
 from memckpt.journal.events import AnyEvent, Entry, Sample, Unknown, encode, name_of
-from memckpt.journal.reading import Follower
+from memckpt.journal.journal import Follower
 from memckpt.user_messages import nbytes_text, seconds_text
 
 #: Seconds between two looks at the files.

@@ -32,7 +32,7 @@ from memckpt.cli.run_view import Looker, Stored, View, problems_of
 from memckpt.cli.watch_page import page
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.journal.events import Entry
-from memckpt.journal.reading import Follower
+from memckpt.journal.journal import Follower
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.protocol.status import AuditStatus, PeerLinkStatus, PeersStatus, Status, StorageStatus

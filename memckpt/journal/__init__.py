@@ -1,1 +1,1 @@
-"""What happened to a run: `events` (the typed schema), `journal` (agents write it), `reading` (commands read it)."""
+"""What happened to a run: `events` (the typed schema), `journal` (agents write it, commands read it)."""

@@ -254,13 +254,13 @@ class AgentLink:
         """Send a message that has no answer."""
         self.connection.send(message)
 
-    def send_later(self, make: Callable[[], TrainerToAgent], behind: bool = False) -> None:
+    def send_later(self, make: Callable[[], TrainerToAgent], caller_waits: bool = True) -> None:
         """Make and send a message in a thread, as `make` waits for copies from an accelerator.
 
-        It waits for the last one to be sent, or has the thread do so, with `behind`.
+        The caller waits until the last one is sent, or the thread does.
         """
         connection = self.connection
-        if not behind:
+        if caller_waits:
             self.finish_sending()
         last = self._sender
 

@@ -449,7 +449,7 @@ class Session:
         if order is not None:
             finish = self._staging.copy_rank_part(order, point)
             if self._copier.asynchronous:
-                self._link.send_later(finish, behind=True)
+                self._link.send_later(finish, caller_waits=False)
             else:
                 self._link.send(finish())
         elif (coming := self._link.order) is not None:

@@ -73,6 +73,8 @@ class Staging:
         self._stalled_before = self._clock.total
         self.writer: SlotWriter | None = None
         self.prepared: PreparedRegions | None = None
+        #: Closes the region of the last copy for a checkpoint: an accelerator unlocks its pages, which takes a while.
+        self._unlocking: threading.Thread | None = None
 
     def open(self, regions: PreparedRegions) -> SlotWriter:
         """Make a writer, which owns the regions from now on."""
@@ -107,6 +109,12 @@ class Staging:
         regions, self.prepared = self.prepared, None
         if regions is not None:
             regions.close()
+        self._finish_unlocking()
+
+    def _finish_unlocking(self) -> None:
+        if self._unlocking is not None:
+            self._unlocking.join()
+            self._unlocking = None
 
     @property
     def ready(self) -> bool:
@@ -294,8 +302,9 @@ class Staging:
         def finish() -> RankPartCopied:
             copied()
             seconds = time.perf_counter() - started
-            if self._copier.asynchronous:  # unlocking pages takes a while
-                threading.Thread(target=order.region.close, name="memckpt-close", daemon=True).start()
+            if self._copier.asynchronous:
+                self._unlocking = threading.Thread(target=order.region.close, name="memckpt-close", daemon=True)
+                self._unlocking.start()
             else:
                 order.region.close()
             if parts is None:
@@ -310,6 +319,7 @@ class Staging:
         self, order: CopyOrder, point: RestorePoint
     ) -> tuple[tuple[tuple[int, int, str], ...], bytes, codec.Packed | None] | None:
         """Begin to copy. None where that cannot be: the agent asks again, and the next record shows a change."""
+        self._finish_unlocking()
         writer = self.writer
         if writer is None or order.record != point.record or order.region.nbytes != writer.layout.copy_bytes:
             return None

@@ -10,7 +10,7 @@ import typer
 
 from memckpt.cli.common import AsJson, Run, Url, out, place_of, print_json
 from memckpt.errors import AgentNotFoundError, MemckptError, StorageError
-from memckpt.journal.reading import read_journal
+from memckpt.journal.journal import read_journal
 
 if TYPE_CHECKING:  # imported only when a page is made, so that other commands start fast
     from memckpt_tools.report.page import Kept

@@ -29,7 +29,7 @@ from memckpt.journal.events import (
     Whole,
 )
 from memckpt.journal.events import Protected as ProtectedEvent
-from memckpt.journal.reading import read_journal
+from memckpt.journal.journal import read_journal
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.protocol.status import PeersStatus, Status, StorageStatus

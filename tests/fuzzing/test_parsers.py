@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from memckpt.errors import AgentError, DamagedStateError, MemckptError
 from memckpt.journal import events
-from memckpt.journal.reading import entries_of
+from memckpt.journal.journal import entries_of
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol import channel
 from memckpt.protocol.channel import Channel

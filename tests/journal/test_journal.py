@@ -32,8 +32,7 @@ from memckpt.journal.events import (
     encode,
     name_of,
 )
-from memckpt.journal.journal import OLDER_FILES, Journal, files_of
-from memckpt.journal.reading import Follower, latest_attempt, read_journal
+from memckpt.journal.journal import OLDER_FILES, Follower, Journal, files_of, latest_attempt, read_journal
 from tests.support.cluster.full_log import fill
 from tests.support.cluster.waiting import until
 

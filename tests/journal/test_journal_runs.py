@@ -25,7 +25,7 @@ from memckpt.journal.events import (
     StartedOver,
     TrainerDied,
 )
-from memckpt.journal.reading import read_journal
+from memckpt.journal.journal import read_journal
 from tests.support.trainings.cli_harness import invoke
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config, kill_agent, kill_self

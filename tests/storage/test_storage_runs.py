@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from memckpt.agent.saving import jobs
 from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.journal.events import AttemptBegan
-from memckpt.journal.reading import latest_attempt, read_journal
+from memckpt.journal.journal import latest_attempt, read_journal
 from memckpt.processes.address import AgentAddress
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export

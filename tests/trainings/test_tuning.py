@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memckpt.journal.events import Advised
-from memckpt.journal.reading import read_journal
+from memckpt.journal.journal import read_journal
 from memckpt.memory.replica import Replica
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status

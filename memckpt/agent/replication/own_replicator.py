@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -17,55 +17,6 @@ from memckpt.protocol import replication
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.replication import Listen, Listening
 from memckpt.state.records import HeldFragments, RankGroup
-
-_Key = tuple[RankGroup, str, int]
-
-
-class _Kept(NamedTuple):
-    message: replication.KeepRoom
-    fd: int
-    nbytes: int
-
-
-class FragmentRooms:
-    """Owns the descriptors of the memory in which the replicator keeps fragments, and outlives it."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[_Key, _Kept] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Shared memory of all rooms, in bytes."""
-        return sum(one.nbytes for one in self._rooms.values())
-
-    def keep(self, message: replication.KeepRoom, fds: Sequence[int]) -> None:
-        """Take over the descriptor of memory that the replicator has reserved. AgentError: it is not one descriptor."""
-        if len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
-            raise AgentError(f"expected one descriptor of memory for fragments, found {len(fds)}")
-        self.drop_room(message)
-        self._rooms[_key(message)] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
-
-    def drop_room(self, message: replication.KeepRoom | replication.LetGoOfRoom) -> None:
-        """Close a room that the replicator does not need any more."""
-        kept = self._rooms.pop(_key(message), None)
-        if kept is not None:
-            os.close(kept.fd)
-
-    def handover(self) -> Iterator[tuple[replication.KeepRoom, int]]:
-        """What another replicator is to be told, each with a descriptor that stays ours."""
-        for kept in self._rooms.values():
-            yield kept.message, kept.fd
-
-    def close(self) -> None:
-        for kept in list(self._rooms.values()):
-            self.drop_room(kept.message)
-
-
-def _key(message: replication.KeepRoom | replication.LetGoOfRoom) -> _Key:
-    return message.owner, message.generation, message.slot
-
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
@@ -107,7 +58,8 @@ class OwnReplicator:
         self.problem = ""
         self._loop = loop
         self._owner = owner
-        self._rooms = FragmentRooms()
+        #: Memory of fragments that outlives the process, by window and slot: what it said of it, and the descriptor.
+        self._rooms: dict[tuple[RankGroup, str, int], tuple[replication.KeepRoom, int]] = {}
         #: What it was told of the attempt, and where it listens.
         self._listening: tuple[Listen, Listening] | None = None
         self._backoff = Backoff(loop.clock)
@@ -121,7 +73,7 @@ class OwnReplicator:
     @property
     def kept_bytes(self) -> int:
         """Memory of the fragments that it keeps for other nodes, in bytes."""
-        return self._rooms.nbytes
+        return sum(os.fstat(fd).st_size for _, fd in self._rooms.values())
 
     @property
     def told(self) -> Listen | None:
@@ -175,10 +127,18 @@ class OwnReplicator:
                 self._owner.replicator_said(message)
 
     def _note_room(self, message: replication.KeepRoom | replication.LetGoOfRoom, fds: list[int]) -> None:
+        """Take over the descriptor of memory, or close it. Raises AgentError: not one descriptor has come."""
+        key = message.owner, message.generation, message.slot
+        expected = int(isinstance(message, replication.KeepRoom))
+        if len(fds) != expected:
+            for fd in fds:
+                os.close(fd)
+            raise AgentError(f"expected {expected} descriptors of memory for fragments, found {len(fds)}")
+        _, former = self._rooms.pop(key, (None, None))
+        if former is not None:
+            os.close(former)
         if isinstance(message, replication.KeepRoom):
-            self._rooms.keep(message, fds)
-        else:
-            self._rooms.drop_room(message)
+            self._rooms[key] = message, fds[0]
 
     def _fragments(self) -> tuple[HeldFragments, ...]:
         assert self.process is not None
@@ -209,7 +169,9 @@ class OwnReplicator:
         """Kill it: what is to reach peers was drained before, and what it keeps of theirs ends with the agent."""
         self._forget_attempt()
         self._kill_process()
-        self._rooms.close()
+        for _, fd in self._rooms.values():
+            os.close(fd)
+        self._rooms.clear()
 
     def listen(self, message: Listen) -> Listening:
         """Have it listen for peers; returns where, and what fragments it keeps. AgentError: it does not come up."""
@@ -264,7 +226,7 @@ class OwnReplicator:
             "memckpt.replication.process", self._loop, self._received, self._die, liveness_seconds
         )
         try:
-            for message, fd in self._rooms.handover():
+            for message, fd in self._rooms.values():
                 process.send(message, [fd])
         except AgentGoneError:
             process.close()

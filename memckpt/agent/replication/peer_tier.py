@@ -222,7 +222,7 @@ class Peers:
 
     def recover(self, message: Recover, done: Callable[[Recovered | RecoveryProgress], None]) -> None:
         """Fetch and hand out what a recovery wants; `done` gets progress, then Recovered. Raises PeerError."""
-        if self._recovery is not None:
+        if self._recovery is not None and not self._recovery.over:
             raise AgentError("a recovery is under way")
         self._replicator.check()
         process = self._replicator.process
@@ -242,17 +242,12 @@ class Peers:
         group = self._groups.adopt if message.adopt else self._groups.get
         self._recovery = recovery = Recovery(self._recoveries, message, group, self._replicator.send, done)
         recovery.start()
-        self._end_recovery()
 
     def _give_up_recovery(self, reason: str) -> None:
         """Drop what a recovery has fetched so far, if one is under way."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             recovery.fail(reason)
-
-    def _end_recovery(self) -> None:
-        if self._recovery is not None and self._recovery.over:
-            self._recovery = None
 
     # What the replicator says, and what becomes of it
 
@@ -269,9 +264,8 @@ class Peers:
                 self._given_up.add(message.generation)
                 self._tell(self._newest)
             case Described() | Filled() | RecoveryProgress():
-                if self._recovery is not None:
+                if self._recovery is not None and not self._recovery.over:
                     self._recovery.answered(message)
-                    self._end_recovery()
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the replicator")
 
@@ -350,24 +344,36 @@ class Recovery:
         if message.problem:
             self.fail(message.problem, tuple(self._bad) if message.bad else ())
         elif isinstance(message, Described):
-            self._allocate(message)
+            assert message.spec is not None
+            self._allocate(message.ranks, _to_be_filled(message.spec, message.ranks))
         else:
             self._take_filled(message)
 
-    def _allocate(self, message: Described) -> None:
-        assert message.spec is not None
+    def _allocate(self, ranks: RankGroup, spec: StateSpec) -> None:
         try:
-            group = self._group(message.ranks)
+            group = self._group(ranks)
             if group is None:
-                raise AgentError(f"ranks {list(message.ranks)} are not on this node")
-            spec = _to_be_filled(message.spec, message.ranks)
+                raise AgentError(f"ranks {list(ranks)} are not on this node")
             generation = group.make_room_for(spec, self._message.memory_budget_bytes)
         except MemckptError as error:
             self.fail(str(error))
             return
-        self._generations[message.ranks] = generation
-        fds = [region.fd for region in generation.regions]
-        self._send(Fill(self._wanted[message.ranks], spec, self._number), fds)
+        self._generations[ranks] = generation
+        group.when_reserved(generation, partial(self._fill, ranks, spec, group, generation))
+
+    def _fill(
+        self, ranks: RankGroup, spec: StateSpec, group: Group, generation: Generation, error: MemckptError | None
+    ) -> None:
+        if self._generations.get(ranks) is not generation:
+            return  # it was given up meanwhile
+        if error is None:
+            self._send(Fill(self._wanted[ranks], spec, self._number), [region.fd for region in generation.regions])
+        elif group.held is None:
+            self.fail(str(error))
+        else:  # both do not fit
+            self._generations.pop(ranks).close()
+            group.generations.drop_all()
+            self._allocate(ranks, spec)
 
     def _take_filled(self, message: Filled) -> None:
         generation = self._generations.pop(message.ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memckpt.protocol.replication import FromFragments, WantedState
 from tests.support.cluster.peers_records import layout_spec
 
@@ -38,6 +40,9 @@ class Place:
     def make_room_for(self, spec: object, budget: object) -> Room:
         self.rooms.append(Room())
         return self.rooms[-1]
+
+    def when_reserved(self, room: Room, answer: Callable[[None], None]) -> None:
+        answer(None)
 
     def take_over(self, room: Room, history: object) -> None:
         self.held = room
