@@ -82,10 +82,8 @@ class WarmStarter:
     def __init__(
         self, command: PythonCommand, cold: Callable[[Given], Attempt], notes: Notes, also: Sequence[str]
     ) -> None:
-        self._command = command
-        self._cold = cold
-        self._notes = notes
-        self._also = also
+        self._command, self._cold = command, cold
+        self._notes, self._also = notes, also
         #: Packages from whose imports no attempt can be forked.
         self._without: set[str] = set()
         self._process: WarmProcess | None = None
@@ -144,7 +142,6 @@ class WarmStarter:
             self._give_up("this Python does not run memckpt's sitecustomize")
 
     def _import_ahead(self) -> None:
-        """Have a new process import what the attempt has imported."""
         self._end_process()
         self._process = WarmProcess(self._command.words, self._environment)
         if self._order_imports(self._process):

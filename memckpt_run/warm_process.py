@@ -123,7 +123,6 @@ def _fork(link: socket.socket, order: Fork, streams: Sequence[int]) -> bool:
 
 
 def _become(order: Fork, streams: Sequence[int]) -> None:
-    """What a start has of its own, in an attempt."""
     end_with_parent(order.farewell, order.parent)
     if streams:
         os.setsid()
@@ -144,7 +143,6 @@ def _become(order: Fork, streams: Sequence[int]) -> None:
 
 
 def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
-    """Import ahead what the file names."""
     began = time.monotonic()
     recorded = msgspec.json.decode(os.pread(file, os.fstat(file).st_size, 0), type=Recorded)
     before = list(sys.path)
@@ -333,7 +331,6 @@ class Traces:
         return original(environment, name)
 
     def _module_ran(self, module: str) -> None:
-        """A module's code has run."""
         threads = threads_of_process()
         self.threads.update(dict.fromkeys(threads - self._threads, module))
         self._threads = threads
@@ -361,7 +358,6 @@ class Traces:
         return sorted({module.partition(".")[0] for module, _ in self._found()} - {_SOME})
 
     def _found(self) -> list[tuple[str, str]]:
-        """Modules, and what they do."""
         pools_end()
         alive = threads_of_process()
         targets = descriptors_of_process()

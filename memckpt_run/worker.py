@@ -25,24 +25,12 @@ from memckpt.errors import MALFORMED, ConfigurationError
 from memckpt.processes.address import listen_at, peer
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle, start_ticks
+from memckpt_run import messages
 from memckpt_run.attempts import PASSED_ON, Attempt, Given, PythonCommand, python_command
-from memckpt_run.messages import (
-    Become,
-    Begin,
-    Ended,
-    Signal,
-    Started,
-    packed,
-    receive_reply,
-    receive_request,
-    send,
-    unpacked,
-)
 from memckpt_run.notes import Notes
 from memckpt_run.warm import WarmStarter
 
 _log = logging.getLogger("memckpt.run")
-
 #: Longest wait, in seconds, for what a worker sends at once, and for the end of a killed process.
 _SOON_SECONDS = 10.0
 
@@ -118,7 +106,6 @@ class Keeper:
             self._loop.turn()
 
     def _advance_warm(self) -> None:
-        """Bring the warm process nearer to its end."""
         if self._attempt is not None and not self._leaving:
             seconds = self._starter.prepare_next(self._attempt)
             self._look_at = None if seconds is None else time.monotonic() + seconds
@@ -133,8 +120,8 @@ class Keeper:
         try:
             if uid != os.getuid():
                 raise PermissionError(f"uid {uid}")
-            request, streams = receive_request(link)
-            if not isinstance(request, Begin) or len(streams) != 3:
+            request, streams = messages.receive_request(link)
+            if not isinstance(request, messages.Begin) or len(streams) != 3:
                 raise ValueError(f"expected Begin with three descriptors, found {type(request).__name__}")
             self._start_attempt(Worker(link, pid), request, (streams[0], streams[1], streams[2]))
         except (*MALFORMED, OSError) as error:
@@ -144,7 +131,7 @@ class Keeper:
             for fd in streams:
                 os.close(fd)
 
-    def _start_attempt(self, worker: Worker, request: Begin, streams: tuple[int, int, int]) -> None:
+    def _start_attempt(self, worker: Worker, request: messages.Begin, streams: tuple[int, int, int]) -> None:
         before = self._worker
         if before is not None and before.process.alive():
             self._refuse(worker, f"pid {before.process.pid} is a living worker of the same local rank")
@@ -153,34 +140,34 @@ class Keeper:
             self._refuse(worker, "command or working directory are others than those of the first start")
             return
         self._drop()
-        environment = {**unpacked(request.environment), **self._notes.environment()}
+        environment = {**messages.unpacked(request.environment), **self._notes.environment()}
         self._asking = worker.process.pid
         self._worker = worker
         self._attempt = attempt = self._starter.start(Given(environment, set(request.mask), signal.SIGKILL, streams))
         if isinstance(attempt, Handed):
-            self._answer_worker(worker, Become(self._notes.environment()))
+            self._answer_worker(worker, messages.Become(self._notes.environment()))
             worker.link.close()
         else:
             worker.attempt = ProcessHandle(attempt.pid, os.pidfd_open(attempt.pid))
-            self._answer_worker(worker, Started(attempt.pid))
+            self._answer_worker(worker, messages.Started(attempt.pid))
             self._loop.attend(worker.link, self._hear)
             self._loop.attend(worker.attempt, self._attempt_has_ended)
 
     def _refuse(self, worker: Worker, reason: str) -> None:
         _log.warning("this start is cold: %s", reason)
-        self._answer_worker(worker, Become({}))
+        self._answer_worker(worker, messages.Become({}))
         worker.close()
 
-    def _answer_worker(self, worker: Worker, message: Become | Started | Ended) -> None:
+    def _answer_worker(self, worker: Worker, message: messages.Become | messages.Started | messages.Ended) -> None:
         with contextlib.suppress(OSError):  # it was killed meanwhile, which its link's end says, too
-            send(worker.link, message)
+            messages.send(worker.link, message)
 
     def _hear(self) -> None:
         """Pass on what a worker asks for, or end its attempt if it has ended."""
         worker = self._worker
         assert worker is not None
         try:
-            request, streams = receive_request(worker.link)
+            request, streams = messages.receive_request(worker.link)
         except (*MALFORMED, OSError) as error:
             _log.warning("the worker pid %d says what cannot be read: %s", worker.process.pid, error)
             request, streams = None, []
@@ -189,7 +176,7 @@ class Keeper:
         if request is None:
             self._loop.unregister(worker.link)
             worker.signal_attempt(signal.SIGKILL)
-        elif not isinstance(request, Begin):
+        elif not isinstance(request, messages.Begin):
             worker.signal_attempt(request.number)
 
     def _attempt_has_ended(self) -> None:
@@ -198,7 +185,7 @@ class Keeper:
         assert attempt is not None
         code = attempt.poll()
         assert code is not None
-        self._answer_worker(worker, Ended(code))
+        self._answer_worker(worker, messages.Ended(code))
         self._forget(worker)
 
     def _drop(self) -> None:
@@ -354,14 +341,14 @@ def _attend(link: socket.socket, command: Sequence[str]) -> int:
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     answer = None
     try:
-        send(link, Begin(words, os.getcwdb(), packed(os.environ), mask), (0, 1, 2))
-        answer, _ = receive_reply(link)
+        messages.send(link, messages.Begin(words, os.getcwdb(), messages.packed(os.environ), mask), (0, 1, 2))
+        answer, _ = messages.receive_reply(link)
     except (*MALFORMED, OSError) as error:  # an environment that is too large, a keeper that hangs
         _log.warning("this start is cold: the keeper does not answer: %s", error)
-    if isinstance(answer, Started):
+    if isinstance(answer, messages.Started):
         return _stand_for_attempt(link)
     link.close()
-    _become(command, answer.variables if isinstance(answer, Become) else {})
+    _become(command, answer.variables if isinstance(answer, messages.Become) else {})
 
 
 def _stand_for_attempt(link: socket.socket) -> int:
@@ -378,10 +365,10 @@ def _stand_for_attempt(link: socket.socket) -> int:
             if source == received:
                 with contextlib.suppress(OSError):  # the keeper's end is seen in the next turn
                     for number in os.read(received, 64):
-                        send(link, Signal(number))
+                        messages.send(link, messages.Signal(number))
                 continue
-            reply, _ = receive_reply(link)
-            if isinstance(reply, Ended):
+            reply, _ = messages.receive_reply(link)
+            if isinstance(reply, messages.Ended):
                 return reply.code
             if reply is None:
                 _log.error("the keeper of this local rank has died, and the attempt with it")

@@ -48,10 +48,8 @@ class Connections:
         handle: Callable[[Connection, TrainerToAgent], None],
         left: Callable[[Connection], None],
     ) -> None:
-        self._address = address
-        self._loop = loop
-        self._handle = handle
-        self._left = left
+        self._address, self._loop = address, loop
+        self._handle, self._left = handle, left
         self._open: dict[int, Connection] = {}
         self._listener: Listener | None = None
         #: Why the last connection could not be accepted; empty if it could.

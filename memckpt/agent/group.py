@@ -33,10 +33,8 @@ class Group:
     """Belongs to the agent's event loop. Owns generations and saver; `name`: of its parts of a checkpoint."""
 
     def __init__(self, node: str, ranks: RankGroup, name: str, host: Host, siblings: Siblings) -> None:
-        self._node = node
-        self.ranks = ranks
-        self._host = host
-        self._siblings = siblings
+        self._node, self.ranks = node, ranks
+        self._host, self._siblings = host, siblings
         self._seldom_due, self._seldom_complete = Seldom(), Seldom()
         self._pending = PendingGeneration(lambda message: host.notify(ranks, message), self._make_room)
         #: What the present attempt has gone on from; None: it has not, or not yet.
@@ -400,8 +398,7 @@ class HeldGenerations:
     """
 
     def __init__(self, ranks: RankGroup, forget: Callable[[Generation], None]) -> None:
-        self._ranks = ranks
-        self._forget = forget
+        self._ranks, self._forget = ranks, forget
         self.newest: Generation | None = None
         #: Those before it, oldest first, until every rank of the job is known to have got past them: a rank that is
         #: killed while it writes a generation leaves only what it had before, and all go back to that.
@@ -414,7 +411,6 @@ class HeldGenerations:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of all of them."""
         return sum(one.nbytes for one in self)
 
     # What they can produce

@@ -54,8 +54,7 @@ class Groups:
     """Belongs to the agent's event loop."""
 
     def __init__(self, node: str, host: Host) -> None:
-        self._node = node
-        self._host = host
+        self._node, self._host = node, host
         self._all: dict[RankGroup, Group] = {}
         #: Names in storage of the parts that this attempt's units write.
         self._names: dict[RankGroup, str] = {}
@@ -185,7 +184,6 @@ class Groups:
 
     @property
     def enabled(self) -> bool:
-        """Whether storage is configured."""
         return any(one.saver.enabled for one in self)
 
     @property

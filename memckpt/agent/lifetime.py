@@ -23,11 +23,8 @@ class Lifetime:
         by_operator: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._groups = groups
-        self._host = host
-        self.linger_seconds = linger_seconds
-        self.by_operator = by_operator
+        self._clock, self._groups, self._host = clock, groups, host
+        self.linger_seconds, self.by_operator = linger_seconds, by_operator
         self.started = clock()
         #: Since when no trainer is here; None while one is, or is awaited.
         self.idle_since: float | None = self.started

@@ -176,9 +176,7 @@ class Collector:
     """What prometheus-client asks; safe to call from any thread. `take` measures, in the event loop."""
 
     def __init__(self, labels: dict[str, str], post: Post, take: Callable[[], list[Measured]]) -> None:
-        self._labels = labels
-        self._post = post
-        self._take = take
+        self._labels, self._post, self._take = labels, post, take
 
     def collect(self) -> Iterator[Metric]:
         """The families now. Raises AgentGoneError where the event loop has not answered in time."""
@@ -209,8 +207,7 @@ class Exporter:
         take: Callable[[], list[Measured]],
         predecessor: Exporter | None = None,
     ) -> None:
-        self.settings = settings
-        self._address = address
+        self.settings, self._address = settings, address
         self._labels = {"run": str(address.run_dir), "node": address.node}
         self._collector = Collector(self._labels, post, take)
         #: Where metrics are shown, or why not, by the way in which they are.
@@ -334,15 +331,12 @@ class Metrics:
     def __init__(
         self, address: AgentAddress, fixed: MetricsSettings | None, post: Post, take: Callable[[], list[Measured]]
     ) -> None:
-        self._address = address
-        self._fixed = fixed
-        self._post = post
-        self._take = take
+        self._address, self._fixed = address, fixed
+        self._post, self._take = post, take
         self._exporter: Exporter | None = None
 
     @property
     def state(self) -> str:
-        """Where they are shown, or why they are not; empty if they were not asked for."""
         return "" if self._exporter is None or self._exporter.stopped else self._exporter.state
 
     def configure(self, settings: MetricsSettings | None = None) -> None:

@@ -82,9 +82,7 @@ class Observer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.figures = Figures()
-        self._by_operator = by_operator
-        self._status = status
-        self._clock = clock
+        self._by_operator, self._status, self._clock = by_operator, status, clock
         self.journal = Journal(address.run_dir, address.node)
         #: Number of the newest attempt that the journal knew of as the agent started.
         self._former_attempt = latest_attempt(address.run_dir, address.node)
@@ -331,9 +329,7 @@ class Tier:
     """A tier that is whole or degraded."""
 
     def __init__(self, name: str, note: Note, clock: Clock) -> None:
-        self._name = name
-        self._note = note
-        self._clock = clock
+        self._name, self._note, self._clock = name, note, clock
         #: Why it is degraded; empty: it is whole; None: it has not been whole yet.
         self._reason: str | None = ""
         self._since = 0.0
@@ -363,9 +359,7 @@ class Lag:
     """A tier that is behind training by as many records as slots allow, for a while."""
 
     def __init__(self, tier: str, note: Note, clock: Clock) -> None:
-        self._tier = tier
-        self._note = note
-        self._clock = clock
+        self._tier, self._note, self._clock = tier, note, clock
         self._since: float | None = None
         self._noted = False
 
@@ -387,8 +381,7 @@ class Stalls:
     """Steps that protection has kept waiting for long."""
 
     def __init__(self, note: Note, clock: Clock) -> None:
-        self._note = note
-        self._clock = clock
+        self._note, self._clock = note, clock
         self._step: int | None = None
         self._longest_ms, self._count = 0.0, 0
         self._note_at = 0.0

@@ -127,7 +127,6 @@ class Agent:
         self._lifetime.end_when_saved(reason, ordered=True)
 
     def _save_to(self, connection: Connection, url: str) -> None:
-        """Export what memory holds."""
         training = self._attempt if self._lifetime.idle_since is None else None
         ahead = training.newest_record + _SAVE_AHEAD if training is not None else 0
         self._groups.save_to(url, partial(self._connections.answer, connection), training is not None, ahead)

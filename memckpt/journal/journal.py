@@ -53,10 +53,8 @@ class Journal:
     def __init__(
         self, run_dir: Path, node: str, file_bytes: int = FILE_BYTES, clock: Callable[[], float] = time.time
     ) -> None:
-        self._run_dir = run_dir
-        self._node = node
-        self._file_bytes = file_bytes
-        self._clock = clock
+        self._run_dir, self._node = run_dir, node
+        self._file_bytes, self._clock = file_bytes, clock
         #: Number of the attempt that events belong to.
         self.attempt = 0
         #: Why events cannot be written now; empty if they can.
@@ -284,8 +282,7 @@ class Follower:
     """Reads the journals of a run from their beginning, then what comes; a file rotated twice in between is missed."""
 
     def __init__(self, run_dir: Path, node: str | None = None) -> None:
-        self._run_dir = run_dir
-        self._node = node
+        self._run_dir, self._node = run_dir, node
         self._files: dict[str, _File] = {}
 
     def poll(self) -> list[Entry]:

@@ -73,7 +73,6 @@ class Attempt:
 
     @property
     def units(self) -> set[RankGroup]:
-        """The units of the trainers that have said hello."""
         return {trainer.unit for trainer in self.trainers.values()}
 
     @property

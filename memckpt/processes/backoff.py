@@ -21,11 +21,8 @@ class Backoff:
         longest: float = 60.0,
         steady: float = 60.0,
     ) -> None:
-        self._clock = clock
-        self._at_once = at_once
-        self._first = first
-        self._longest = longest
-        self._steady = steady
+        self._clock, self._at_once, self._first = clock, at_once, first
+        self._longest, self._steady = longest, steady
         self._started = clock()
         self._deaths = 0
 

@@ -42,8 +42,7 @@ class EventLoop:
     def __init__(
         self, life: LifePage | None = None, clock: Callable[[], float] = time.monotonic, poller: Poller | None = None
     ) -> None:
-        self.life = life
-        self.clock = clock
+        self.life, self.clock = life, clock
         self.beat_seconds: float | None = None
         self._poller: Poller = select.poll() if poller is None else poller
         self._callbacks: dict[int, Callable[[], None]] = {}

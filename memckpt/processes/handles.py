@@ -61,8 +61,7 @@ class ProcessHandle:
     """A pidfd: refers to one process for good, even if its id is reused. Its owner closes it."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        self.pid = pid
-        self.fd = fd
+        self.pid, self.fd = pid, fd
 
     @classmethod
     def of_peer(cls, sock: socket.socket, pid: int) -> ProcessHandle:

@@ -69,9 +69,7 @@ class HelperProcess(Generic[In, Out]):
         ended: Callable[[str], None],
         liveness_seconds: float | None = None,
     ) -> None:
-        self._loop = loop
-        self._received = received
-        self._ended = ended
+        self._loop, self._received, self._ended = loop, received, ended
         #: The page that its loop moves, and the watch on it.
         self._life = LifePage.create() if liveness_seconds is not None else None
         self._watch: LifeWatch | None = None

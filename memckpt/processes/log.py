@@ -79,9 +79,7 @@ class Seldom:
     """Tells when to speak: the `first` times, then at most once in so many seconds."""
 
     def __init__(self, first: int = 10, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._first = first
-        self._seconds = seconds
-        self._clock = clock
+        self._first, self._seconds, self._clock = first, seconds, clock
         self._not_before = float("-inf")
         #: Number of times that were not told since the last one that was.
         self._untold = 0

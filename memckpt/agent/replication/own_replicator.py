@@ -56,8 +56,7 @@ class OwnReplicator:
         self.fingerprints: dict[int, tuple[str, ...]] = {}
         #: Why there is no process, in words.
         self.problem = ""
-        self._loop = loop
-        self._owner = owner
+        self._loop, self._owner = loop, owner
         #: Memory of fragments that outlives the process, by window and slot: what it said of it, and the descriptor.
         self._rooms: dict[tuple[RankGroup, str, int], tuple[replication.KeepRoom, int]] = {}
         #: What it was told of the attempt, and where it listens.
@@ -282,7 +281,6 @@ class OwnReplicator:
             self._restart()
 
     def _restart(self) -> None:
-        """Start another one, which goes on with what the last one kept."""
         self._retry_at = None
         planned, began = self.planned, self._loop.clock()
         try:

@@ -55,8 +55,7 @@ class Peers:
         tell: Callable[[replication.WatermarkAdvanced | replication.ReplicatorLost], None],
     ) -> None:
         self._clock = loop.clock
-        self._groups = groups
-        self._tell = tell
+        self._groups, self._tell = groups, tell
         self._replicator = OwnReplicator(loop, self)
         self._job: PeerJob | None = None
         self._recovery: Recovery | None = None
@@ -95,7 +94,6 @@ class Peers:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of the fragments that the replicator keeps for other nodes, in bytes."""
         return self._replicator.kept_bytes
 
     @property
@@ -174,7 +172,6 @@ class Peers:
                 return  # it died meanwhile, and its successor has been given all of it
 
     def _copy_state(self, record: int) -> None:
-        """Have the state of this node's ranks copied after a record."""
         told = self._replicator.told
         if self._job is None or told is None:
             return
@@ -309,11 +306,8 @@ class Recovery:
         send: Callable[[AgentToReplicator, list[int]], None],
         done: Callable[[Recovered | RecoveryProgress], None],
     ) -> None:
-        self._number = number
-        self._message = message
-        self._group = group
-        self._send = send
-        self._done = done
+        self._number, self._message, self._group = number, message, group
+        self._send, self._done = send, done
         self._started = time.monotonic()
         self._wanted: dict[RankGroup, WantedState] = {wanted.ranks: wanted for wanted in message.fetch}
         self._generations: dict[RankGroup, Generation] = {}

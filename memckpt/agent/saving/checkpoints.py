@@ -195,7 +195,6 @@ class Checkpoints:
     # How each of them ends
 
     async def _write(self, asker: Run | Export, job: Job) -> None:
-        """Have the writer process write and commit a checkpoint, and tell its asker."""
         outcome = await self.jobs.write(replace(job, save=self._add_terms(job)), asker, self.schedule.limit_seconds)
         if outcome is not None:
             self._report_outcome(asker, outcome)

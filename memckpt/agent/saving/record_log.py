@@ -59,9 +59,7 @@ class RecordLog:
     """The log of one run on one node, which never waits. `broken`: called for a hole behind records of use."""
 
     def __init__(self, node: str, open_writer: Callable[[], WriterProcess], broken: Callable[[], None]) -> None:
-        self._node = node
-        self._open_writer = open_writer
-        self._broken = broken
+        self._node, self._open_writer, self._broken = node, open_writer, broken
         self._writer: WriterProcess | None = None
         self._url = self._run = self._witness = ""
         self._asked_steps: int | None = None

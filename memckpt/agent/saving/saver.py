@@ -86,7 +86,6 @@ class Saver:
 
     @property
     def alarm(self) -> str:
-        """Why the last checkpoint could not be written; empty if it could."""
         return self._checkpoints.alarm
 
     def preempt(self, ending: bool = False) -> bool:
@@ -100,7 +99,6 @@ class Saver:
 
     @property
     def preempted_until(self) -> float | None:
-        """End of the grace period that runs (monotonic clock); None: none does."""
         return self.schedule.preempted_until if self.schedule.preempted else None
 
     # While training runs

@@ -112,8 +112,7 @@ class Schedule:
         decided: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._announce_record = announce
-        self._look = look
-        self._decided = decided
+        self._look, self._decided = look, decided
         self._config: StorageConfig | None = None
         self.pace = Pace()
         #: Whether no checkpoint of this run has begun yet: until one is there, losing the machine loses everything.

@@ -115,8 +115,7 @@ class StateCopies:
     def __init__(
         self, order: Callable[[AgentToTrainer, int], None], hurried: Callable[[int], None] = lambda lead: None
     ) -> None:
-        self._order = order
-        self._hurried = hurried
+        self._order, self._hurried = order, hurried
         self._current: _Order | None = None
         #: Records that an order must be ahead for every trainer to get it in time.
         self.lead = _FIRST_LEAD

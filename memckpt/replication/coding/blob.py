@@ -84,8 +84,7 @@ class BlobReader:
     """Takes the stripes of a record in their order and puts its bytes into rooms (a record's, or the static one)."""
 
     def __init__(self, rooms: Sequence[Room], limit: int = MOST_TAIL_BYTES) -> None:
-        self._rooms = rooms
-        self._limit = limit
+        self._rooms, self._limit = rooms, limit
         self._first = bytearray()
         self._size: int | None = None
         #: What is yet to come, and where each extent of it belongs.

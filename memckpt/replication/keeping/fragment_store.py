@@ -31,8 +31,7 @@ class FragmentStore:
     """
 
     def __init__(self, node: str, rooms: Rooms) -> None:
-        self._node = node
-        self._rooms = rooms
+        self._node, self._rooms = node, rooms
         self._attempt: str | None = None
         #: Whether the attempt needs what was kept of earlier ones, until it is protected itself.
         self._goes_on = True
@@ -42,7 +41,6 @@ class FragmentStore:
 
     @property
     def nbytes(self) -> int:
-        """Reserved memory, in bytes."""
         return sum(window.nbytes for window in self._windows.values())
 
     def windows(self) -> list[KeptWindow]:

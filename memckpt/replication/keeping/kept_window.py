@@ -84,9 +84,7 @@ class Cells:
     """The cells of a slot, in parts of memory one after the other. Each cell has a stamp and a fragment's bytes."""
 
     def __init__(self, window: Window, unit: int, parts: list[memoryview]) -> None:
-        self._window = window
-        self._unit = unit
-        self._parts = parts
+        self._window, self._unit, self._parts = window, unit, parts
 
     def __len__(self) -> int:
         return sum(part.nbytes for part in self._parts) // (STAMP_BYTES + self._unit)
@@ -171,8 +169,7 @@ class _KeptRecord:
     """The fragments of one record that have arrived, by stripe."""
 
     def __init__(self, slot: int, stripes: int) -> None:
-        self.slot = slot
-        self.stripes = stripes
+        self.slot, self.stripes = slot, stripes
         self.step = 0
         self.fragments: dict[int, tuple[Fragment, memoryview]] = {}
 
@@ -212,7 +209,6 @@ class KeptWindow:
 
     @property
     def snapshots(self) -> bool:
-        """Whether each record is a state by itself."""
         return self.spec.mode == "snapshot"
 
     def misfit(self, fragment: Fragment) -> str:
@@ -345,7 +341,6 @@ class KeptWindow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are reserved."""
         return sum(room.nbytes for room in self._rooms.values())
 
     def close(self) -> None:

@@ -37,9 +37,7 @@ class StripeWriter:
     def __init__(
         self, ranks: RankGroup, code: Code, send: Callable[[str, WireMessage, memoryview | bytes], None]
     ) -> None:
-        self._ranks = ranks
-        self._code = code
-        self._send = send
+        self._ranks, self._code, self._send = ranks, code, send
         self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, Payload]]] = OrderedDict()
         #: Bytes sent of records that some holder still lacks, by generation and record.
         self._sent_of: dict[tuple[str, int], int] = {}
@@ -126,8 +124,7 @@ class Sender:
         record: int,
         proceeds: bool = False,
     ) -> None:
-        self.ranks = ranks
-        self.proceeds = proceeds
+        self.ranks, self.proceeds = ranks, proceeds
         self.paused = False
         self.gap: tuple[int, int] | None = None
         self.left_out = 0

@@ -309,8 +309,7 @@ class RunAhead:
     """How far each unit's training may be ahead of the watermark, if it waits; `beyond`: further, for a while."""
 
     def __init__(self, waits: bool, beyond: bool) -> None:
-        self.beyond = beyond
-        self._waits = waits
+        self.beyond, self._waits = beyond, waits
         #: By unit: how many records training may be ahead, and how many steps these are.
         self._records: dict[RankGroup, int] = {}
         self._reach: dict[RankGroup, int] = {}

@@ -49,17 +49,14 @@ class ReplicationNode:
         start = job.record or 0
         self.job = job
         self.plan = plan = NodePlan(node, job)
-        self.store = store
-        self.transport = transport
+        self.store, self.transport = store, transport
         self.mail = Mail(node, plan.addresses, transport)
         self.refused: Counter[str] = Counter()
         self.unheard: frozenset[str] = frozenset()
         self.deserted = ""
         self.laggards = Laggards(job.ack_timeout_seconds)
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
-        self._node = node
-        self._watermark_advanced = watermark_advanced
-        self._rejoined = rejoined
+        self._node, self._watermark_advanced, self._rejoined = node, watermark_advanced, rejoined
         self._leaving = False
         self._code = Code(job.data, job.tolerate, job.backend)
         self._codes: dict[int, Code] = {job.data: self._code}
@@ -352,7 +349,6 @@ class ReplicationNode:
         return max((sender.newest or 0 for sender in self._senders.values()), default=0)
 
     def _measure_links(self, now: float) -> None:
-        """Measure which N the links would carry."""
         if (states := self.states) is None:
             return
         if states.acknowledged > self._measured:

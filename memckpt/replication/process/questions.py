@@ -141,7 +141,6 @@ class Fetching:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is asked or read."""
         return bool(self._readers or self._asking)
 
     def _number(self) -> int:

@@ -139,8 +139,7 @@ class Reader:
         self.wanted = wanted
         self._layout = Layout(spec)
         self._regions = GenerationRegions.of(self._layout, regions)
-        self._code = code
-        self._send = send
+        self._code, self._send = code, send
         self._partials = self._plan_partials(self._regions.static is not None)
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
@@ -452,7 +451,6 @@ class Reader:
         )
 
     def _fail(self, partial: PartialRecord, problem: str, bad: Iterable[str]) -> None:
-        """Note that the state cannot be read from these sources."""
         for peer in bad:
             self._note_bad(partial, peer, problem)
         problem = f"{partial} cannot be had: {problem}"

@@ -39,8 +39,7 @@ class Replicator:
     def __init__(
         self, channel: ReplicatorChannel, life: LifePage | None = None, agent: LifeWatch | None = None
     ) -> None:
-        self._channel = channel
-        self._agent = agent
+        self._channel, self._agent = channel, agent
         #: The transport registers its sockets.
         self._poller = zmq.Poller()
         self._loop = EventLoop(life, poller=self._poller)
@@ -237,7 +236,6 @@ class Replicator:
         self._channel.send(advanced)
 
     def _report(self, now: float) -> None:
-        """Tell the agent how things are, now and then."""
         if self._member is None or self._transport is None or now - self._reported < _REPORT_SECONDS:
             return
         self._reported = now
@@ -259,7 +257,6 @@ class Replicator:
             close_all(regions)
 
     def _take_copy(self, message: protocol.StateCopied | protocol.StateNotCopied, regions: list[Region]) -> None:
-        """A state that was ordered has been copied, or not."""
         states = self._member.states if self._member is not None else None
         if states is None:
             close_all(regions)

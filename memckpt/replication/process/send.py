@@ -24,8 +24,7 @@ class NodePlan:
     """
 
     def __init__(self, node: str, job: PeerJob) -> None:
-        self.node = node
-        self.job = job
+        self.node, self.job = node, job
         self.addresses = {one.name: one.address for one in job.nodes}
         names = list(self.addresses)
         own = names.index(node)
@@ -108,9 +107,7 @@ class Mail:
     """Gives messages to peers, connecting to them when needed, and to the node itself, which handles `loopback`."""
 
     def __init__(self, node: str, addresses: Mapping[str, str], transport: Transport) -> None:
-        self._node = node
-        self._addresses = addresses
-        self._transport = transport
+        self._node, self._addresses, self._transport = node, addresses, transport
         self._connected: set[str] = set()
         self.loopback: deque[Delivery] = deque()
 
@@ -169,7 +166,6 @@ class Pump:
 
     @property
     def wants(self) -> bool:
-        """Whether there is anything to send to a holder that would take it."""
         return any(sender.wants for sender in self._turns)
 
     def work(self, now: float) -> None:

@@ -118,9 +118,7 @@ class StatesByValue:
     ) -> None:
         self._plan = plan
         self._own_code = Code(1, code.tolerate)
-        self._fragment_store = fragment_store
-        self._senders = senders
-        self._ask = ask
+        self._fragment_store, self._senders, self._ask = fragment_store, senders, ask
         self.ordered = self.missed = 0
         self.problem = ""
         self._watermark = 0
@@ -149,7 +147,6 @@ class StatesByValue:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that are yet to be sent, about."""
         return sum(sender.waiting_bytes for sender in self._senders.values())
 
     @property

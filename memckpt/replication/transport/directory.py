@@ -129,8 +129,7 @@ class Doorkeeper:
 
     def __init__(self, context: Context, keys: PeerKeys | str | None, refused: Counter[str]) -> None:
         self.sockets: list[Socket] = []
-        self._context = context
-        self._refused = refused
+        self._context, self._refused = context, refused
         self._questions: Socket | None = None
         self._failures: Socket | None = None
         if keys is not None:
@@ -210,11 +209,8 @@ class Directory:
         self, node: str, incarnation: str, address: str, window_bytes: int, connect: Callable[[str], Socket]
     ) -> None:
         self.peers: dict[str, Peer] = {}
-        self._node = node
-        self._incarnation = incarnation
-        self._address = address
-        self._window_bytes = window_bytes
-        self._connect = connect
+        self._node, self._incarnation, self._address = node, incarnation, address
+        self._window_bytes, self._connect = window_bytes, connect
         self._links_made = 0
         self._sent_to_former = 0
         self._forgotten: OrderedDict[str, str] = OrderedDict()

@@ -90,8 +90,7 @@ class RecordWriter:
     """Writes the records of one generation on one timeline. Owns its slots. `hole`: an earlier loss, to report."""
 
     def __init__(self, opened: OpenLog, slots: Region, hole: str = "") -> None:
-        self._opened = opened
-        self._slots = slots
+        self._opened, self._slots = opened, slots
         self._layout = Layout(opened.spec)
         self._ring = SlotRing(slots, self._layout, opened.generation)
         self._full = opened.spec.full
@@ -268,8 +267,7 @@ class BatchSize:
     """
 
     def __init__(self, most: int, fixed: bool) -> None:
-        self._most = most
-        self._fixed = fixed
+        self._most, self._fixed = most, fixed
         # The longest write and the shortest step of the last few count: one of each may be unusual.
         self._writes: deque[float] = deque(maxlen=_SAMPLES)
         self._intervals: deque[float] = deque(maxlen=_SAMPLES)
