@@ -115,7 +115,6 @@ class WarmStarter:
         return self._cold(given)
 
     def prepare_next(self, attempt: Attempt) -> float | None:
-        """Bring the warm process nearer to its end; seconds until the next look, None if none is needed."""
         if self._step is not None:
             try:
                 self._step(attempt)

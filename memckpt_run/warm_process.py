@@ -146,7 +146,6 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
     began = time.monotonic()
     recorded = msgspec.json.decode(os.pread(file, os.fstat(file).st_size, 0), type=Recorded)
     before = list(sys.path)
-    environment = dict(os.environ)
     traces = Traces()
     sys.path[:] = recorded.path
     try:
@@ -154,7 +153,7 @@ def _import(order: Import, file: int) -> tuple[Ready | Refused, Imported]:
             count, missing = import_modules(recorded.modules, order.also, order.without)
     finally:
         sys.path[:] = before
-    problems = traces.problems() + _environment_problems(recorded, environment, traces) + _misplaced(recorded.modules)
+    problems = traces.problems() + _environment_problems(recorded, traces) + _misplaced(recorded.modules)
     if problems:
         return Refused("; ".join(problems[:3]), traces.packages()), Imported()
     recording.forked = True
@@ -195,7 +194,7 @@ def _installed() -> tuple[str, ...]:
     return tuple(f"{os.path.realpath(each)}/" for each in found) + tuple(f"{each}/" for each in found)
 
 
-def _environment_problems(recorded: Recorded, before: dict[str, str], traces: Traces) -> list[str]:
+def _environment_problems(recorded: Recorded, traces: Traces) -> list[str]:
     """Variables that the script sets and imports read: set behind the imports, they would not be seen."""
     found = []
     for name, value in recorded.changed.items():

@@ -116,18 +116,15 @@ class Groups:
     # What groups tell each other
 
     def announce(self, ranks: RankGroup, record: int) -> None:
-        """Have the other groups take a checkpoint after a record, as that of these ranks does."""
         for group in self:
             if group.ranks != ranks:
                 group.saver.schedule.announced(record)
 
     def hurry(self, lead: int) -> None:
-        """Have all give orders `lead` records ahead from now on: one for a copy was too late for some ranks."""
         for group in self:
             group.saver.hurry(lead)
 
     def bytes_beside(self, ranks: RankGroup) -> int:
-        """Memory that the node holds beside the group of these ranks, in bytes."""
         return self._host.bytes_for_peers() + sum(one.nbytes for one in self if one.ranks != ranks)
 
     def configure(self, ranks: RankGroup, message: Configure, run_dir: Path) -> None:

@@ -132,7 +132,6 @@ class Agent:
         self._groups.save_to(url, partial(self._connections.answer, connection), training is not None, ahead)
 
     def checkpoint_failed(self) -> None:
-        """Try again what no trainer will write: a checkpoint could not be written."""
         if self._lifetime.checkpoint_failed():
             self._tell_trainers(said.HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
 
@@ -202,7 +201,6 @@ class Agent:
     def tell_ranks(
         self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
-        """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
         self._observer.told(ranks, message)
         for connection in self._trainers:
             trainer = connection.trainer
@@ -220,17 +218,14 @@ class Agent:
         group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
     def bytes_for_peers(self) -> int:
-        """Memory that holds other nodes' records, in bytes."""
         return self._peers.kept_bytes
 
     def note_event(self, event: AnyEvent) -> None:
-        """Add an event to the run's journal, and count it. Never blocks."""
         self._observer.note_event(event)
 
     # From redo threads, and from the auditor
 
     def notify(self, ranks: RankGroup, message: RedoNews) -> None:
-        """Hand the event loop a message of these ranks' group; safe to call from any thread."""
         self._loop.post(partial(self._handle_news, ranks, message))
 
     def _handle_news(self, ranks: RankGroup, message: RedoNews | said.Cleared) -> None:
@@ -297,7 +292,7 @@ class Agent:
         connection.nonce = hello.nonce
         rank, unit, launcher = hello.rank, hello.unit, hello.launcher
         connection.trainer = self._attempt.trainers[rank] = TrainerHandle(
-            rank, unit, connection.process, connection.channel, launcher, hello.next_record, hello.accelerated
+            rank, unit, connection.process, launcher, hello.next_record, hello.accelerated
         )
         self._lifetime.trainer_came()
         self._groups.introduce(hello)

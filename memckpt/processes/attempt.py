@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from memckpt.errors import RunBusyError
 from memckpt.processes.handles import ProcessHandle, start_ticks
-from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.trainer import Hello, Launcher
 from memckpt.state.records import RankGroup
 
@@ -24,7 +23,6 @@ class TrainerHandle:
     rank: int
     unit: RankGroup
     process: ProcessHandle
-    channel: AgentChannel
     launcher: Launcher
     next_record: int
     accelerated: bool = False

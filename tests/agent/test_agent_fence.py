@@ -17,7 +17,6 @@ from memckpt.errors import RunBusyError
 from memckpt.processes.attempt import Attempt, TrainerHandle
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.handles import ProcessHandle
-from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
 from tests.support.cluster.made_up_time import MadeUp
 from tests.support.cluster.waiting import until
@@ -34,7 +33,7 @@ class Victim:
         self.handle = ProcessHandle(self.pid, os.pidfd_open(self.pid))
 
     def trainer(self, launcher: Launcher, left: bool = False) -> TrainerHandle:
-        return TrainerHandle(0, (0,), self.handle, Channel(None), launcher, 5, left=left)  # type: ignore[arg-type]
+        return TrainerHandle(0, (0,), self.handle, launcher, 5, left=left)
 
     def end(self) -> None:
         """Kill it and leave its zombie, whose handle says that it is dead."""

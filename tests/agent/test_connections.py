@@ -50,7 +50,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     def handle(connection: Connection, message: Message) -> None:
         handled.append((connection, message))
         if connection.trainer is None:
-            connection.trainer = TrainerHandle(0, (0,), connection.process, connection.channel, Launcher(0, 0, 0), 1)
+            connection.trainer = TrainerHandle(0, (0,), connection.process, Launcher(0, 0, 0), 1)
         if desk.refuses:
             raise AgentError("no")
 

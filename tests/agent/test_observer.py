@@ -61,8 +61,7 @@ class Run:
         address = AgentAddress(run_dir, "node")
         self.observer = Observer(address, False, lambda: self.status, lambda: self.now)
         self.process: Any = Process()
-        channel: Any = None
-        self.trainer = TrainerHandle(0, (0,), self.process, channel, Launcher(0, 0, 0), 0)
+        self.trainer = TrainerHandle(0, (0,), self.process, Launcher(0, 0, 0), 0)
         self.attempt = Attempt("n", 1, (0,), {0: self.trainer})
 
     def begin(self, number: int = 1) -> None:

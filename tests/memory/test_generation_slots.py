@@ -62,7 +62,7 @@ class Node(QuietHost):
         for rank, unit in self.units.items():
             hello = Hello(1, "a", rank, self.world_size, ranks, unit, Launcher(0, 0, 0), ())
             self.groups.introduce(hello)
-            trainer = TrainerHandle(rank, unit, None, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
+            trainer = TrainerHandle(rank, unit, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
             self.attempt.trainers[rank] = trainer
 
     def tell_ranks(

@@ -275,7 +275,6 @@ class Peers:
             self._tell(self._newest)
 
     def replicator_lost(self, reason: str) -> None:
-        """Tell trainers that there is no replicator for a while."""
         self._tell(replication.ReplicatorLost(reason))
 
     def replicator_replaced(self) -> None:

@@ -151,36 +151,27 @@ class RegionSource:
         if record not in self._records or not self.intact(record):
             return None
         step, meta, rank_states = self._records[record]
-        virtual = record <= self._base
         extents: list[Extent] = []
         views: list[memoryview] = []
+        #: Of the slots' region: where bytes belong in the record, where they lie, and how many they are.
+        places: list[tuple[int, int, int]] = []
         if part != "private":
-            if virtual and self._regions.replica is not None:
+            if record <= self._base and self._regions.replica is not None:
                 meta = encode_meta(RecordMeta(record, self._base, True, (), self._missing, self._plain))
                 extents, views = replica_extents(self.layout, record, memoryview(self._regions.replica.map))
             else:
-                self._add_from_slot(record, meta, extents, views)
+                areas = [self.layout.gradient_area(one.optimizer, one.index) for one in decode_meta(meta).sub_steps]
+                slot = self.layout.slot_offset(record)
+                areas.append(self.layout.anchor_area(record))
+                places += [(offset, slot + offset, nbytes) for offset, nbytes in areas]
         if part != "shared" and record >= self._by_value_from:
             offset, nbytes = self.layout.by_value_area()
-            start = self.layout.by_value_base(record)
-            self._add_from(extents, views, Extent(offset, nbytes), start)
-        tail = RecordTail(
-            step, b"" if part == "private" else meta, rank_states if part != "shared" else {}, tuple(extents)
-        )
-        return Blob(tail, views)
-
-    def _add(self, extents: list[Extent], views: list[memoryview], record: int, offset: int, nbytes: int) -> None:
-        self._add_from(extents, views, Extent(offset, nbytes), self.layout.slot_offset(record) + offset)
-
-    def _add_from(self, extents: list[Extent], views: list[memoryview], extent: Extent, start: int) -> None:
-        if extent.nbytes:
-            extents.append(extent)
-            views.append(memoryview(self._regions.slots.map)[start : start + extent.nbytes])
-
-    def _add_from_slot(self, record: int, meta: bytes, extents: list[Extent], views: list[memoryview]) -> None:
-        for sub_step in decode_meta(meta).sub_steps:
-            self._add(extents, views, record, *self.layout.gradient_area(sub_step.optimizer, sub_step.index))
-        self._add(extents, views, record, *self.layout.anchor_area(record))
+            places.append((offset, self.layout.by_value_base(record), nbytes))
+        whole = memoryview(self._regions.slots.map)
+        extents += [Extent(offset, nbytes) for offset, _, nbytes in places if nbytes]
+        views += [whole[start : start + nbytes] for _, start, nbytes in places if nbytes]
+        meta, rank_states = (b"" if part == "private" else meta), (rank_states if part != "shared" else {})
+        return Blob(RecordTail(step, meta, rank_states, tuple(extents)), views)
 
     def close(self) -> None:
         self._regions.close()

@@ -170,7 +170,7 @@ class Pacer:
         return wait
 
     def _is_held(self, now: float) -> bool:
-        if self._is_overruled(now):
+        if self._is_overruled():
             return False
         if self.governor.probing:
             if now - self._began <= _LONG_STEP * (self.clock.step_seconds or 0.0) + _BURST_SECONDS:
@@ -196,14 +196,14 @@ class Pacer:
     def _limited(self, now: float) -> bool:
         if self._soft.rate is None or self.governor.probe_follows:  # before a probe what waits has to go
             return False
-        return self._runs(now) and not self._is_overruled(now)
+        return self._runs(now) and not self._is_overruled()
 
     def _runs(self, now: float) -> bool:
         """Whether steps are being made: else nobody can be slowed down."""
         still = max(_STILL_SECONDS, _STILL_STEPS * (self.clock.step_seconds or 0.0))
         return self._marked_at is not None and now - self._marked_at < still
 
-    def _is_overruled(self, now: float) -> bool:
+    def _is_overruled(self) -> bool:
         if self._room is not None and self._waiting > _URGENT_SHARE * self._room:
             self.governor.overrule("there is hardly any room left for records that wait to be sent", _URGENT_STEPS)
         return self.governor.overruled

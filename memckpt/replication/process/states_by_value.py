@@ -155,7 +155,6 @@ class StatesByValue:
         return min((sender.acknowledged for sender in self._senders.values()), default=0)
 
     def acknowledged_of(self, ranks: RankGroup) -> int:
-        """The newest record whose state all holders of a unit have."""
         return self._senders[ranks].acknowledged
 
     def hold_state(self, record: int) -> bool:
