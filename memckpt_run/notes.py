@@ -1,7 +1,4 @@
-"""Notes of a trainer to the process that supervises it (``memckpt run``, the keeper of a ``memckpt worker``).
-
-They are lines of an anonymous memory file of the supervisor's, named by its path in ``/proc``. Torch-free.
-"""
+"""Notes of a trainer to its supervisor: lines of an anonymous memory file, named by its path in /proc. Torch-free."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ class Connection:
 
 
 class Connections:
-    """All connections of an agent; `handle` gets each message, `left` each trainer whose connection has ended.
-
-    A MemckptError of `handle` is sent back as a refusal; after an AgentError the connection ends, too.
-    """
+    """All connections of an agent. `handle` gets messages, and its errors go back; `left` gets trainers that end."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""One set of shards on a node: base and log, and their way to storage.
-
-With replicated training the ranks of a node share one group; with fully sharded training each rank has its own.
-"""
+"""One set of shards on a node, that of all its ranks or of one: base and log, and their way to storage."""
 
 from __future__ import annotations
 
@@ -392,10 +389,7 @@ _MOST_BEFORE = 5
 
 
 class HeldGenerations:
-    """Owns a group's complete generations: the newest, and older ones while a rank of the job may need them.
-
-    Iterating yields them, oldest first. `forget` is called with a generation that ceases to be the newest.
-    """
+    """Owns a group's complete generations, oldest first. `forget` gets one that ceases to be the newest."""
 
     def __init__(self, ranks: RankGroup, forget: Callable[[Generation], None]) -> None:
         self._ranks, self._forget = ranks, forget

@@ -1,7 +1,4 @@
-"""The agent: one process per node and run that outlives trainers and holds base and log.
-
-One thread runs its event loop and owns everything here; redo threads reach it through :meth:`Agent.notify` only.
-"""
+"""The agent: one process per node and run that outlives trainers and holds base and log. One thread owns it all."""
 
 from __future__ import annotations
 
@@ -456,10 +453,7 @@ def serve(
     stopping: Callable[[], None] = lambda: None,
     metrics: MetricsSettings | None = None,
 ) -> None:
-    """Run an :class:`Agent` until it is told to leave; `ready` is called once it answers. Raises RunBusyError.
-
-    By operator it takes over from one that living trainers have started.
-    """
+    """Run an :class:`Agent` until it is told to leave; `ready`: called once it answers. Raises RunBusyError."""
     raise_limit()
     agent = Agent(address, linger_seconds, by_operator, stopping, metrics)
     if by_operator:

@@ -170,10 +170,7 @@ class AgentAddress:
     # The agent's side
 
     def listen(self) -> Listener:
-        """Have the run directory name this process; returns its sockets. Raises AgentError: it cannot be written.
-
-        The caller holds :meth:`starting`, and has seen that no other agent answers.
-        """
+        """Have the run directory name this process, under :meth:`starting`; returns its sockets. Raises AgentError."""
         listener = Listener(self.run_dir)
         written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
         try:

@@ -54,10 +54,7 @@ class EventLoop:
     # What it waits for
 
     def attend(self, source: HasDescriptor, callback: Callable[[], None], to_write: bool = False) -> None:
-        """Call a function whenever there is something to read, or an end; with `to_write` also when there is room.
-
-        A second call changes the function. Call :meth:`unregister` before the source is closed.
-        """
+        """Call a function, in place of an earlier one, when there is something to read; with `to_write` also room."""
         self._attend(source.fileno(), callback, select.POLLIN | (select.POLLOUT if to_write else 0))
 
     def _attend(self, fd: int, callback: Callable[[], None], flags: int) -> None:

@@ -64,10 +64,7 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
-    """Start the agent, detached from this process, and wait until it answers; returns its process id.
-
-    Raises AgentError: it did not come up, or another one was faster; ConfigurationError: as :func:`make_run_dir`.
-    """
+    """Start the agent, detached, until it answers; returns its pid. Raises AgentError or ConfigurationError."""
     make_run_dir(address.run_dir)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     try:

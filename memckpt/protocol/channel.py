@@ -79,10 +79,7 @@ class Channel(Generic[In, Out]):
         return self.sock.fileno()
 
     def send(self, message: Out, fds: Sequence[int] = (), timeout: float | None = 30.0) -> None:
-        """Send one message; descriptors are duplicated into the receiver. Blocks while its buffer is full.
-
-        Raises AgentGoneError: the other end is closed, or took nothing for `timeout` seconds.
-        """
+        """Send one message; blocks while the receiver's buffer is full. Raises AgentGoneError: closed, or `timeout`."""
         body = encode(message)
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.offer(body, fds):

@@ -292,10 +292,7 @@ class Peers:
 
 
 class Recovery:
-    """Fetches states, all at once; `done` gets Recovered once all are here, or one cannot be.
-
-    `number` is unique: what the replicator answers to another recovery is ignored. `group` may raise MemckptError.
-    """
+    """Fetches states, all at once; `done` gets Recovered once all are here, or one cannot be. `number` is unique."""
 
     def __init__(
         self,

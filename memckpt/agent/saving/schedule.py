@@ -225,10 +225,7 @@ class Schedule:
         return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
 
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
-        """Record after which to copy the state, which lies `lead` records ahead for every rank to hear; None: not now.
-
-        `unbased`: a log is kept that is of no use without a checkpoint, or has no room.
-        """
+        """Record, `lead` ahead, after which to copy the state; None: not now. `unbased`: the log wants one."""
         config = self._config
         if config is None or (time.monotonic() < self._not_before and not self.preempted):
             return None

@@ -44,10 +44,8 @@ _MOST_HEADERS = 64  # lengths for which they are kept: whole stripes, and the la
 class Code:
     """A stripe's bytes to k + m - 1 fragments and back. Owns what its backend (of liberasurecode) holds.
 
-    With m = 1 there is no parity, with k = 1 the fragments are copies. Neither needs the backend, nor pyeclib.
-
-    Raises:
-        ConfigurationError: the backend is not there, does not take so many fragments, or not any k of them suffice.
+    With m = 1 there is no parity, with k = 1 the fragments are copies: neither needs a backend. Raises
+    ConfigurationError: it is not there, or not any k of so many fragments suffice.
     """
 
     def __init__(self, data: int, tolerate: int, backend: str = "isa_l_rs_cauchy") -> None:
@@ -82,10 +80,7 @@ class Code:
         return [bytes(stripe[at * size : (at + 1) * size]).ljust(size, b"\0") for at in range(self.data)]
 
     def decode(self, fragments: Mapping[int, Payload], length: int) -> bytes:
-        """The stripe of `length` bytes, from any k of its fragments by their numbers. Wrong ones give wrong bytes.
-
-        Raises:
-            ValueError: there are fewer than k, or one has another length than `length` gives it.
+        """The stripe of `length` bytes, from any k of its fragments. Raises ValueError: too few, or of other lengths.
         """
         size = self.fragment_bytes(length)
         fit = all(0 <= number < self.fragments and len(fragment) == size for number, fragment in fragments.items())
@@ -180,10 +175,7 @@ _MOST_TRIED = 4_096
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one fragment; its payload goes beside it.
-
-    `checksum`: xxh3_64 of the other fields and of the payload. `digest`: xxh3_128 of the whole stripe (`length` bytes).
-    """
+    """The header of one fragment. `checksum`: xxh3_64 of the rest and payload; `digest`: xxh3_128 of its stripe."""
 
     generation: str
     owner: RankGroup
@@ -263,13 +255,10 @@ def decode_stripe(
     stripes: int,
     length: int,
 ) -> tuple[bytes, tuple[str, ...]]:
-    """The bytes of a stripe from the candidates that are what they claim to be, and the sources of those that are not.
+    """The bytes of a stripe from the candidates that are what they claim, and the sources of those that are not.
 
-    k of them are enough; earlier ones are used first, and any beside them are checked against the result. Where fewer
-    candidates lie than do not, and k do not, the bytes are right, whatever the liars have made up.
-
-    Raises:
-        DamagedFragmentsError: too few are intact, or more than one stripe could follow from them.
+    The first k are used, and others checked against the result. Where fewer lie than do not, and k do not, the bytes
+    are right. Raises DamagedFragmentsError: too few are intact, or several stripes could follow.
     """
     found = [Candidate(*candidate) for candidate in candidates]
     size = code.fragment_bytes(length)

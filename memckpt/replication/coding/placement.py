@@ -22,9 +22,9 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Who keeps what. Every node is in one group, a ring of indices; the larger ones come last.
+    """Who keeps what: each group of nodes is a ring, the larger ones last.
 
-    `survived`: by level of the domains' paths, widest first: how many domains, whichever they are, may be lost at once.
+    `survived`: by level, widest first: how many domains, whichever they are, may be lost at once.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -50,15 +50,9 @@ def domains_suffice(domains: Sequence[Hashable], group_nodes: int) -> bool:
 def place(domains: Sequence[Path], data: int, tolerate: int) -> Placement:
     """Form groups of `data` + `tolerate` nodes or more, and say who keeps whose fragments.
 
-    What depends on names is only which nodes share a domain: a node that replaces another one in its domain, or where
-    nothing is known of domains, takes its place, and nothing else moves.
-
-    Args:
-        domains: by node, the way to its failure domain from the widest one, all of one length. Nodes are spread over
-            the wider ones, too, as evenly as can be.
-
-    Raises:
-        ConfigurationError: there are fewer than k + m nodes.
+    `domains`: by node, the way to its failure domain from the widest one, all of one length. Names tell only which
+    nodes share a domain: a replaced node's place is taken, and nothing else moves. Raises ConfigurationError: there are
+    fewer than k + m nodes.
     """
     nodes, span = len(domains), data + tolerate
     if nodes < span:
@@ -180,10 +174,7 @@ class Domain(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The failure domains that are placed for: ``"zone"``, ``"rack"`` or ``"node"``, and why, in words.
-
-    `paths`: the way to each node's domain from the widest level that all nodes know.
-    """
+    """The failure domains that are placed for: ``"zone"``, ``"rack"`` or ``"node"``, why, and each node's way."""
 
     name: str
     paths: tuple[Path, ...]
@@ -191,10 +182,7 @@ class Level(NamedTuple):
 
 
 def find_domain(config: ErasureConfig, node: str, environment: Mapping[str, str]) -> Domain:
-    """Where this node is: what is configured, or else MEMCKPT_RACK and MEMCKPT_ZONE, or else Slurm's switches.
-
-    Of Slurm's way to the node, the innermost switch or block counts as its rack, the one around it as its zone.
-    """
+    """Where this node is: as configured, by MEMCKPT_RACK and MEMCKPT_ZONE, or as Slurm's innermost two switches say."""
     above = _read_slurm(environment)
     rack = config.rack or environment.get(RACK_VARIABLE, "") or (above[-1] if above else "")
     zone = config.zone or environment.get(ZONE_VARIABLE, "") or (above[-2] if len(above) > 1 else "")
@@ -212,12 +200,9 @@ def _read_slurm(environment: Mapping[str, str]) -> list[str]:
 
 
 def choose_level(domains: Sequence[Domain], level: DomainLevel, group_nodes: int) -> Level:
-    """Choose which failure domains to place for.
+    """Choose the failure domains to place for. Raises ConfigurationError: not all nodes know the level asked for.
 
-    ``"auto"``: the widest level that all nodes know, at which the k + m holders of a record can be in different ones.
-
-    Raises:
-        ConfigurationError: a level is asked for that not all nodes know.
+    ``"auto"``: the widest level that all nodes know, at which a record's k + m holders can be apart.
     """
     known = [name for name in _LEVELS if name == "node" or all(getattr(domain, name) for domain in domains)]
     if level != "auto":

@@ -199,10 +199,7 @@ class FragmentStore:
 
 
 class FragmentMemory:
-    """Makes memory for other nodes' fragments, and has the agent keep it for the next replicator.
-
-    `budget`: limit on the node's memory in bytes, if any. `own_bytes`: held by the agent.
-    """
+    """Makes memory for other nodes' fragments, and has the agent keep it. `budget`, `own_bytes`: of the node."""
 
     def __init__(self, channel: ReplicatorChannel) -> None:
         self.budget: int | None = None

@@ -44,10 +44,7 @@ class EndedStep(NamedTuple):
 
 
 class StepClock:
-    """Durations of steps and of their backwards, by the marks of one rank: medians over the last steps.
-
-    Of a backward no more than `longest_backward` seconds count.
-    """
+    """Durations of steps and backwards by one rank's marks: medians of the last; a backward counts so far at most."""
 
     def __init__(self, longest_backward: float = math.inf) -> None:
         self._longest_backward = longest_backward

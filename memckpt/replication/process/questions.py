@@ -221,10 +221,7 @@ MOST_QUESTIONS = 4096
 
 
 class Answering:
-    """Answers peers' questions as they have room: questions are small, and a peer that does not read gets no more.
-
-    Hands out generations that stand still on this node, whose regions it closes, and fragments that are kept.
-    """
+    """Answers peers from kept fragments and states that stand still, whose regions it closes, as they have room."""
 
     def __init__(self) -> None:
         self._sources: dict[RankGroup, RegionSource] = {}

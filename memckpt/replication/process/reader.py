@@ -121,10 +121,7 @@ LIVE_ALL, LIVE_SHARED = "live", "live shared"
 
 
 class Reader:
-    """A state that is read from peers into regions (slots, then static tensors where present); closes them.
-
-    `taken_bytes` are where they belong, of `expected_bytes`; a record of unknown size counts as its slot.
-    """
+    """A state that is read from peers into regions, which it closes: slots, then static tensors where present."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The replicator: sends its node's records to the holders of their fragments, and keeps those of others' records.
-
-One event loop owns everything. Some stripes are encoded and handed over, then what has arrived is looked at.
-"""
+"""The replicator's event loop: it sends its node's records to the holders of their fragments, and keeps others'."""
 
 from __future__ import annotations
 

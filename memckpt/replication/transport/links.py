@@ -130,16 +130,10 @@ class Traffic:
 class Link:
     """What one side keeps of a pair.
 
-    Args:
-        own: our incarnation for this peer: another one for each link, so that nothing of a former link is taken.
-        window_bytes: how much may be on its way without an acknowledgement.
-        hand: takes a message's frames, or returns False where there is no connection or no room; it takes all that
-            follow one another, or loses some that follow one another.
-
-    Attributes:
-        met: the peer's incarnation; empty before it has said ours.
-        heard: whether anything of the pair has come since the owner last set it to False.
-        down: the last message could not be handed over.
+    `own`: our incarnation for this peer alone. `window_bytes`: how much may be unacknowledged. `hand`: takes a
+    message's frames; False: there is no connection or room; it loses only messages that follow one another. `met`: the
+    peer's incarnation, once it has said ours. `heard`: anything has come since the owner set it to False. `down`: the
+    last message could not be handed over.
     """
 
     def __init__(

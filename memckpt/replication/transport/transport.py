@@ -181,10 +181,7 @@ class Transport:
     # Sending
 
     def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
-        """Queue a message; the payload must not change until it is acknowledged.
-
-        Raises PeerError: it is too large. PeerOverrunError: too many wait. UsageError: there is no such peer.
-        """
+        """Queue a message. The payload must not change until it is acknowledged. Raises PeerError or UsageError."""
         known = self._directory.peers.get(peer)
         if known is None:
             raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._directory.peers)}")

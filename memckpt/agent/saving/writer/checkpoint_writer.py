@@ -238,10 +238,7 @@ def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
 
 
 def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "") -> None:
-    """Delete what killed writers have left.
-
-    The first rank's node looks through the store each time, others where a writer of theirs was killed.
-    """
+    """Delete what killed writers have left: rank 0's node looks each time, others where one of theirs was killed."""
     owner = "" if 0 in part.ranks or abandoned else _claimed_by(store)
     if owner:
         refuse_other(store.url, owner, part.run)
