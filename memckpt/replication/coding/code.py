@@ -80,8 +80,7 @@ class Code:
         return [bytes(stripe[at * size : (at + 1) * size]).ljust(size, b"\0") for at in range(self.data)]
 
     def decode(self, fragments: Mapping[int, Payload], length: int) -> bytes:
-        """The stripe of `length` bytes, from any k of its fragments. Raises ValueError: too few, or of other lengths.
-        """
+        """The stripe of `length` bytes, from any k of its fragments. Raises ValueError: too few, or misfits."""
         size = self.fragment_bytes(length)
         fit = all(0 <= number < self.fragments and len(fragment) == size for number, fragment in fragments.items())
         if not fit or len(fragments) < self.data:
