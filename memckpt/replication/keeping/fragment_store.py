@@ -31,7 +31,7 @@ class FragmentStore:
     """
 
     def __init__(self, node: str, rooms: Rooms) -> None:
-        self._node, self._rooms = node, rooms
+        self.node, self._rooms = node, rooms
         self._attempt: str | None = None
         #: Whether the attempt needs what was kept of earlier ones, until it is protected itself.
         self._goes_on = True
@@ -190,12 +190,12 @@ class FragmentStore:
 
     def kept(self) -> tuple[tuple[str, RankGroup, int], ...]:
         """Node, ranks and newest record of all that is kept for other nodes."""
-        others = [one for one in self.windows() if one.window.node != self._node]
+        others = [one for one in self.windows() if one.window.node != self.node]
         return tuple((one.window.node, one.window.owner, max(records)) for one in others if (records := one.records()))
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldFragments, ...]:
         """Description of all that is kept, for the plan."""
-        return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())
+        return tuple(window.held(self.node, fingerprint_of(window)) for window in self.windows())
 
 
 class FragmentMemory:

@@ -45,9 +45,9 @@ class Replicator:
         self._loop.each_turn(self._work, self._deadline)
         self._transport: Transport | None = None
         self._node = ""
-        self._store: FragmentStore | None = None
-        self._member: ReplicationNode | None = None
         self._memory = FragmentMemory(channel)
+        self._store = FragmentStore("", self._memory)
+        self._member: ReplicationNode | None = None
         self._answering = Answering()
         self._fetching = Fetching()
         self._phases: PhasesPage | None = None
@@ -82,7 +82,7 @@ class Replicator:
             self._member.work(now)
             self._report(now)
         self._fetching.tend(now)
-        if self._member is not None and self._store is not None:
+        if self._member is not None:
             self._answering.answer_all(self._member.mail, self._store)
         for news in self._fetching.take_news():
             self._channel.send(news)
@@ -117,8 +117,7 @@ class Replicator:
     def close(self) -> None:
         """Close everything; what is kept for others stays with the agent."""
         self._leave_attempt()
-        if self._store is not None:
-            self._store.unmap()
+        self._store.unmap()
         self._memory.close()
         self._loop.close()
 
@@ -136,11 +135,9 @@ class Replicator:
             self._member.close()
             self._member = None
         if self._transport is not None:
-            self._transport.unregister(self._poller)
             self._transport.close()
             self._transport = None
-        if self._store is not None:
-            self._store.end_attempt()
+        self._store.end_attempt()
 
     # What the agent says
 
@@ -200,15 +197,13 @@ class Replicator:
         self._loop.beat_seconds = look_seconds(message.liveness_seconds)
         if self._agent is not None:
             self._agent.limit = message.liveness_seconds
-        if self._store is None:
-            self._store = FragmentStore(message.node, self._memory)
-            self._memory.hand_over(self._store)
+        self._store.node = message.node
+        self._memory.hand_over(self._store)
         self._transport = Transport(message.node, message.host, message.port, keys=message.keys)
         self._channel.send(Listening(self._transport.address))
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None
-        assert self._store is not None
         if self._member is not None:
             self._fetching.stop()  # with the member goes its code, by which readers decode
             self._member.close()
@@ -242,7 +237,7 @@ class Replicator:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 
-        return () if self._store is None else self._store.held(fingerprint_of)
+        return self._store.held(fingerprint_of)
 
     def _send_generation(self, message: protocol.SendGeneration, regions: list[Region]) -> None:
         if message.serve:
@@ -307,7 +302,6 @@ class Replicator:
 
     def _answer(self, peer: str, question: Question) -> None:
         assert self._member is not None
-        assert self._store is not None
         if self._answering.add_question(peer, question):
             self._answering.answer_peer(peer, self._member.mail, self._store)
         else:
