@@ -174,7 +174,7 @@ class Agent:
 
     def _tell_replicator(self) -> None:
         """Tell what memory is held; if a trainer goes on without us, others need not wait for this node."""
-        self._peers.tell_own(self._held_bytes())
+        self._peers.replicator.tell_own(self._held_bytes())
         if self._attempt is None or self._gate.shut:
             return
         for trainer in self._attempt.deserters(self._loop.clock() - self._liveness_seconds):
@@ -215,7 +215,7 @@ class Agent:
         group.generations.raise_redo_limit(self._peers.redo_limit(group))
 
     def bytes_for_peers(self) -> int:
-        return self._peers.kept_bytes
+        return self._peers.replicator.kept_bytes
 
     def note_event(self, event: AnyEvent) -> None:
         self._observer.note_event(event)
@@ -293,7 +293,7 @@ class Agent:
         )
         self._lifetime.trainer_came()
         self._groups.introduce(hello)
-        self._peers.introduce(rank, hello.fingerprint)
+        self._peers.replicator.fingerprints[rank] = hello.fingerprint
         held = () if hello.rejoining else self._groups.inventory(hello)  # one that is back asks for nothing
         self._liveness_seconds = hello.liveness_seconds
         self._loop.beat_seconds = look_seconds(hello.liveness_seconds)
@@ -366,7 +366,7 @@ class Agent:
                 group.commit(trainer.rank, message, attempt)
                 self._committed(group, trainer, attempt)
             case Listen():
-                self._connections.answer(connection, self._peers.listen(message))
+                self._connections.answer(connection, self._peers.replicator.listen(message))
             case Join():
                 self._peers.join(message)
                 for each in self._groups:

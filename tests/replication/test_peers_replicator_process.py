@@ -82,7 +82,7 @@ class Desk:
 
     def begin(self, **other: Any) -> None:
         """Listen, and join the job."""
-        self.peers.listen(LISTEN)
+        self.peers.replicator.listen(LISTEN)
         self.join(**other)
 
     def join(self, **other: Any) -> None:
@@ -191,12 +191,12 @@ def broken(desk: Desk, ended: Callable[[str], None]) -> FakeReplicator:
 
 
 def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_listened(desk: Desk) -> None:
-    before = desk.peers.listen(LISTEN)
+    before = desk.peers.replicator.listen(LISTEN)
     desk.started[0].ended("killed")
     assert desk.started[0].closed
     assert not desk.started[1].closed
     assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
-    assert desk.peers.listen(LISTEN) == before
+    assert desk.peers.replicator.listen(LISTEN) == before
     desk.join()
     assert [type(one) for one in desk.started[1].sent] == [Join]
     # From now on peers are told where another one listens.
@@ -234,7 +234,7 @@ def test_a_replicator_that_stands_still_as_it_begins_to_listen_is_replaced(desk:
                 desk.make = FakeReplicator
 
     desk.make = Stopped
-    assert desk.peers.listen(LISTEN).address == FakeReplicator.address
+    assert desk.peers.replicator.listen(LISTEN).address == FakeReplicator.address
     assert [one.closed for one in desk.started] == [True, True, False]
     desk.peers.begin_attempt()
     desk.peers.close()
@@ -242,13 +242,13 @@ def test_a_replicator_that_stands_still_as_it_begins_to_listen_is_replaced(desk:
     desk.started.clear()
     desk.started.extend([FakeReplicator(desk, lambda reason: None)] * 2)
     with pytest.raises(AgentError, match="no sign of life"):
-        desk.peers.listen(LISTEN)
+        desk.peers.replicator.listen(LISTEN)
 
 
 def test_a_replicator_that_stands_still_where_others_know_it_is_replaced_at_its_address(desk: Desk) -> None:
-    before = desk.peers.listen(LISTEN)
+    before = desk.peers.replicator.listen(LISTEN)
     desk.started[0].stopped = True
-    assert desk.peers.listen(LISTEN) == before
+    assert desk.peers.replicator.listen(LISTEN) == before
     assert [one.closed for one in desk.started] == [True, False]
     assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
 
@@ -297,11 +297,11 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
         desk.turn_at(desk.loop.deadline() or 0.0)
     tried = len(desk.started)
     with pytest.raises(AgentError, match="the port is taken"):
-        desk.peers.listen(LISTEN)
+        desk.peers.replicator.listen(LISTEN)
     assert len(desk.started) == tried + 1
     desk.make = FakeReplicator
     # A trainer that is back does not wait for the clock.
-    assert desk.peers.listen(LISTEN).address == FakeReplicator.address
+    assert desk.peers.replicator.listen(LISTEN).address == FakeReplicator.address
     desk.peers.join(Join(JOB, rejoin=True))
     assert [type(one) for one in desk.started[-1].sent] == [Join]
     assert desk.loop.deadline() is None
@@ -393,18 +393,18 @@ def test_a_replicator_knows_what_else_is_held_here(desk: Desk) -> None:
     def told() -> list[int]:
         return [one.nbytes for one in desk.started[-1].sent if isinstance(one, Holds)]
 
-    desk.peers.tell_own(5)  # there is none yet
+    desk.peers.replicator.tell_own(5)  # there is none yet
     desk.begin()
     for nbytes in (7, 7, 8):
-        desk.peers.tell_own(nbytes)
+        desk.peers.replicator.tell_own(nbytes)
     assert told() == [7, 8]
     desk.started[-1].ended("killed")
-    desk.peers.tell_own(8)
+    desk.peers.replicator.tell_own(8)
     assert told() == [8]
 
 
 def test_without_a_replicator_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:
-    desk.peers.listen(LISTEN)
+    desk.peers.replicator.listen(LISTEN)
     desk.make = broken
     desk.started[0].ended("killed")
     assert all(one.closed for one in desk.started)
@@ -439,7 +439,7 @@ def test_a_replicator_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None
 
     desk.make = Dies
     for _ in range(2):
-        desk.peers.listen(LISTEN)
+        desk.peers.replicator.listen(LISTEN)
         desk.peers.begin_attempt()
         assert all(one.closed for one in desk.started)
 

@@ -27,8 +27,6 @@ from memckpt.protocol.replication import (
     Fill,
     Filled,
     Join,
-    Listen,
-    Listening,
     PeerJob,
     PhasesAre,
     Recover,
@@ -56,7 +54,7 @@ class Peers:
     ) -> None:
         self._clock = loop.clock
         self._groups, self._tell = groups, tell
-        self._replicator = OwnReplicator(loop, self)
+        self.replicator = OwnReplicator(loop, self)
         self._job: PeerJob | None = None
         self._recovery: Recovery | None = None
         self._recoveries = 0
@@ -74,13 +72,13 @@ class Peers:
     def finish(self) -> None:
         """Have peers get what they still wait for: training has ended as it should."""
         if self._job is not None:
-            self._replicator.drain()
+            self.replicator.drain()
 
     def close(self) -> None:
         self._give_up_recovery("the agent leaves")
         self._job = self.watermark = None
         self._records.clear()
-        self._replicator.close()
+        self.replicator.close()
         self._close_phases()
 
     def _close_phases(self) -> None:
@@ -88,23 +86,17 @@ class Peers:
         if phases is not None:
             phases.close()
 
-    def tell_own(self, nbytes: int) -> None:
-        """Tell the replicator what memory base and log of this node's own ranks take, in bytes."""
-        self._replicator.tell_own(nbytes)
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._replicator.kept_bytes
-
     @property
     def status(self) -> PeersStatus | None:
         """The replicator's last report; if it is old, the replicator stands still, and nothing is protected."""
         if self._job is None or self._report is None or self._reported is None:
             return None
         unprotected = msgspec.structs.replace(self._report, protected=False)
-        if self._replicator.process is None:
-            problem = self._replicator.problem
-            return msgspec.structs.replace(unprotected, problem=problem, held_bytes=self.kept_bytes, links=())
+        if self.replicator.process is None:
+            problem = self.replicator.problem
+            return msgspec.structs.replace(
+                unprotected, problem=problem, held_bytes=self.replicator.kept_bytes, links=()
+            )
         quiet = self._clock() - self._reported
         if quiet < _QUIET_SECONDS:
             return self._report
@@ -114,15 +106,11 @@ class Peers:
     def tell_deserted(self) -> None:
         """Have no node wait for records of this one: a trainer goes on without its agent."""
         if self._job is not None:
-            self._replicator.send(replication.Deserted())
-
-    def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
-        """Note a rank of the attempt, and what its model consists of."""
-        self._replicator.fingerprints[rank] = fingerprint
+            self.replicator.send(replication.Deserted())
 
     def begin_attempt(self) -> None:
         self._give_up_recovery("its attempt is over")
-        self._replicator.begin_attempt()
+        self.replicator.begin_attempt()
         self._reported = self._job = self.watermark = None
         self._records.clear()
         self._given_up.clear()
@@ -131,48 +119,44 @@ class Peers:
 
     # Start of an attempt
 
-    def listen(self, message: Listen) -> Listening:
-        """Have the replicator listen; returns where, and what it keeps. Raises AgentError: it does not come up."""
-        return self._replicator.listen(message)
-
     def join(self, message: Join) -> None:
         """Take part in the planned attempt. Raises PeerError: the replicator is not where peers look for it."""
-        gone = self._replicator.process is None or self._replicator.told is None
+        gone = self.replicator.process is None or self.replicator.told is None
         if message.rejoin and (gone or self._job is not None):
             return
-        self._replicator.check()
+        self.replicator.check()
         self._give_up_recovery("the plan is made once more")
         self._take_part(message)
 
     def _take_part(self, message: Join) -> None:
         self._job = message.job
-        self._replicator.planned = True
+        self.replicator.planned = True
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._records.clear()
-        self._replicator.send(message)
+        self.replicator.send(message)
 
     def phases(self, position: int, ranks: int) -> tuple[PhasesAre, int]:
         """Where a rank, by its position among the node's `ranks`, marks its phases: answer, and descriptor with it."""
         if self._phases is None:
             self._phases = PhasesPage.create(ranks)
-            self._replicator.send(PhasesAre(), [self._phases.fd])
+            self.replicator.send(PhasesAre(), [self._phases.fd])
         return PhasesAre(position), self._phases.fd
 
     # Records on their way to peers
 
     def sync(self, group: Group) -> None:
         """Have the replicator send what is whole of a group and has not been given to it."""
-        process = self._replicator.process
+        process = self.replicator.process
         if self._job is None or process is None:
             return
         for message, fds in self._records.due(group, self._job, self.watermark or 0):
-            self._replicator.send(message, fds)
-            if self._replicator.process is not process:
+            self.replicator.send(message, fds)
+            if self.replicator.process is not process:
                 return  # it died meanwhile, and its successor has been given all of it
 
     def _copy_state(self, record: int) -> None:
-        told = self._replicator.told
+        told = self.replicator.told
         if self._job is None or told is None:
             return
         for unit in self._job.units:
@@ -183,18 +167,18 @@ class Peers:
             if group is not None and held is not None and held.complete and held.spec.mode != "snapshot":
                 group.saver.copy_for_peers(held, record, partial(self._state_copied, group, record))
             else:
-                self._replicator.send(replication.StateNotCopied(record))
+                self.replicator.send(replication.StateNotCopied(record))
 
     def _state_copied(self, group: Group, record: int, copy: StateCopy | None) -> None:
         if copy is None:
-            self._replicator.send(replication.StateNotCopied(record))
+            self.replicator.send(replication.StateNotCopied(record))
             return
         try:
             if self._job is not None:
                 name = self._records.name(self._job, group.ranks, f"state {record}")
                 static = copy.generation.regions.static
                 regions = [copy.region] + ([static] if static is not None else [])
-                self._replicator.send(by_value(group, copy, name), [region.fd for region in regions])
+                self.replicator.send(by_value(group, copy, name), [region.fd for region in regions])
         finally:
             copy.region.close()
 
@@ -210,8 +194,8 @@ class Peers:
         needed = held.newest - (held.spec.slots - 2 - held.spec.trails)
         name = self._records.sent_name(group.ranks)
         if self.watermark < held.base < needed and name and name not in self._given_up:
-            self._replicator.send(replication.GiveUp(group.ranks, name))
-            if self._replicator.process is not None:  # else none is there to answer, or to read the replica
+            self.replicator.send(replication.GiveUp(group.ranks, name))
+            if self.replicator.process is not None:  # else none is there to answer, or to read the replica
                 return self.watermark
         return max(self.watermark, needed)
 
@@ -221,23 +205,23 @@ class Peers:
         """Fetch and hand out what a recovery wants; `done` gets progress, then Recovered. Raises PeerError."""
         if self._recovery is not None and not self._recovery.over:
             raise AgentError("a recovery is under way")
-        self._replicator.check()
-        process = self._replicator.process
+        self.replicator.check()
+        process = self.replicator.process
         for ranks in message.serve:
             state = stand_still(ranks, message, self._groups.get(ranks))
             if isinstance(state, str):
-                assert self._replicator.told is not None
-                done(Recovered(state, (BadSourceSeen(self._replicator.told.node, ranks, ""),)))
+                assert self.replicator.told is not None
+                done(Recovered(state, (BadSourceSeen(self.replicator.told.node, ranks, ""),)))
                 return
             handed_out = hand_out(ranks, state.held, message.record, state.history, int(message.before))
-            self._replicator.send(handed_out, [region.fd for region in state.held.regions])
+            self.replicator.send(handed_out, [region.fd for region in state.held.regions])
         # A successor knows nothing of what the replicator before it was told to hand out.
-        if self._replicator.process is not process or (message.serve and not self._replicator.has_taken_all()):
+        if self.replicator.process is not process or (message.serve and not self.replicator.has_taken_all()):
             done(Recovered("the replicator is gone"))
             return
         self._recoveries += 1
         group = self._groups.adopt if message.adopt else self._groups.get
-        self._recovery = recovery = Recovery(self._recoveries, message, group, self._replicator.send, done)
+        self._recovery = recovery = Recovery(self._recoveries, message, group, self.replicator.send, done)
         recovery.start()
 
     def _give_up_recovery(self, reason: str) -> None:
@@ -279,12 +263,12 @@ class Peers:
 
     def replicator_replaced(self) -> None:
         """Give another replicator its plan and all records anew: owners send once more what was on its way."""
-        job, told = self._job, self._replicator.told
+        job, told = self._job, self.replicator.told
         assert job is not None
         assert told is not None
         self._take_part(Join(msgspec.structs.replace(job, record=None), rejoin=True))
         if self._phases is not None:
-            self._replicator.send(PhasesAre(), [self._phases.fd])
+            self.replicator.send(PhasesAre(), [self._phases.fd])
         for unit in job.units:
             group = self._groups.get(unit.ranks)
             if group is not None and job.nodes[unit.node].name == told.node:
