@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -36,7 +36,8 @@ class Group:
         self._pending = PendingGeneration(lambda message: host.notify(ranks, message), self._make_room)
         #: What the present attempt has gone on from; None: it has not, or not yet.
         self._resumed: ResumedState | None = None
-        self._wanted = SlotsWanted()
+        #: Number of the generation for whose slots ranks wait, and these ranks; None while none waits.
+        self._wanted: tuple[int, set[int]] | None = None
         #: Whom to answer once the memory of a generation is reserved, or the kernel has refused it.
         self._awaiting: list[tuple[Generation, Callable[[MemckptError | None], None]]] = []
         #: Timelines, oldest first; the last one is that of the newest record.
@@ -73,7 +74,7 @@ class Group:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
         self._pending.begin_attempt()
         self._resumed = self.generations.redo_limit = None
-        self._wanted.clear()
+        self._wanted = None
         self._awaiting.clear()
 
     def inventory(self, fingerprint: tuple[str, ...] | None) -> HeldRecords:
@@ -212,7 +213,9 @@ class Group:
 
     def want_slots(self, rank: int, message: said.NeedSlots) -> None:
         """Note that a rank has written its part of a start, and waits for :meth:`make_slots`."""
-        self._wanted.add(rank, message.generation)
+        if self._wanted is None or self._wanted[0] != message.generation:
+            self._wanted = message.generation, set()
+        self._wanted[1].add(rank)
 
     def make_slots(self, attempt: Attempt, elsewhere: Callable[[int], bool | None], now: bool = False) -> None:
         """Make the generation whole that ranks wait for, once the one before it has gone.
@@ -221,8 +224,8 @@ class Group:
         held, if they fit. `elsewhere`: whether all ranks outside of this group can go back to a record; None: not known
         yet.
         """
-        number = self._wanted.number
-        if number is None or not self._wanted.has_living(attempt):
+        number, waiting = self._wanted or (0, set())
+        if not any(attempt.is_here(rank) for rank in waiting):
             return
         generation = self._generation(number)
         if generation is None:
@@ -233,8 +236,10 @@ class Group:
         known: bool | None = True
         if not generation.regions.whole:
             # One that has asked has written its part, and has let go of the old one's memory.
-            if not now and self._wanted.awaits_more(self.ranks, generation, attempt):
-                return
+            others = [rank for rank in self.ranks if rank not in waiting and attempt.is_here(rank)]
+            begins = generation.begins or 0
+            if not now and any(generation.started_by(one) or not attempt.is_through(one, begins) for one in others):
+                return  # another one is about to wait, too
             if generation is self.held and self.generations.before:
                 known = elsewhere(generation.base or 0)
                 if known is None and not now:
@@ -251,7 +256,7 @@ class Group:
     def _slots_made(self, number: int, error: MemckptError | None) -> None:
         if error is not None:
             _log.error("generation %d has room for its start and for no record: %s", number, error)
-        if self._wanted.number == number:
+        if self._wanted is not None and self._wanted[0] == number:
             self._answer_slots(said.SlotsMade(number, problem="" if error is None else str(error)))
 
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
@@ -267,7 +272,7 @@ class Group:
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
     def _answer_slots(self, answer: said.SlotsMade) -> None:
-        self._wanted.clear()
+        self._wanted = None
         self._tell_trainers(answer)
 
     def commit(self, rank: int, message: said.Commit, attempt: Attempt) -> None:
@@ -296,32 +301,6 @@ class Group:
         order = said.Begin(message.record, message.reason, message.changing, at_step_because=message.at_step_because)
         self._tell_trainers(order, besides=asker)
         return order
-
-
-class SlotsWanted:
-    """The ranks of one group, and the number of the generation for which they wait; None while none waits."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._ranks: set[int] = set()
-
-    def add(self, rank: int, number: int) -> None:
-        if self.number != number:
-            self.number, self._ranks = number, set()
-        self._ranks.add(rank)
-
-    def clear(self) -> None:
-        self.number = None
-
-    def has_living(self, attempt: Attempt) -> bool:
-        """Whether a rank waits that has not gone."""
-        return self.number is not None and any(attempt.is_here(rank) for rank in self._ranks)
-
-    def awaits_more(self, ranks: Iterable[int], generation: Generation, attempt: Attempt) -> bool:
-        """Whether another of these ranks is about to wait, too. One that has gone, or is past the start, is not."""
-        others = [rank for rank in ranks if rank not in self._ranks and attempt.is_here(rank)]
-        begins = generation.begins or 0
-        return any(generation.started_by(rank) or not attempt.is_through(rank, begins) for rank in others)
 
 
 class ResumedState:

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from memckpt.agent.replication import own_replicator, peer_tier
-from memckpt.agent.replication.handing_out import Standing
 from memckpt.agent.replication.peer_tier import Peers
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.processes import helper_process
@@ -360,15 +359,14 @@ def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -
     assert desk.peers.redo_limit(group) == 9 - (3 - 2)
 
 
-def hand_out_something(monkeypatch: pytest.MonkeyPatch, first: Callable[[], None] = lambda: None) -> None:
+def hand_out_something(desk: Desk, monkeypatch: pytest.MonkeyPatch, first: Callable[[], None] = lambda: None) -> None:
     """Whatever is to be handed out is here, once `first` has happened."""
 
-    def stand(*_: object) -> Standing:
+    def stand_at(*_: object) -> Any:
         first()
-        held: Any = SimpleNamespace(regions=())
-        return Standing(held, ())
+        return SimpleNamespace(regions=())
 
-    monkeypatch.setattr(peer_tier, "stand_still", stand)
+    monkeypatch.setattr(desk.places[(0,)], "generations", SimpleNamespace(stand_at=stand_at), raising=False)
     monkeypatch.setattr(peer_tier, "hand_out", lambda *_: "a state")
 
 
@@ -382,7 +380,7 @@ def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch
 
     desk.make = Dies
     desk.begin()
-    hand_out_something(monkeypatch)
+    hand_out_something(desk, monkeypatch)
     answers: list[Any] = []
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]
@@ -424,7 +422,7 @@ def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_hand
 ) -> None:
     answers: list[Any] = []
     desk.begin()
-    hand_out_something(monkeypatch, lambda: desk.started[0].ended("killed"))
+    hand_out_something(desk, monkeypatch, lambda: desk.started[0].ended("killed"))
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from memckpt.agent.group import Group
 from memckpt.agent.saving.state_copies import StateCopy
-from memckpt.errors import AgentError
 from memckpt.memory.generation import Generation
-from memckpt.protocol.replication import PeerJob, Recover, SendGeneration, SendRecord, StateCopied
-from memckpt.state.records import Branch, RankGroup
+from memckpt.protocol.replication import PeerJob, SendGeneration, SendRecord, StateCopied
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -54,26 +52,7 @@ def by_value(group: Group, copy: StateCopy, name: str) -> StateCopied:
     )
 
 
-class Standing(NamedTuple):
-    """A state that stands still on this node. `history`: timelines of its records, oldest first."""
-
-    held: Generation
-    history: tuple[Branch, ...]
-
-
-def stand_still(ranks: RankGroup, message: Recover, group: Group | None) -> Standing | str:
-    """Have ranks' state stand still for a recovery, or say why it cannot. Raises AgentError: it is not on this node."""
-    record, behind = message.record, int(message.before)
-    if group is None:
-        raise AgentError(f"expected ranks {list(ranks)} on this node, to hand them out, found no state of them")
-    if behind and (reason := group.generations.why_not_repeated(record)):
-        return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
-    return Standing(group.generations.stand_at(record, behind), group.history)
-
-
-def hand_out(
-    ranks: RankGroup, held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
-) -> SendGeneration:
+def hand_out(group: Group, held: Generation, record: int, behind: int) -> SendGeneration:
     """Description of a state that stands still, for readers; an eager replica stands `behind` it by some records."""
     base = record - behind
     missing: tuple[tuple[int, int, str], ...] = ()
@@ -88,7 +67,7 @@ def hand_out(
         for number, meta in zip(range(base - held.spec.period + 1, record + 1), metas, strict=True)
     }
     return SendGeneration(
-        ranks=ranks,
+        ranks=group.ranks,
         generation="",
         number=held.number,
         spec=held.spec,
@@ -96,7 +75,7 @@ def hand_out(
         records=records,
         missing=missing,
         plain=plain,
-        history=history,
+        history=group.history,
         serve=True,
     )
 

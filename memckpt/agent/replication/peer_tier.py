@@ -11,7 +11,7 @@ import msgspec
 
 from memckpt.agent.group import Group
 from memckpt.agent.groups import Groups
-from memckpt.agent.replication.handing_out import OwnRecords, by_value, hand_out, stand_still
+from memckpt.agent.replication.handing_out import OwnRecords, by_value, hand_out
 from memckpt.agent.replication.own_replicator import OwnReplicator
 from memckpt.agent.saving.state_copies import StateCopy
 from memckpt.errors import AgentError, MemckptError
@@ -207,21 +207,25 @@ class Peers:
             raise AgentError("a recovery is under way")
         self.replicator.check()
         process = self.replicator.process
+        record, behind = message.record, int(message.before)
         for ranks in message.serve:
-            state = stand_still(ranks, message, self._groups.get(ranks))
-            if isinstance(state, str):
+            group = self._groups.get(ranks)
+            if group is None:
+                raise AgentError(f"expected ranks {list(ranks)} on this node, to hand them out, found no state of them")
+            if behind and (reason := group.generations.why_not_repeated(record)):
                 assert self.replicator.told is not None
-                done(Recovered(state, (BadSourceSeen(self.replicator.told.node, ranks, ""),)))
+                problem = f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
+                done(Recovered(problem, (BadSourceSeen(self.replicator.told.node, ranks, ""),)))
                 return
-            handed_out = hand_out(ranks, state.held, message.record, state.history, int(message.before))
-            self.replicator.send(handed_out, [region.fd for region in state.held.regions])
+            held = group.generations.stand_at(record, behind)
+            self.replicator.send(hand_out(group, held, record, behind), [region.fd for region in held.regions])
         # A successor knows nothing of what the replicator before it was told to hand out.
         if self.replicator.process is not process or (message.serve and not self.replicator.has_taken_all()):
             done(Recovered("the replicator is gone"))
             return
         self._recoveries += 1
-        group = self._groups.adopt if message.adopt else self._groups.get
-        self._recovery = recovery = Recovery(self._recoveries, message, group, self.replicator.send, done)
+        find = self._groups.adopt if message.adopt else self._groups.get
+        self._recovery = recovery = Recovery(self._recoveries, message, find, self.replicator.send, done)
         recovery.start()
 
     def _give_up_recovery(self, reason: str) -> None:

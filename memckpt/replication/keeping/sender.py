@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -22,13 +21,6 @@ from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.
 _CACHED_STRIPES = 32
-
-
-class Sent(NamedTuple):
-    """A stripe went out. `nbytes`: bytes of the fragment; `last`: whether the record has no further stripe."""
-
-    nbytes: int
-    last: bool
 
 
 class StripeWriter:
@@ -50,8 +42,8 @@ class StripeWriter:
     def abandon(self, holder: str, outgoing: Outgoing, record: int) -> None:
         self._send(holder, Abandon(self._ranks, outgoing.generation, record), b"")
 
-    def put(self, holder: str, index: int, outgoing: Outgoing, record: int, stripe: int) -> Sent | None:
-        """Send a holder its fragment of a stripe; None: the record is gone from its slot."""
+    def put(self, holder: str, index: int, outgoing: Outgoing, record: int, stripe: int) -> tuple[int, bool] | None:
+        """Send a holder its fragment of a stripe; returns its bytes, and whether it was the last. None: it is gone."""
         blob = outgoing.blob(record)
         if blob is None:
             return None
@@ -62,7 +54,7 @@ class StripeWriter:
         self._send(holder, Put(fragment, outgoing.source.step(record)), payload)
         key = outgoing.generation, record
         self._sent_of[key] = self._sent_of.get(key, 0) + len(payload)
-        return Sent(len(payload), last)
+        return len(payload), last
 
     def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Stripes) -> list[tuple[Fragment, Payload]]:
         key = outgoing.generation, record, stripe
@@ -389,11 +381,12 @@ class Sender:
             self._skip(stream, outgoing, record)
             return 0
         stream.stripe += 1
-        if sent.last:
+        nbytes, last = sent
+        if last:
             stream.pop()
             if not self._is_queued(outgoing, record):
                 self._writer.finish(outgoing, record)
-        return sent.nbytes
+        return nbytes
 
     def _is_queued(self, outgoing: Outgoing, record: int) -> bool:
         return any((outgoing, record) in stream.queue for stream in self._streams)

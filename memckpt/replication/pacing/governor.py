@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from memckpt.memory.pages import Phase
 
@@ -36,13 +35,6 @@ _LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
 _LOWER_IN_NOISE = (0.6, 0.9)
 
 
-class EndedStep(NamedTuple):
-    """A step that is over; seconds of it, and of its backwards, each as far as it counts, if all marks were seen."""
-
-    seconds: float
-    backward_seconds: float | None
-
-
 class StepClock:
     """Durations of steps and backwards by one rank's marks: medians of the last; a backward counts so far at most."""
 
@@ -59,8 +51,8 @@ class StepClock:
         self.step_seconds: float | None = None
         self.backward_seconds: float | None = None
 
-    def mark_phase(self, step: int, phase: Phase, ns: int) -> EndedStep | None:
-        """Note that a phase has begun; returns the step that ended with it, or the mean of missed ones."""
+    def mark_phase(self, step: int, phase: Phase, ns: int) -> float | None:
+        """Note that a phase has begun; returns the seconds of a step that ended with it, or the mean of several."""
         before, ended = self.step, None
         if before is not None and step == before and ns < self.since_ns:
             return None
@@ -73,15 +65,14 @@ class StepClock:
         self.step, self.phase, self.since_ns = step, phase, ns
         return ended
 
-    def _end_steps(self, steps: int, ns: int) -> EndedStep:
+    def _end_steps(self, steps: int, ns: int) -> float:
         seconds = (ns - self._began_ns) * 1e-9 / steps
-        backward = self._backward if steps == 1 else None
         self._seconds.append(seconds)
         self.step_seconds = statistics.median(self._seconds)
-        if backward is not None:
-            self._backward_seconds.append(backward)
+        if steps == 1:
+            self._backward_seconds.append(self._backward)
             self.backward_seconds = statistics.median(self._backward_seconds)
-        return EndedStep(seconds, backward)
+        return seconds
 
 
 def _spread(*samples: Sequence[float]) -> float:

@@ -94,7 +94,7 @@ class Pacer:
         if rank == 0:
             ended = self.clock.mark_phase(step, phase, ns)
             if ended is not None:
-                self._step_ended(step, ended.seconds, at)
+                self._step_ended(step, ended, at)
 
     def needs(self, bytes_per_step: float, waiting: int, room: int | None = None) -> None:
         """Note the bytes that each step adds, those queued, and how many may be before training waits (`room`)."""
