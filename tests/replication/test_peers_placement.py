@@ -37,23 +37,23 @@ def check_placement(placement: Placement, nodes: int, data: int, tolerate: int) 
     group_of = {node: group for group in placement.groups for node in group}
     kept: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
     for owner in range(nodes):
-        holders = placement.holders(owner)
+        holders = placement.holders[owner]
         assert len({owner, *holders}) == span == len(holders) + 1
         assert {group_of[holder] for holder in holders} == {group_of[owner]}
         for index, holder in enumerate(holders):
             kept[holder].append((owner, index))
     for node in range(nodes):
-        assert placement.kept_by(node) == tuple(sorted(kept[node]))
+        assert placement.kept[node] == tuple(sorted(kept[node]))
         assert len(kept[node]) == span - 1
 
 
 def lost_records(placement: Placement, nodes: int, data: int, lost: set[int]) -> list[int]:
     """The owners whose records are on neither them nor k of those who keep fragments."""
-    return [owner for owner in lost if len(set(placement.holders(owner)) - lost) < data]
+    return [owner for owner in lost if len(set(placement.holders[owner]) - lost) < data]
 
 
 def records_share_no_domain(placement: Placement, domains: Sequence[Path]) -> bool:
-    touched = [[domains[owner], *(domains[one] for one in placement.holders(owner))] for owner in range(len(domains))]
+    touched = [[domains[owner], *(domains[one] for one in placement.holders[owner])] for owner in range(len(domains))]
     return all(len(set(each)) == len(each) for each in touched)
 
 

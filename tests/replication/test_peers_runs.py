@@ -426,7 +426,7 @@ def test_fewer_nodes_go_on_from_the_newest_step(
 def nodes_with(node: str, tolerate: int) -> list[str]:
     """A node of four, and those that keep its copies."""
     names = [f"node{index}" for index in range(4)]
-    holders = place([(name,) for name in names], 1, tolerate).holders(names.index(node))
+    holders = place([(name,) for name in names], 1, tolerate).holders[names.index(node)]
     return list(dict.fromkeys([node, *(names[holder] for holder in holders)]))
 
 

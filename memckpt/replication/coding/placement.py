@@ -30,16 +30,10 @@ class Placement:
     groups: tuple[tuple[int, ...], ...]
     survived: tuple[int, ...]
     warnings: tuple[str, ...]
-    _holders: tuple[tuple[int, ...], ...] = field(repr=False)
-    _kept: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
-
-    def holders(self, owner: int) -> tuple[int, ...]:
-        """The k + m - 1 nodes that keep a fragment of this node's records; a position is the number of the fragment."""
-        return self._holders[owner]
-
-    def kept_by(self, node: int) -> tuple[tuple[int, int], ...]:
-        """(owner, fragment) of all that this node keeps."""
-        return self._kept[node]
+    #: By node, the k + m - 1 nodes that keep a fragment of its records, whose number is the position.
+    holders: tuple[tuple[int, ...], ...] = field(repr=False)
+    #: By node, (owner, fragment) of all that it keeps.
+    kept: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
 
 def domains_suffice(domains: Sequence[Hashable], group_nodes: int) -> bool:
@@ -84,8 +78,8 @@ def place(domains: Sequence[Path], data: int, tolerate: int) -> Placement:
         groups=tuple(map(tuple, rings)),
         survived=survived,
         warnings=warnings,
-        _holders=tuple(holders),
-        _kept=tuple(tuple(sorted(each)) for each in kept),
+        holders=tuple(holders),
+        kept=tuple(tuple(sorted(each)) for each in kept),
     )
 
 

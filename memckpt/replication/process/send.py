@@ -30,10 +30,10 @@ class NodePlan:
         own = names.index(node)
         self.leader = names[0]
         self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
-        self.holders = tuple(names[other] for other in self.placement.holders(own))
+        self.holders = tuple(names[other] for other in self.placement.holders[own])
         self.own = tuple(unit.ranks for unit in job.units if unit.node == own)
         self.private = frozenset(unit.ranks for unit in job.units if unit.private)
-        kept = {names[owner]: index for owner, index in self.placement.kept_by(own)}
+        kept = {names[owner]: index for owner, index in self.placement.kept[own]}
         self._owners = frozenset(kept)
         #: By unit, its node and which of the node's fragments is kept here.
         self._kept = {

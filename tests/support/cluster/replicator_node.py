@@ -141,7 +141,7 @@ class Node:
         return self.line.sent[peer][before:]
 
     def index(self, owner: str) -> int:
-        kept = dict(self.member.plan.placement.kept_by(NODES.index(self.name)))
+        kept = dict(self.member.plan.placement.kept[NODES.index(self.name)])
         return kept[NODES.index(owner)]
 
     def window(self, owner: str, /, **other: Any) -> Any:
