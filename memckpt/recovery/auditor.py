@@ -8,7 +8,6 @@ are checked after each copy, and an audit that comes too late is thrown away.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
-from memckpt.processes.helper_process import prefer_to_be_ended, run_helper, step_back
+from memckpt.processes.helper import AgentEnd, step_back
 from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.audit import Audit, Audited, AuditedGeneration, AuditorReady, ForgetAudits
 from memckpt.protocol.channel import AuditorChannel
@@ -254,11 +253,6 @@ def serve(channel: AuditorChannel) -> None:
         auditor.close()
 
 
-def main() -> int:
-    prefer_to_be_ended()
+def main(end: AgentEnd) -> None:
     step_back()
-    return run_helper("auditor", lambda end: serve(end.channel))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    serve(end.channel)

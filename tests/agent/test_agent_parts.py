@@ -215,7 +215,7 @@ def replicator() -> Iterator[Replicator]:
     received: list[Message] = []
     ended: list[str] = []
     with closing(EventLoop()) as loop:
-        process = HelperProcess("memckpt.replication.process", loop, received.append, ended.append)
+        process = HelperProcess("memckpt.replication.process.replicator", loop, received.append, ended.append)
         try:
             process.ask(ListFragments({}), Fragments, 20)
             yield process, loop, received, ended

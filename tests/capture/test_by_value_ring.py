@@ -313,7 +313,7 @@ def test_a_record_without_its_by_value_tensors_is_not_sent(records: Records) -> 
 def test_a_state_is_handed_out_with_the_by_value_tensors_of_its_record() -> None:
     code, records, node = Code(1, 1), records_of(), Node("live")
     with closing(code), closing(records), closing(node):
-        node.serving.add(records.serve(12), records.duplicates())
+        node.answering.hand_out(records.serve(12), records.duplicates())
         wanted = WantedState(RANKS, 12, FromNode("live"))
         result, regions = Network([node]).read(wanted, records.spec, code)
         with closing_all(regions):

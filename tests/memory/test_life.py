@@ -150,7 +150,7 @@ def test_a_replicator_that_is_stopped_is_not_waited_for() -> None:
     own = LifePage.create()
     with contextlib.closing(EventLoop(own)) as loop:
         process = HelperProcess(
-            "memckpt.replication.process", [], loop, lambda message: None, lambda reason: None, 60.0
+            "memckpt.replication.process.replicator", loop, lambda message: None, lambda reason: None, 60.0
         )
         with contextlib.closing(process):
             assert process.ask(Halt(), Halted, 60.0) == Halted()

@@ -71,7 +71,9 @@ def low_limit() -> Iterator[None]:
 @pytest.mark.usefixtures("low_limit")
 def test_a_replicator_has_as_many_as_the_system_allows() -> None:
     with closing(EventLoop()) as loop:
-        process = HelperProcess("memckpt.replication.process", loop, lambda message: None, lambda reason: None)
+        process = HelperProcess(
+            "memckpt.replication.process.replicator", loop, lambda message: None, lambda reason: None
+        )
         try:
             process.ask(ListFragments({}), Fragments, 20)
             soft, hard = limits_of(process._process.pid)

@@ -472,7 +472,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
             process.close()
 
     with closing(EventLoop()) as loop:
-        process = HelperProcess("memckpt.replication.process", loop, take, received.append)
+        process = HelperProcess("memckpt.replication.process.replicator", loop, take, received.append)
         with closing(process):
             yield process, process._process, received
 
@@ -538,5 +538,5 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
     monkeypatch.setattr(helper_process.subprocess, "Popen", fail)
     before = set(os.listdir("/proc/self/fd"))
     with closing(EventLoop()) as loop, pytest.raises(AgentError, match=error.args[1]):
-        HelperProcess("memckpt.replication.process", loop, lambda message: None, lambda reason: None)
+        HelperProcess("memckpt.replication.process.replicator", loop, lambda message: None, lambda reason: None)
     assert set(os.listdir("/proc/self/fd")) == before

@@ -12,7 +12,7 @@ import pytest
 
 import memckpt
 from memckpt.config import StorageConfig
-from memckpt.processes import helper_process
+from memckpt.processes import helper
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.processes import hides_devices
@@ -94,15 +94,15 @@ def test_a_thread_that_steps_back_leaves_cores_and_disk_to_others() -> None:
         return os.getpriority(os.PRIO_PROCESS, 0), int(ctypes.CDLL(None).syscall(IOPRIO_GET, 1, 0)) >> 13
 
     before = priorities()
-    with ThreadPoolExecutor(1, initializer=helper_process.step_back) as background:
+    with ThreadPoolExecutor(1, initializer=helper.step_back) as background:
         assert background.submit(priorities).result() == (min(19, before[0] + 9), IDLE)
     assert priorities() == before
 
 
 def test_a_score_that_is_higher_already_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "score"
-    monkeypatch.setattr(helper_process, "Path", lambda _: path)
+    monkeypatch.setattr(helper, "Path", lambda _: path)
     for before, after in [("-500\n", "500"), ("0\n", "500"), ("700\n", "700\n")]:
         path.write_text(before)
-        helper_process.prefer_to_be_ended()
+        helper.prefer_to_be_ended()
         assert path.read_text() == after

@@ -222,7 +222,7 @@ class OwnReplicator:
     def _start(self, liveness_seconds: float) -> ReplicatorProcess:
         """Start a process; it goes on with what the last one kept."""
         process = ReplicatorProcess(
-            "memckpt.replication.process", self._loop, self._received, self._die, liveness_seconds
+            "memckpt.replication.process.replicator", self._loop, self._received, self._die, liveness_seconds
         )
         try:
             for message, fd in self._rooms.values():

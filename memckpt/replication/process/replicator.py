@@ -1,6 +1,11 @@
-"""The replicator's event loop: it sends its node's records to the holders of their fragments, and keeps others'."""
+"""The replicator's event loop: it sends its node's records to the holders of their fragments, and keeps others'.
+
+It is a process because the erasure code holds Python's lock, and dies with its agent: a node is lost as a whole.
+"""
 
 from __future__ import annotations
+
+import contextlib
 
 import zmq
 
@@ -8,8 +13,10 @@ from memckpt.errors import AgentError
 from memckpt.memory.pages import LifePage, LifeWatch, PhaseReader, PhasesPage, look_seconds
 from memckpt.memory.region import Region
 from memckpt.processes.event_loop import EventLoop
+from memckpt.processes.helper import AgentEnd
 from memckpt.protocol import replication as protocol
 from memckpt.protocol.channel import AgentToReplicator, ReplicatorChannel
+from memckpt.protocol.descriptors import raise_limit
 from memckpt.protocol.replication import Describe, Fill, FromFragments, Join, Listen, Listening, PeerKeys, PhasesAre
 from memckpt.protocol.status import PeerLinkStatus, PeersReport, PeersStatus
 from memckpt.replication.keeping.fragment_store import FragmentMemory, FragmentStore
@@ -306,6 +313,12 @@ class Replicator:
             self._answering.answer_peer(peer, self._member.mail, self._store)
         else:
             self._member.refuse(f"{peer}: more than {MOST_QUESTIONS} questions whose answers it does not take")
+
+
+def main(end: AgentEnd) -> None:
+    raise_limit()
+    with contextlib.closing(Replicator(end.channel, end.life, end.agent)) as replicator:
+        replicator.run()
 
 
 def describe(node: ReplicationNode, security: str, recovering: str) -> PeersStatus:

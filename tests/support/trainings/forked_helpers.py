@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import importlib
 import os
 import select
 import signal
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from memckpt.processes import helper_process
+from memckpt.processes import helper, helper_process
 from tests.support.cluster.processes import remove_log_handlers
 
 #: Those that import torch.
@@ -31,11 +30,11 @@ _WITH_TORCH = ("memckpt.agent.saving.writer.checkpoint_writer", "memckpt.recover
 class ForkedProcess:
     """As much of :class:`subprocess.Popen` as a helper process takes."""
 
-    def __init__(self, module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> None:
+    def __init__(self, arguments: Sequence[str], pass_fds: Sequence[int]) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run(module, arguments, pass_fds)
+            _run(arguments, pass_fds)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -66,9 +65,9 @@ def fork_helpers() -> None:
     started = subprocess.Popen
 
     def start(arguments: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> Any:
-        _, _, module, *rest = arguments
+        *_, module = arguments[:4]
         if module in _WITH_TORCH:
-            return ForkedProcess(module, rest, pass_fds)
+            return ForkedProcess(arguments[2:], pass_fds)
         return started(arguments, pass_fds=pass_fds, **options)
 
     helper_process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
@@ -76,7 +75,7 @@ def fork_helpers() -> None:
     )
 
 
-def _run(module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> None:
+def _run(arguments: Sequence[str], pass_fds: Sequence[int]) -> None:
     """Become the helper. Never returns."""
     code = 1
     try:
@@ -85,8 +84,8 @@ def _run(module: str, arguments: Sequence[str], pass_fds: Sequence[int]) -> None
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _let_go(pass_fds)
         remove_log_handlers()
-        sys.argv = [module, *arguments]
-        code = importlib.import_module(module).main()
+        sys.argv = [*arguments]
+        code = helper.main()
     except BaseException:
         traceback.print_exc()
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from memckpt.errors import (
 )
 from memckpt.memory.region import GenerationRegions, Region
 from memckpt.memory.slots import SlotRing
-from memckpt.processes.helper_process import prefer_to_be_ended, run_helper, step_back
+from memckpt.processes.helper import AgentEnd, step_back
 from memckpt.processes.launch import extend_search_path
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
@@ -346,10 +345,5 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
             remove_batch(store, batch)
 
 
-def main() -> int:
-    prefer_to_be_ended()
-    return run_helper("writer", lambda end: serve(end.channel))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(end: AgentEnd) -> None:
+    serve(end.channel)

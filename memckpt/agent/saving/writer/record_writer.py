@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from memckpt.errors import AgentError, DamagedStateError, MemckptError, StorageA
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.backoff import Backoff
-from memckpt.processes.helper_process import prefer_to_be_ended, run_helper
+from memckpt.processes.helper import AgentEnd
 from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.storing import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
@@ -289,11 +288,6 @@ class BatchSize:
         return min(self._most, max(1, math.ceil(seconds / step - _ROUNDING))) if step > 0 else self._most
 
 
-def main() -> int:
-    prefer_to_be_ended()
+def main(end: AgentEnd) -> None:
     os.nice(5)  # no more: it has to keep up with training
-    return run_helper("writer", lambda end: serve(end.channel))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    serve(end.channel)
