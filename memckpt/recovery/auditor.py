@@ -1,4 +1,4 @@
-"""``python -m memckpt.recovery.auditor``: the process that redoes pieces while training runs. Not for people.
+"""The auditor: the process that redoes pieces of the state while training runs.
 
 Slots hold a piece's anchor at some record, its anchor T records later, and all gradients in between. This process
 redoes the piece from the one to the other as a restore would, and compares. What it reads may be written over: stamps
