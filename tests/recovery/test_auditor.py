@@ -12,7 +12,7 @@ import torch
 from memckpt.agent.auditing import Auditing, _Watched
 from memckpt.processes.helper_process import AuditorProcess
 from memckpt.protocol.audit import Audited, ForgetAudits
-from memckpt.protocol.trainer import Drift
+from memckpt.protocol.trainer import Cleared, Drift
 from memckpt.recovery.auditor import _distance
 from memckpt.state.layout import Piece
 
@@ -65,8 +65,8 @@ class Ended(AuditorProcess):
         pass
 
 
-def auditing_of(watched: _Watched, monkeypatch: pytest.MonkeyPatch) -> tuple[Auditing, Ended, list[Drift]]:
-    found: list[Drift] = []
+def auditing_of(watched: _Watched, monkeypatch: pytest.MonkeyPatch) -> tuple[Auditing, Ended, list[Any]]:
+    found: list[Any] = []
     loop: Any = SimpleNamespace(clock=lambda: 0.0)
     auditing = Auditing(loop, lambda ranks, drift: found.append(drift))
     process = Ended()
@@ -83,7 +83,8 @@ def watched_piece(metas: dict[int, bytes]) -> tuple[_Watched, Piece]:
     generation: Any = SimpleNamespace(
         number=3, base=0, spec=SimpleNamespace(period=4), layout=layout, ledger=SimpleNamespace(metas=metas)
     )
-    return _Watched(7, generation, False, frozenset({(0, 0)}), hurried=True, known=True), piece
+    pieces = frozenset({(0, 0)})
+    return _Watched(7, generation, False, pieces, hurried=True, left=set(pieces), whole=True, known=True), piece
 
 
 def test_audits_that_it_is_too_late_for_are_ended_and_due_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,4 +110,4 @@ def test_a_redo_that_raises_is_a_finding_with_its_error(monkeypatch: pytest.Monk
     assert "of weight cannot be redone: KeyError: 'exp_avg'" in str(found[0])
     watched.running = {13: [piece]}
     auditing._received(Audited(7, 13, 0.0, problem="ImportError: no module"))
-    assert len(found) == 1
+    assert found[1:] == [Cleared(3, whole=False)], "what cannot be redone here is said not to be whole"
