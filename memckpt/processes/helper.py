@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memckpt.errors import AgentGoneError
-from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.processes.log import logging_to_stderr
 from memckpt.protocol.channel import Channel
 

@@ -18,7 +18,7 @@ from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
 from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import AgentError, ConfigurationError, NothingHeldError, PeerError
-from memckpt.memory.phases import PhasesPage, PhaseWriter
+from memckpt.memory.pages import PhasesPage, PhaseWriter
 from memckpt.protocol.replication import (
     FromNode,
     Join,

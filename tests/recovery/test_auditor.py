@@ -12,7 +12,7 @@ import torch
 from memckpt.agent.auditing import Auditing, _Watched
 from memckpt.processes.helper_process import AuditorProcess
 from memckpt.protocol.audit import Audited, ForgetAudits
-from memckpt.protocol.trainer import Cleared, Drift
+from memckpt.protocol.trainer import Cleared
 from memckpt.recovery.auditor import _distance
 from memckpt.state.layout import Piece
 

@@ -8,7 +8,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.memory.pages import LifePage, LifeWatch
 from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.watermark import LOST_LIMITS, Absence, Overdue
