@@ -99,6 +99,7 @@ def plan(
     from memckpt_tools.plan import table as plan_table
     from memckpt_tools.planning.pictures import check_plot
     from memckpt_tools.planning.schemes import make_plan
+    from memckpt_tools.planning.values import fields_as_options, option_of
 
     if listen is not None:
         _serve_link(listen)
@@ -131,11 +132,10 @@ def plan(
     if sized := _size_of(parameters, model):
         facts["parameters"] = sized[0]
         notes.append(sized[1])
-    try:
-        job = _job(facts, by_node=node_mtbf_hours is not None)
-        found = make_plan(job)
-    except ConfigurationError as error:
-        raise ConfigurationError(_with_option(str(error), context.params)) from error
+    options = {name: option_of(name) for name in context.params}
+    options |= {field: option_of(name) for name, (field, *_) in reversed(_UNITS.items())}
+    with fields_as_options(options):
+        found = make_plan(_job(facts, by_node=node_mtbf_hours is not None))
     if plot is not None:
         plan_table.draw(found, plot)
     if schemes is not None:
@@ -156,7 +156,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a job that options give, in the fields' units; what is wrong is said in the option's unit."""
     from memckpt.config.checks import hints_of
     from memckpt_tools.planning.job import Job
-    from memckpt_tools.planning.values import require_range
+    from memckpt_tools.planning.values import option_of, require_range
 
     hints, given = hints_of(Job), {}
     for option, value in options.items():
@@ -164,13 +164,9 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or field not in hints or option == "parameters":
             continue
         if unit:
-            require_range(_named(option), value, hints[field], size, unit)
+            require_range(option_of(option), value, hints[field], size, unit)
         given[field] = value * size if unit else value
     return given
-
-
-def _named(option: str) -> str:
-    return "--" + option.replace("_", "-")
 
 
 def _job(facts: Mapping[str, Any], *, by_node: bool) -> Job:
@@ -189,13 +185,6 @@ def _job(facts: Mapping[str, Any], *, by_node: bool) -> Job:
     if by_node:  # the failure of any node ends the job: REFT, appendix A, equation 6
         settings["mtbf_seconds"] /= max(1, settings["nodes"])
     return Job(**settings)
-
-
-def _with_option(message: str, options: Mapping[str, Any]) -> str:
-    """A message about a field of a job, with the option that sets it."""
-    field, colon, rest = message.partition(":")
-    option = next((name for name, (known, *_) in _UNITS.items() if known == field), field)
-    return f"{field} ({_named(option)}){colon}{rest}" if colon and option in options else message
 
 
 def _bytes_per_parameter(dtype: str, optimizer: str) -> tuple[float, float]:

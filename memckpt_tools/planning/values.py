@@ -5,9 +5,11 @@ A dataclass of values that are made in Python is a :class:`memckpt.config.checks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,6 +69,25 @@ def converted(value: Any, kind: type[T], where: str, *, strict: bool = True) -> 
             found = found[int(key)] if key.isdigit() else found[key]
         shown = repr(found) if len(repr(found)) <= 60 else repr(found)[:57] + "..."
         raise ConfigurationError(f"{where}{place}: {what[0].lower()}{what[1:]}, found {shown}") from None
+
+
+def option_of(name: str) -> str:
+    """An option's name on the command line, from that of its parameter."""
+    return "--" + name.replace("_", "-")
+
+
+@contextlib.contextmanager
+def fields_as_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Say of an option what is wrong with the field that it sets; `options` are by field."""
+    try:
+        yield
+    except ConfigurationError as error:
+        field, colon, rest = str(error).partition(":")
+        if field not in options:
+            raise
+        # Names without an underscore are words, too.
+        named = re.sub(r"\w+_\w+", lambda found: options.get(found[0], found[0]), rest)
+        raise ConfigurationError(f"{options[field]}{colon}{named}") from error
 
 
 def require_range(option: str, value: float, hint: Any, size: float, unit: str) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,6 +98,7 @@ def simulate(
     with confidence intervals.
     """
     from memckpt_tools.planning.pictures import check_plot
+    from memckpt_tools.planning.values import fields_as_options, option_of
     from memckpt_tools.simulation.failures import Cluster, read_trace
     from memckpt_tools.simulation.replay import Repair, Training
     from memckpt_tools.simulation.run import Setup
@@ -117,7 +115,8 @@ def simulate(
     run = partial(
         run_schemes, schemes=protection, repetitions=repetitions, seed=seed, workers=workers, confidence=confidence
     )
-    with _fields_as_options():
+    options = {name: option_of(name) for name in context.params}
+    with fields_as_options(options | {"racks": "--rack-mtbf-hours", "zones": "--zone-mtbf-hours"}):
         cluster = Cluster(nodes=nodes, nodes_per_rack=nodes_per_rack, racks_per_zone=racks_per_zone)
         failures: FailureModel | Failures
         hours = {
@@ -125,12 +124,12 @@ def simulate(
         }
         if trace is not None:
             if found := [*hours, *(["plot"] if plot is not None else [])]:
-                drawn = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+                drawn = ", ".join(map(option_of, found))
                 raise ConfigurationError(f"--trace {trace}: expected no {drawn} with it, found both")
             failures = read_trace(trace, cluster)
         else:
             means = {
-                name.removesuffix("_mtbf_hours"): _seconds(f"--{name.replace('_', '-')}", value, 3600)
+                name.removesuffix("_mtbf_hours"): _seconds(option_of(name), value, 3600)
                 for name, value in hours.items()
             }
             failures = _model_of(nodes, means, software_share, weibull_shape, new_nodes)
@@ -159,22 +158,6 @@ def simulate(
     _show(setup, summaries, seed)
     if plot is not None:
         out.print(f"drawn: {plot}", markup=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _fields_as_options() -> Iterator[None]:
-    """What is wrong with a field is said of the option that sets it."""
-    options = {field: f"--{field.replace('_', '-')}" for field in inspect.signature(simulate).parameters}
-    options |= {"racks": "--rack-mtbf-hours", "zones": "--zone-mtbf-hours"}
-    try:
-        yield
-    except ConfigurationError as error:
-        field, colon, rest = str(error).partition(":")
-        if field not in options:
-            raise
-        # Names without an underscore are words, too.
-        named = re.sub(r"\w+_\w+", lambda found: options.get(found[0], found[0]), rest)
-        raise ConfigurationError(f"{options[field]}{colon}{named}") from error
 
 
 def _seconds(option: str, value: float, unit_seconds: float) -> float:
