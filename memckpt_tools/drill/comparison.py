@@ -338,16 +338,14 @@ def _parameters(point: Point[Taken]) -> bytes:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Median seconds of a step with protection, in each undisturbed run, and without (0: not known).
-
-    `changed`: first result that is another one without protection, where the training repeats itself; else None.
-    `problem`: why it was not measured; empty if it was.
-    """
+    """Median seconds of a step with protection, in each undisturbed run, and without (0: not known)."""
 
     protected: tuple[float, float]
     unprotected: float
-    changed: Difference | None = None
-    problem: str = ""
+    changed: Difference | None = (
+        None  #: first result that is another one without protection, if training repeats itself
+    )
+    problem: str = ""  #: why it was not measured; empty if it was
 
     @property
     def share(self) -> float:

@@ -24,15 +24,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Lifetime(Checked):
-    """A Weibull distribution of the lives of units: REFT's survival (equation 1), exp(-(t / scale) ** shape).
+    """A Weibull distribution of the lives of units: REFT's survival (equation 1), exp(-(t / scale) ** shape)."""
 
-    Attributes:
-        mean_seconds: mean time between failures of one unit.
-        shape: below 1 for early failures, above 1 for wear; 1: exponential, a rate that does not depend on age.
-    """
-
-    mean_seconds: LongTime
-    shape: Shape = 1.0
+    mean_seconds: LongTime  #: mean time between failures of one unit
+    shape: Shape = 1.0  #: below 1: early failures; above: wear; 1: exponential, a rate that does not depend on age
 
     @property
     def scale_seconds(self) -> float:

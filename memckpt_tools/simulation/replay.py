@@ -28,15 +28,12 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Repair(Checked):
-    """How long it takes until lost nodes are there again; the times are those of ``memckpt simulate --help``.
-
-    `spares`: number of spare nodes at the start; None: there always is one. Where all are in use, training waits for
-    the first node that is repaired.
-    """
+    """How long it takes until lost nodes are there again; the times are those of ``memckpt simulate --help``."""
 
     detection_seconds: Seconds = 0.0
     replacement_seconds: Seconds = 0.0
     repair_seconds: Seconds = 0.0
+    #: Number at the start; None: there always is one. If all are in use, training waits for the first repaired node.
     spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] | None = None
     start_seconds: Seconds = 0.0
 

@@ -23,13 +23,10 @@ from memckpt_tools.simulation.replay import NOTHING, Outcome, Repair, Training, 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of repetitions.
-
-    `half_width`: half of its confidence interval, by Student's t distribution; None with one repetition.
-    """
+    """The mean of repetitions."""
 
     mean: float
-    half_width: float | None
+    half_width: float | None  #: half of its confidence interval, by Student's t distribution; None with one repetition
     confidence: float
     repetitions: int
 
@@ -206,15 +203,10 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Sweep:
-    """Simulations along two axes; all else is as it was, the schemes' costs, too.
+    """Simulations along two axes, with the summaries of all schemes; all else is as it was, the schemes' costs, too."""
 
-    Attributes:
-        by_mtbf: mean time between failures of the job in seconds, and the summaries of all schemes.
-        by_nodes: number of nodes, and the summaries of all schemes. Each node fails as often in all of them.
-    """
-
-    by_mtbf: tuple[tuple[float, tuple[Summary, ...]], ...]
-    by_nodes: tuple[tuple[int, tuple[Summary, ...]], ...]
+    by_mtbf: tuple[tuple[float, tuple[Summary, ...]], ...]  #: by the job's mean time between failures in seconds
+    by_nodes: tuple[tuple[int, tuple[Summary, ...]], ...]  #: each node fails as often in all of them
 
 
 def sweep(setup: Setup, schemes: Sequence[Scheme], run: Callable[[Setup], Iterable[Summary]]) -> Sweep:
