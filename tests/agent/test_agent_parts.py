@@ -37,7 +37,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.tensors import ulp_distance
 from tests.support.cluster.waiting import until
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.large_spec import large_spec
+from tests.support.trainings.specs import large_spec
 
 Pair = tuple[Channel, Channel]
 Replicator = tuple[HelperProcess, EventLoop, list[Message], list[str]]

@@ -15,13 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from memckpt.agent.group import Group
 from memckpt.agent.saving.state_copies import Run, StateCopies, StateCopy, carry_on
 from memckpt.capture import by_value
-from memckpt.capture.live_state import LiveState
-from memckpt.capture.spec_request import SpecRequest
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.generation import make_generation
 from memckpt.memory.region import Allowance, Region
@@ -33,30 +30,15 @@ from memckpt.recovery.plan import common_records
 from memckpt.state.layout import DIGEST_BYTES, Layout
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec, read_spec
+from memckpt.state.spec import StateSpec, read_spec
 from tests.support.cluster.host import QuietHost
+from tests.support.trainings.specs import averaged, averaged_spec, ring_spec
 
 # Who shares, and what that takes
 
 
-def example(count: int = 2, live: LiveState | None = None, **request: Any) -> StateSpec:
-    """A model of about a million parameters with an average of it, T = 8 and D = 3."""
-    live = live or averaged()
-    ranks = tuple(range(count))
-    arguments = {"mode": "lazy", "period": 8, "slots": 3, "local_ranks": ranks, "world_size": count, "shares": True}
-    return live.spec(SpecRequest(**{**arguments, **request}))
-
-
-def averaged() -> LiveState:
-    model = nn.Linear(1024, 1024)
-    average = nn.Linear(1024, 1024).requires_grad_(False)
-    live = LiveState(model, [torch.optim.AdamW(model.parameters())], {"average": average})
-    live.growth.changing = {"average.weight", "average.bias"}
-    return live
-
-
 def test_an_average_is_held_once_a_node() -> None:
-    once = Layout(example(2))
+    once = Layout(averaged_spec(2))
     each = Layout(msgspec.structs.replace(once.spec, shared=()))
     assert once.spec.shared == ("average.weight",)  # the bias is small
     assert once.by_value_ring == each.by_value_ring == 3 + 1
@@ -74,17 +56,17 @@ def test_an_average_is_held_once_a_node() -> None:
     ],
 )
 def test_elsewhere_each_rank_has_its_own(request_of: dict[str, Any]) -> None:
-    assert example(2, **request_of).shared == ()
+    assert averaged_spec(2, **request_of).shared == ()
 
 
 def test_what_is_known_to_differ_is_each_rank_s_own_for_ever() -> None:
     live = averaged()
     live.growth.apart = {"average.weight"}
-    spec = example(2, live)
+    spec = averaged_spec(2, live)
     assert (spec.shared, spec.apart) == ((), ("average.weight",))
     resumed = averaged()
     resumed.growth.take_over(spec)
-    assert example(2, resumed) == spec
+    assert averaged_spec(2, resumed) == spec
 
 
 @pytest.mark.parametrize(
@@ -100,13 +82,13 @@ def test_what_is_known_to_differ_is_each_rank_s_own_for_ever() -> None:
     ],
 )
 def test_units_that_are_ahead_keep_what_another_goes_back_to(request_of: dict[str, Any], slots: int) -> None:
-    assert example(2, **request_of).slots == slots
+    assert averaged_spec(2, **request_of).slots == slots
 
 
 def test_a_budget_that_is_too_small_says_how_often_averages_are_held() -> None:
     for spec, words in [
-        (example(2), "after 4 records, 1 tensors by each of 2 ranks, 1 tensors once for them"),
-        (example(2, shares=False), "after 4 records, 2 tensors by each of 2 ranks"),
+        (averaged_spec(2), "after 4 records, 1 tensors by each of 2 ranks, 1 tensors once for them"),
+        (averaged_spec(2, shares=False), "after 4 records, 2 tensors by each of 2 ranks"),
     ]:
         with pytest.raises(MemoryBudgetError, match=words):
             make_generation(1, spec, Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
@@ -162,24 +144,6 @@ def test_views_are_read_in_row_major_order() -> None:
 
 
 # Stamps
-
-
-def ring_spec(ranks: int, period: int, slots: int, shared: Sequence[str] = (), **other: Any) -> StateSpec:
-    names = {"count": (2,), "average": (4,), "second": (4,)}
-    spec = StateSpec(
-        params=(ParamSpec(TensorSpec("weight", (4,), "float32"), (OwnerSpec(0, 0, ()),), True, 0),),
-        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
-        static=(),
-        by_value=tuple(TensorSpec(name, shape, "float32") for name, shape in names.items()),
-        mode="lazy",
-        period=period,
-        slots=slots,
-        local_ranks=tuple(range(ranks)),
-        world_size=ranks,
-        by_value_slots=slots + 1,
-        shared=tuple(shared),
-    )
-    return msgspec.structs.replace(spec, **other)
 
 
 @pytest.fixture

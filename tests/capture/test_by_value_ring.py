@@ -37,20 +37,19 @@ from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
 from memckpt.state.spec import StateSpec, TensorSpec
-from tests.capture.test_by_value_once import example
-from tests.capture.test_by_value_once import ring_spec as shared_spec
 from tests.support.cluster.peers_records import RANKS, Network, Node, Records, layout_spec
 from tests.support.cluster.reader_lab import check_right, closing_all
 from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_state import MovingAverage
 from tests.support.trainings.engine_training import Case
+from tests.support.trainings.specs import averaged_spec, ring_spec
 
 # What it takes
 
 
 def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
-    spec = example(2, shares=False)
+    spec = averaged_spec(2, shares=False)
     average = 4 * (1024 * 1024 + 1024)
     before = Layout(msgspec.structs.replace(spec, by_value_slots=0))
     after = Layout(spec)
@@ -69,7 +68,7 @@ def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
     ],
 )
 def test_elsewhere_they_stay_as_long_as_their_record(request_of: dict[str, Any]) -> None:
-    layout = Layout(example(2, **request_of))
+    layout = Layout(averaged_spec(2, **request_of))
     assert layout.by_value_ring == layout.ring
 
 
@@ -97,7 +96,7 @@ def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None
 
 def test_how_many_are_held_and_by_whom_is_of_no_account_for_what_a_state_is() -> None:
     """A checkpoint, or a log, goes on under another configuration."""
-    spec = example(2)
+    spec = averaged_spec(2)
     assert (spec.by_value_slots, spec.shared) == (4, ("average.weight",))
     for other in ({"by_value_slots": 0}, {"shared": (), "apart": ("average.weight",)}):
         assert msgspec.structs.replace(spec, **other).content() == spec.content()
@@ -106,9 +105,9 @@ def test_how_many_are_held_and_by_whom_is_of_no_account_for_what_a_state_is() ->
 # What is promised is there
 
 
-def ring_spec(ranks: int, period: int, slots: int, by_value_slots: int) -> StateSpec:
+def average_spec(ranks: int, period: int, slots: int, by_value_slots: int) -> StateSpec:
     average = TensorSpec("average", (4,), "float32")
-    return shared_spec(ranks, period, slots, by_value_slots=by_value_slots, by_value=(average,))
+    return ring_spec(ranks, period, slots, by_value_slots=by_value_slots, by_value=(average,))
 
 
 class Held:
@@ -165,8 +164,8 @@ class Rings(RuleBasedStateMachine):
 
     @initialize(ranks=st.integers(1, 3), period=st.integers(1, 5), slots=st.integers(2, 4), base=st.integers(5, 9))
     def make(self, ranks: int, period: int, slots: int, base: int) -> None:
-        self.ours = Held(ring_spec(ranks, period, slots, slots + 1), base)
-        self.all = Held(ring_spec(ranks, period, slots, 0), base)
+        self.ours = Held(average_spec(ranks, period, slots, slots + 1), base)
+        self.all = Held(average_spec(ranks, period, slots, 0), base)
         self.done = dict.fromkeys(range(ranks), base)
         self.begun: dict[int, int] = {}
         self.ended: dict[int, int] = {}
@@ -253,7 +252,7 @@ TestRings = Rings.TestCase
     " die; overwritten ones are neither promised, sent, logged nor restored"
 )
 def test_what_is_overwritten_is_not_promised() -> None:
-    held = Held(ring_spec(1, 2, 3, 4), base=2)
+    held = Held(average_spec(1, 2, 3, 4), base=2)
     with closing(held.generation):
         for record in (3, 4):
             held.begin(0, record)
@@ -266,7 +265,7 @@ def test_what_is_overwritten_is_not_promised() -> None:
 
 def test_a_record_without_its_window_is_not_promised_to_the_attempt_after_the_next() -> None:
     """One rank was a record ahead, and had begun another; the attempt that goes back dies before its first commit."""
-    held = Held(ring_spec(2, 2, 2, 3), base=2)
+    held = Held(average_spec(2, 2, 2, 3), base=2)
     with closing(held.generation):
         for record in (3, 4, 5, 6, 7):
             for rank in (0, 1):
@@ -322,7 +321,7 @@ def test_a_state_is_handed_out_with_the_by_value_tensors_of_its_record() -> None
 
 
 def test_bytes_of_a_record_go_to_both_of_its_slots() -> None:
-    layout = Layout(ring_spec(2, 3, 2, 3))
+    layout = Layout(average_spec(2, 3, 2, 3))
     region = Region.create("slots", layout.slots_bytes)
     with closing(region):
         begin, nbytes = layout.by_value_area()
@@ -368,7 +367,7 @@ def test_the_log_says_when_it_was_too_late_for_by_value_tensors(records: Records
     " die; overwritten ones are neither promised, sent, logged nor restored"
 )
 def test_a_restore_looks_at_the_stamps_of_by_value_tensors() -> None:
-    spec = ring_spec(1, 2, 2, 3)
+    spec = average_spec(1, 2, 2, 3)
     layout = Layout(spec)
     region = Region.create("slots", layout.slots_bytes)
     with closing(region):

@@ -16,11 +16,12 @@ from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from tests.support.storage.stored_runs import until_ordered, until_stored
 from tests.support.trainings.engine_cases import PLAIN
-from tests.support.trainings.engine_child import Actions, Control, config, kill_agent, kill_both, kill_self
+from tests.support.trainings.engine_child import Actions, config, kill_agent, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import COUNTING, HIDDEN_CASES, HONEST, QUASI_CASES, UNFREEZING
 from tests.support.trainings.engine_state import COMPILED_LATER, COMPILED_STEP
 from tests.support.trainings.engine_training import Case
+from tests.support.trainings.planted_faults import die_after
 
 EVERY = pytest.mark.parametrize("every", [1, 4])
 
@@ -114,19 +115,8 @@ def test_capture_as_configured(lab: Lab, every: int) -> None:
 @pytest.mark.promise("a kill during a capture falls back to the previous one")
 @pytest.mark.parametrize("name", ["_stage_piece", "stage_by_value"])
 def test_a_kill_while_a_capture_is_written_resumes_from_the_one_before(lab: Lab, name: str) -> None:
-    def prepare(control: Control) -> None:
-        original = getattr(SlotWriter, name)
-
-        def dying(self: SlotWriter, *arguments: Any) -> Any:
-            result = original(self, *arguments)
-            if control.step == 16:
-                kill_self(control)
-            return result
-
-        setattr(SlotWriter, name, dying)
-
     settings = config("snapshot", snapshot_every_steps=4)
-    died = lab.train(PLAIN, settings, prepare=prepare)
+    died = lab.train(PLAIN, settings, prepare=die_after(SlotWriter, name, step=16))
     assert died.of("killed")[0]["step"] == 16
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 12

@@ -15,23 +15,12 @@ from memckpt.protocol.channel import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.spec import StateSpec
+from tests.support.trainings.specs import ring_spec
 
 
 def spec_of(ranks: int, every: int) -> StateSpec:
-    tensor = TensorSpec("weight", (4,), "float32")
-    return StateSpec(
-        params=(ParamSpec(tensor, (OwnerSpec(0, 0, ()),), True, 0),),
-        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1),),
-        static=(),
-        by_value=(),
-        mode="snapshot",
-        period=1,
-        slots=3,
-        local_ranks=tuple(range(ranks)),
-        world_size=ranks,
-        every=every,
-    )
+    return ring_spec(ranks, 1, 3, mode="snapshot", every=every, by_value=(), by_value_slots=0)
 
 
 def meta_of(record: int) -> bytes:

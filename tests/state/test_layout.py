@@ -20,7 +20,7 @@ from memckpt.state.spec import (
     TensorSpec,
     first_difference,
 )
-from tests.support.trainings.large_spec import an_optimizer, large_spec
+from tests.support.trainings.specs import an_optimizer, large_spec
 
 dtypes = st.sampled_from(["float32", "float64", "bfloat16", "complex64"])
 shapes = st.lists(st.sampled_from([0, 1, 3, 40, 130, 700]), max_size=2).map(tuple)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +26,7 @@ from tests.support.trainings.engine_harness import Lab, collect
 from tests.support.trainings.engine_optimizers import Momentum
 from tests.support.trainings.engine_state import AddedGroup
 from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.planted_faults import die_after
 
 POINTS = ["before batch", "forward", "backward", "before step", "after step", "in commit", "after commit"]
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
@@ -55,43 +55,19 @@ def test_a_kill_before_anything_is_committed_starts_over(lab: Lab, redo: str, po
     assert "starting over" in attempts[-1].log
 
 
-def after(count: int, function: Callable[..., Any], control: Control) -> Callable[..., Any]:
-    """`function`, but its `count`-th call ends with the trainer's death."""
-    calls = 0
-
-    def wrapper(*arguments: Any, **settings: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = function(*arguments, **settings)
-        if calls == count:
-            kill_self(control)
-        return result
-
-    return wrapper
-
-
-def die_after(owner: type, name: str, count: int) -> Callable[[Control], None]:
-    """Patch a method in the child: the trainer dies after the given number of calls."""
-
-    def prepare(control: Control) -> None:
-        setattr(owner, name, after(count, getattr(owner, name), control))
-
-    return prepare
-
-
 @pytest.mark.promise("a kill before anything is committed starts over, cleanly")
 @REDO
-@pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_a_kill_while_the_first_generation_is_written_starts_over(lab: Lab, redo: str, pieces: int) -> None:
-    died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, "_stage_piece", pieces))
-    assert len(died.of("killed")) == 1
-    lab.goes_on(PLAIN, config(redo), None, died)
-
-
-@REDO
-@pytest.mark.parametrize("name", [pytest.param("start_generation", marks=pytest.mark.slow), "seal_generation"])
-def test_a_kill_before_the_first_generation_is_committed_starts_over(lab: Lab, redo: str, name: str) -> None:
-    died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, name, 1))
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param("_stage_piece", 1, marks=pytest.mark.slow),
+        ("_stage_piece", 5),
+        pytest.param("start_generation", 1, marks=pytest.mark.slow),
+        ("seal_generation", 1),
+    ],
+)
+def test_a_kill_before_the_first_generation_is_there_starts_over(lab: Lab, redo: str, name: str, count: int) -> None:
+    died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, name, count))
     assert len(died.of("killed")) == 1
     lab.goes_on(PLAIN, config(redo), None, died)
 
@@ -134,18 +110,7 @@ def test_a_kill_while_a_later_generation_is_written_falls_back_on_the_old_one(la
     """An agent's death brings a new generation; here one comes because the groups change."""
     case = Case("added-group", AddedGroup)
 
-    def prepare(control: Control) -> None:
-        original = getattr(SlotWriter, name)
-
-        def dying(self: SlotWriter, *arguments: Any) -> Any:
-            result = original(self, *arguments)
-            if control.step == 8:
-                kill_self(control)
-            return result
-
-        setattr(SlotWriter, name, dying)
-
-    died = lab.train(case, config(redo), prepare=prepare)
+    died = lab.train(case, config(redo), prepare=die_after(SlotWriter, name, step=8))
     assert died.of("killed")[0]["step"] == 8
     lab.goes_on(case, config(redo), 7, died)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -10,7 +11,6 @@ import random
 import signal
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,8 +194,14 @@ def test_batches_that_do_not_wait_are_not_taken_again(lab: Lab, accumulated: boo
     assert "not be exact" not in survives(lab, loop, [("committed", 3), ("committed", 2)], "off")
 
 
+def dies_and_goes_on(lab: Lab, body: Any, kill: tuple[str, int]) -> tuple[str, str]:
+    """What a process says that dies, and the next one, which ends."""
+    return in_child(lab, lambda: body(kill), status=-signal.SIGKILL), in_child(lab, lambda: body(None))
+
+
 def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
-    def loop(process: Process) -> None:
+    def body() -> None:
+        process = process_of(lab, None, "off")
         loader = process.session.loader(make("shuffle", NONE))
         process.session.restore()
         for number, batch in enumerate(loader):
@@ -203,9 +209,6 @@ def test_a_loop_that_may_leave_batches_out_is_told(lab: Lab) -> None:
                 continue
             process.take(f"batch {number}", batch)
         process.session.close()
-
-    def body() -> None:
-        loop(process_of(lab, None, "off"))
 
     assert "the loop took 2 batches before its first commit and 1 before each later one" in in_child(lab, body)
 
@@ -226,8 +229,7 @@ def test_a_loop_that_fetches_ahead_of_several_batches_a_commit_is_told_at_first(
                 process.at("committed")
         process.session.close()
 
-    in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
-    in_child(lab, lambda: body(None))
+    dies_and_goes_on(lab, body, ("committed", 1))
 
 
 @pytest.mark.parametrize(("kill", "said"), [(2, "may have waited for the next step"), (4, "not always as many")])
@@ -244,8 +246,7 @@ def test_a_loop_that_fetches_ahead_and_leaves_a_batch_out_is_told(lab: Lab, kill
                 process.take(f"step {step}", batch)
         process.session.close()
 
-    logs = [in_child(lab, lambda: body(("committed", kill)), status=-signal.SIGKILL), in_child(lab, lambda: body(None))]
-    assert said in "".join(logs)
+    assert said in "".join(dies_and_goes_on(lab, body, ("committed", kill)))
 
 
 def test_a_look_at_the_data_before_the_loop_is_no_batch_fetched_ahead(lab: Lab) -> None:
@@ -284,9 +285,9 @@ def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, h
             process.take("batch", batch)
         process.session.close()
 
-    first = in_child(lab, lambda: body(("committed", 1)), status=-signal.SIGKILL)
+    first, second = dies_and_goes_on(lab, body, ("committed", 1))
     assert f"loader {int(how == 'zip')}: itertools.cycle" in first
-    assert "second loop" not in first + in_child(lab, lambda: body(None))
+    assert "second loop" not in first + second
 
 
 def test_a_protected_model_can_be_copied_and_pickled(lab: Lab) -> None:
@@ -321,8 +322,7 @@ def test_a_pass_that_is_taken_up_in_a_later_epoch_is_told(lab: Lab, made: str) -
         session.close()
         assert report is None or (not report.exact and "in the middle of a pass" in report.reasons[0])
 
-    in_child(lab, lambda: body(("epoch end", 1)), status=-signal.SIGKILL)
-    in_child(lab, lambda: body(None))
+    dies_and_goes_on(lab, body, ("epoch end", 1))
 
 
 def test_a_function_that_names_a_cycle_of_something_else_is_not_told(lab: Lab) -> None:
@@ -384,8 +384,7 @@ def test_a_stream_that_is_another_when_it_is_read_again_is_told(lab: Lab) -> Non
             process.take("batch", batch)
         process.session.close()
 
-    in_child(lab, lambda: body(("committed", 3)), status=-signal.SIGKILL)
-    log = in_child(lab, lambda: body(None))
+    _, log = dies_and_goes_on(lab, body, ("committed", 3))
     assert "the stream Unseeded gave other samples than before when its first 3 batches were read again" in log
 
 
@@ -476,115 +475,101 @@ def test_a_batch_drawn_anew_for_each_step(lab: Lab) -> None:
 # What is said, and refused
 
 
-def refused(lab: Lab, loop: Any, error: type[Exception], *words: str) -> None:
-    """Check that `loop` ends with this error, in a process of its own."""
+def follow_too_late(process: Process, loader: Any) -> None:
+    process.session.restore()
+    process.session.loader(loader)
+
+
+def follow_a_list(process: Process, loader: Any) -> None:
+    process.session.loader([1, 2])
+
+
+def follow_another_s(process: Process, loader: Any) -> None:
+    process.session.loader(loader)
+    elsewhere = process.run.directory / "other"
+    with contextlib.closing(
+        memckpt.attach(process.model, process.optimizer, run_dir=elsewhere, config=config())
+    ) as one:
+        one.loader(loader)
+
+
+def commit_behind_the_batches(process: Process, loader: Any) -> None:
+    process.session.loader(loader)
+    process.session.restore()
+    for _ in process.session.epochs(1):
+        for batch in loader:
+            process.backward("", batch)
+        process.step()
+        process.session.commit()
+
+
+def go_on_in_an_epoch_that_is_over(process: Process, loader: Any) -> None:
+    process.session.loader(loader)
+    process.session.restore()
+    for _ in process.session.epochs(1):
+        for batch in loader:
+            process.backward("", batch)
+            process.step()
+            process.session.commit(epoch_over=True)
+
+
+def restore_without_loaders(process: Process, loader: Any) -> None:
+    process.session.restore()
+
+
+def count_epochs(process: Process, loader: Any) -> None:
+    process.session.loader(loader)
+    process.session.restore()
+    next(process.session.epochs(2))
+
+
+def count_before_the_restore(process: Process, loader: Any) -> None:
+    process.session.epochs(2)
+
+
+def look_before_the_epochs(process: Process, loader: Any) -> None:
+    process.session.loader(loader)
+    process.session.restore()
+    next(iter(loader))
+    next(process.session.epochs(2))
+
+
+@pytest.mark.parametrize(
+    ("continues", "loop", "error", "words"),
+    [
+        ("", follow_too_late, UsageError, ["before restore()"]),
+        ("", follow_a_list, UnsupportedError, ["found list", "register()"]),
+        ("", follow_another_s, UsageError, ["another session follows"]),
+        ("", commit_behind_the_batches, UsageError, ["inside the loop over a followed loader", "epochs()"]),
+        ("", go_on_in_an_epoch_that_is_over, UsageError, ["after commit(epoch_over=True)"]),
+        ("epochs", restore_without_loaders, ForeignStateError, ["expected 1 loader(s)", "found 0"]),
+        ("batches", count_epochs, ForeignStateError, ["epochs()", 'resume="never"']),
+        ("epochs", count_before_the_restore, UsageError, ["epochs() before restore()"]),
+        ("epochs", look_before_the_epochs, UsageError, ["before restore()"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_refused(lab: Lab, continues: str, loop: Any, error: type[Exception], words: list[str]) -> None:
+    """Some of it in a run that goes on behind its second batch, and has counted epochs, or has not."""
+
+    def die() -> None:
+        process = process_of(lab, ("committed", 2))
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        for _ in process.session.epochs(1) if continues == "epochs" else range(1):
+            for batch in loader:
+                process.take("", batch)
 
     def body() -> None:
         process = process_of(lab)
         with pytest.raises(error) as caught:
-            loop(process)
+            loop(process, make("shuffle", NONE))
         assert all(word in str(caught.value) for word in words), str(caught.value)
         process.session.close()
 
+    if continues:
+        in_child(lab, die, status=-signal.SIGKILL)
     in_child(lab, body)
-
-
-def test_a_loader_that_is_followed_too_late(lab: Lab) -> None:
-    def loop(process: Process) -> None:
-        process.session.restore()
-        process.session.loader(make("shuffle", NONE))
-
-    refused(lab, loop, UsageError, "before restore()")
-
-
-def test_what_is_no_loader(lab: Lab) -> None:
-    refused(lab, lambda process: process.session.loader([1, 2]), UnsupportedError, "found list", "register()")
-
-
-def test_a_loader_of_another_session(lab: Lab, tmp_path: Path) -> None:
-    def loop(process: Process) -> None:
-        loader = process.session.loader(make("shuffle", NONE))
-        other = memckpt.attach(process.model, process.optimizer, run_dir=tmp_path / "other", config=config())
-        try:
-            other.loader(loader)
-        finally:
-            other.close()
-
-    refused(lab, loop, UsageError, "another session follows")
-
-
-def test_a_commit_behind_the_loop_over_batches(lab: Lab) -> None:
-    def loop(process: Process) -> None:
-        session = process.session
-        loader = session.loader(make("shuffle", NONE))
-        session.restore()
-        for _ in session.epochs(1):
-            for batch in loader:
-                process.backward("", batch)
-            process.step()
-            session.commit()
-
-    refused(lab, loop, UsageError, "inside the loop over a followed loader", "epochs()")
-
-
-def test_a_batch_after_the_epoch_was_over(lab: Lab) -> None:
-    def loop(process: Process) -> None:
-        session = process.session
-        loader = session.loader(make("shuffle", NONE))
-        session.restore()
-        for _ in session.epochs(1):
-            for batch in loader:
-                process.backward("", batch)
-                process.step()
-                session.commit(epoch_over=True)
-
-    refused(lab, loop, UsageError, "after commit(epoch_over=True)")
-
-
-def interrupted(lab: Lab, *, epochs: bool = True) -> None:
-    """Leave the state of a run that has died behind its second batch."""
-
-    def body() -> None:
-        process = process_of(lab, ("committed", 2))
-        session = process.session
-        loader = session.loader(make("shuffle", NONE))
-        session.restore()
-        for _ in session.epochs(1) if epochs else range(1):
-            for batch in loader:
-                process.take("", batch)
-
-    in_child(lab, body, status=-signal.SIGKILL)
-
-
-def test_other_loaders_than_in_the_run_that_is_continued(lab: Lab) -> None:
-    interrupted(lab)
-    refused(lab, lambda process: process.session.restore(), ForeignStateError, "expected 1 loader(s)", "found 0")
-
-
-def test_epochs_of_a_run_that_counted_none(lab: Lab) -> None:
-    def loop(process: Process) -> None:
-        process.session.loader(make("shuffle", NONE))
-        process.session.restore()
-        next(process.session.epochs(2))
-
-    interrupted(lab, epochs=False)
-    refused(lab, loop, ForeignStateError, "epochs()", 'resume="never"')
-
-
-def test_epochs_before_the_restore(lab: Lab) -> None:
-    interrupted(lab)
-    refused(lab, lambda process: process.session.epochs(2), UsageError, "epochs() before restore()")
-
-
-def test_a_look_at_the_data_between_restore_and_epochs(lab: Lab) -> None:
-    def loop(process: Process) -> None:
-        loader = process.session.loader(make("shuffle", NONE))
-        process.session.restore()
-        next(iter(loader))
-        next(process.session.epochs(2))
-
-    interrupted(lab)
-    refused(lab, loop, UsageError, "before restore()")
 
 
 def test_loops_that_a_restart_would_not_repeat_are_named(lab: Lab) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-import select
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +29,7 @@ from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import freeze
 from tests.support.trainings import killed_programs
 from tests.support.trainings.compressed import average_plainly, note_encodings
-from tests.support.trainings.engine_child import config, seed_everything
+from tests.support.trainings.engine_child import Probe, config, listen_until, seed_everything
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_programs import Ended, Kill, Process, Run
 
@@ -148,20 +146,6 @@ class Average:
         self.value = state["value"]
 
 
-class Probe:
-    """An object registered with the plugin: called in the middle of a commit."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-
-    def state_dict(self) -> dict[str, int]:
-        self._training.at("commit")
-        return {"nothing": 0}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state == {"nothing": 0}
-
-
 class Training(Process):
     """One process of a run."""
 
@@ -231,7 +215,7 @@ class Training(Process):
             note_encodings(self.run.directory / f"encodings-{self.run.rank}")
         self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=settings)
         prepared = self.plugin.prepare(*objects)
-        self.plugin.register("probe", Probe(self))
+        self.plugin.register("probe", Probe(self.at, "commit"))
         session = self.plugin._session
         assert session is not None
         step = self.plugin.step if session.check.step is None else session.check.step  # the held step is repeated
@@ -375,31 +359,25 @@ def check_resumes(attempts: Sequence[Ended], run: AccelerateRun, behind: int, ah
 
 def kill_agent(training: Training) -> None:
     """Kill the agent; returns when it is dead."""
-    assert training.plugin is not None
-    assert training.plugin._session is not None
-    pid = training.plugin._session.agent_pid
+    pid = session_of(training).agent_pid
     assert pid is not None
     kill_and_wait(pid)
     training.journal.note("agent killed", pid=pid)
 
 
+def session_of(training: Training) -> memckpt.Session:
+    assert training.plugin is not None
+    assert training.plugin._session is not None
+    return training.plugin._session
+
+
 def wait_until_ordered(training: Training) -> None:
     """Return when the agent has ordered a copy; one that comes late is ordered for a later step."""
-    _listen_until(training, lambda session: session._link.connection.order is not None, "no copy was ordered")
+    session = session_of(training)
+    listen_until(session, lambda: session._link.connection.order is not None, "no copy was ordered")
 
 
 def wait_until_stored(training: Training) -> None:
     """Return when a checkpoint is in storage."""
-    _listen_until(training, lambda session: session.stored_step is not None, "nothing got to storage")
-
-
-def _listen_until(training: Training, there: Callable[[memckpt.Session], bool], otherwise: str) -> None:
-    assert training.plugin is not None
-    session = training.plugin._session
-    assert session is not None
-    deadline = time.monotonic() + 30
-    while not there(session):
-        left = deadline - time.monotonic()
-        assert left > 0, otherwise
-        assert select.select([session._link.connection.channel], [], [], left)[0], otherwise
-        session._protection.listen()
+    session = session_of(training)
+    listen_until(session, lambda: session.stored_step is not None, "nothing got to storage")

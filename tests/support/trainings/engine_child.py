@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import select
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from tests.support.trainings.engine_training import Case, Training
 from tests.support.trainings.resume_history import commit, note_resume
 
 REFERENCE_SEED = 1
+#: Longest wait for a message of the agent, in seconds: on a busy machine a writer's imports take long.
+MESSAGE_SECONDS = 45
 
 Action = Callable[["Control"], None]
 Actions = Mapping[tuple[str, int], Action]
@@ -89,18 +92,25 @@ def kill_both(control: Control) -> None:
     kill_self(control)
 
 
-class _Probe:
-    """A registered object whose state_dict() is called in the middle of a commit."""
+class Probe:
+    """A registered object whose state_dict() is called in the middle of a commit: there a process comes by a place."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, at: Callable[[str], None], place: str = "in commit") -> None:
+        self._at, self._place = at, place
 
     def state_dict(self) -> dict[str, int]:
-        self._control.at("in commit")
-        return {"step": self._control.step}
+        self._at(self._place)
+        return {"nothing": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._control.journal.note("loaded", step=state["step"])
+        assert state == {"nothing": 0}
+
+
+def listen_until(session: memckpt.Session, condition: Callable[[], bool], otherwise: str = "no message") -> None:
+    """Handle the agent's messages until something is true."""
+    while not condition():
+        assert select.select([session._link.connection.channel], [], [], MESSAGE_SECONDS)[0], otherwise
+        session._protection.listen()
 
 
 @dataclass(frozen=True)
@@ -191,7 +201,7 @@ def train(attempt: Attempt) -> None:
 def _begin(session: memckpt.Session, control: Control, training: Training) -> int:
     for name, each in training.registered.items():
         session.register(name, each, parts=getattr(each, "parts", None))
-    session.register("probe", _Probe(control))
+    session.register("probe", Probe(control.at))
     if training.accumulates is not None:
         session.announce_accumulation(training.accumulates)
     control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)

@@ -30,7 +30,7 @@ from tests.support.cluster.processes import CHILD_SECONDS, kill_and_wait
 from tests.support.faults.frozen import differences
 from tests.support.late import device as late
 from tests.support.late import process_group
-from tests.support.trainings.engine_child import Journal, use_device
+from tests.support.trainings.engine_child import Journal, Probe, listen_until, use_device
 from tests.support.trainings.engine_harness import Child, Lab
 from tests.support.trainings.resume_history import commit, journal_of, note_resume, why_unproved
 
@@ -42,8 +42,6 @@ TRIES = 4
 PROCESS_GROUP_SECONDS = 50
 #: Seconds that ranks have to notice that one has died, before the launcher ends them.
 LAUNCHER_SECONDS = 20
-#: Longest wait for a message of the agent, in seconds: on a busy machine a writer's imports take long.
-MESSAGE_SECONDS = 45
 
 
 @dataclass(frozen=True)
@@ -333,7 +331,7 @@ class Rank:
         )
         for name, each in training.registered.items():
             session.register(name, each)
-        session.register("probe", _Probe(self))
+        session.register("probe", Probe(self.at))
         print("described:", session.describe())
         training.attached()
         report = session.restore()
@@ -344,35 +342,14 @@ class Rank:
         """Wait for the order for a copy: on a busy machine it would come too late for steps this short."""
         session = self.session
         if session is not None and session.mode != "eager":
-            self.listen_until(lambda: session._link.connection.order is not None)
+            listen_until(session, lambda: session._link.connection.order is not None)
 
     def _await_storage(self) -> None:
         session = self.session
         if session is not None:
-            self.listen_until(lambda: session.stored_step is not None)
+            listen_until(session, lambda: session.stored_step is not None)
             if dist.is_initialized():
                 dist.barrier()  # all must know before one continues and kills the agent
-
-    def listen_until(self, condition: Callable[[], bool]) -> None:
-        """Handle the agent's messages until something is true."""
-        assert self.session is not None
-        while not condition():
-            assert select.select([self.session._link.connection.channel], [], [], MESSAGE_SECONDS)[0]
-            self.session._protection.listen()
-
-
-class _Probe:
-    """A registered object whose state_dict() is called in the middle of a commit."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-
-    def state_dict(self) -> dict[str, int]:
-        self._rank.at("in commit")
-        return {"step": self._rank.step, "rank": self._rank.rank}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._rank.journal.note("loaded", **state)
 
 
 @contextlib.contextmanager

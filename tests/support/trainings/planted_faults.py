@@ -30,7 +30,7 @@ from memckpt.session.resume import chosen, resume
 from memckpt.session.staging import Changes, Staging
 from memckpt.state import codec, redo, rng
 from memckpt.state.redo import RedoGroup, tensor_at
-from tests.support.trainings.engine_child import Control
+from tests.support.trainings.engine_child import Control, kill_self
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
 
 #: Step from which on what is captured is wrong, period of anchors, and steps of the training.
@@ -155,6 +155,25 @@ def around(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 def into(owner: Any, name: str, replacement: Callable[..., Any]) -> Fault:
     return lambda control: around(owner, name, replacement)
+
+
+def die_after(owner: type, name: str, count: int = 1, step: int | None = None) -> Fault:
+    """Patch a method in the child: the trainer dies behind this call of it, of all or of those in a step."""
+
+    def prepare(control: Control) -> None:
+        calls = 0
+
+        def dying(original: Any, *arguments: Any, **settings: Any) -> Any:
+            nonlocal calls
+            result = original(*arguments, **settings)
+            calls += step in (None, control.step)
+            if calls == count:
+                kill_self(control)
+            return result
+
+        around(owner, name, dying)
+
+    return prepare
 
 
 def left_out(owner: Any, name: str) -> Fault:

@@ -23,7 +23,7 @@ from memckpt.processes.control import ask_status
 from memckpt.session.generation_switch import SwitchState
 from tests.support.cluster.waiting import until
 from tests.support.faults.frozen import freeze
-from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_child import config, listen_until
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_ranks import Job, Rank, RankTraining, fresh_directory
 
@@ -176,7 +176,7 @@ class DdpTraining(RankTraining):
             rank.journal.note("shared", **shared)
         if session._protection.unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
-            rank.listen_until(lambda: session._switch.state is not SwitchState.EMPTY)
+            listen_until(session, lambda: session._switch.state is not SwitchState.EMPTY)
         if self.job.log and rank.step >= 2:
             until(lambda: self._is_logged(session, rank.step >= 6))
 
