@@ -186,24 +186,6 @@ _LONGEST_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 
 
-class _Lines:
-    """Whole lines of bytes that come in parts; a line longer than `_LONGEST_BYTES` is no event, and is left out."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._skips = False
-
-    def feed(self, part: bytes) -> list[bytes]:
-        """The lines that end in `part`."""
-        *lines, rest = (self._rest + part).split(b"\n")
-        if self._skips and lines:
-            del lines[0]
-            self._skips = False
-        self._skips = self._skips or len(rest) > _LONGEST_BYTES
-        self._rest = b"" if self._skips else rest
-        return lines
-
-
 def entries_of(lines: Iterable[bytes]) -> list[Entry]:
     """The entries of whole lines; what is torn (a full disk, a crash) is left out."""
     entries = []
@@ -240,12 +222,15 @@ def latest_attempt(run_dir: Path, node: str) -> int:
 
 
 class _File:
-    """The newest file of one node's journal, followed through its rotations. Owns a descriptor; :meth:`close` it."""
+    """The newest file of one node's journal, followed through its rotations. Owns a descriptor; :meth:`close` it.
+
+    A line longer than `_LONGEST_BYTES` is no event, and is left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._lines = _Lines()
+        self._rest, self._skips = b"", False
 
     def poll(self) -> list[bytes]:
         """The whole lines that have come since the last call."""
@@ -253,17 +238,23 @@ class _File:
         if self._rotated():
             lines += self._read()  # what came behind the last read, before it was rotated
             self.close()
-            self._lines = _Lines()
+            self._rest, self._skips = b"", False
             with contextlib.suppress(FileNotFoundError):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             lines += self._read()
         return lines
 
     def _read(self) -> list[bytes]:
-        lines: list[bytes] = []
+        found: list[bytes] = []
         while self._fd >= 0 and (part := os.read(self._fd, _LONGEST_BYTES)):
-            lines += self._lines.feed(part)
-        return lines
+            *lines, rest = (self._rest + part).split(b"\n")
+            if self._skips and lines:
+                del lines[0]
+                self._skips = False
+            self._skips = self._skips or len(rest) > _LONGEST_BYTES
+            self._rest = b"" if self._skips else rest
+            found += lines
+        return found
 
     def _rotated(self) -> bool:
         """Whether the path leads to another file than the one that is open."""
