@@ -37,6 +37,13 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture
+def only_late(device: str) -> None:
+    """Skip where a test is about the late device, or needs what it alone shows."""
+    if device != "late":
+        pytest.skip("needs the late device: --device late")
+
+
+@pytest.fixture
 def gpu_lab(lab: Lab, device: str, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A lab whose trainings make everything on the device, with deterministic algorithms, and do not race."""
     lab.device = device

@@ -120,6 +120,7 @@ def nothing_is_launched_or_waited_for_in_a_graph() -> None:
     assert copier.done() == 1
 
 
+@pytest.mark.usefixtures("only_late")
 @pytest.mark.parametrize(
     "body",
     [
@@ -130,8 +131,4 @@ def nothing_is_launched_or_waited_for_in_a_graph() -> None:
     ids=lambda body: body.__name__,
 )
 def test_copier(body: Callable[[], None], tmp_path: Path) -> None:
-    try:
-        late.library()
-    except late.UnavailableError as error:
-        pytest.skip(str(error))
     run_in_child(body, tmp_path / "log")

@@ -16,6 +16,8 @@ from tests.support.late.device import RACE
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Lab
 
+pytestmark = pytest.mark.usefixtures("only_late")  # a real device is late by luck only
+
 
 class CopiesTooEarly(AcceleratorCopier):
     """Its stream waits for nothing that makes the sources."""
@@ -42,12 +44,6 @@ class SaysDoneTooEarly(AcceleratorCopier):
 
 def use(mutant: type[AcceleratorCopier]) -> None:
     session.copier_for = mutant
-
-
-@pytest.fixture(autouse=True)
-def only_late(device: str) -> None:
-    if device != "late":
-        pytest.skip("a real device is late by luck only")
 
 
 @pytest.mark.parametrize("mutant", [CopiesTooEarly, LetsSourcesChange])

@@ -176,14 +176,7 @@ BODIES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    try:
-        late.library()
-    except late.UnavailableError as error:
-        pytest.skip(str(error))
-
-
+@pytest.mark.usefixtures("only_late")
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_late_device(body: Callable[[], None], tmp_path: Path) -> None:
     run_in_child(body, tmp_path / "log")

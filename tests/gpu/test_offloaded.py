@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 from tests.gpu.cases import alone
-from tests.support.late.device import RACE, UnavailableError, library
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_steps import Accumulation
@@ -35,23 +34,13 @@ class Accumulated(Offloaded, Accumulation):
     """A step every third batch."""
 
 
-@pytest.fixture
-def late_lab(lab: Lab) -> Lab:
-    try:
-        library()
-    except UnavailableError as error:
-        pytest.skip(str(error))
-    lab.device = "late"
-    return lab
-
-
+@pytest.mark.usefixtures("only_late")
 @pytest.mark.parametrize(
     ("training", "expected"), [(Offloaded, [6, 11]), (Accumulated, [6, 9])], ids=["each-step", "accumulated"]
 )
 def test_offloaded_gradients_are_taken_at_the_end_of_backward(
-    late_lab: Lab, training: type[Training], expected: list[int | None]
+    gpu_lab: Lab, training: type[Training], expected: list[int | None]
 ) -> None:
     case = Case(f"offloaded-{training.__name__}", training)
     kills = [("after commit", 7), ("backward", 12)]
-    late_lab.survives(case, config("lazy", resume_check="off"), kills, expected=expected)
-    assert not [log for log in late_lab.directory.glob("*.log") if RACE in log.read_text()]
+    gpu_lab.survives(case, config("lazy", resume_check="off"), kills, expected=expected)

@@ -32,11 +32,10 @@ JOBS = {
 }
 
 
+@pytest.mark.usefixtures("only_late")  # one device for two ranks: NCCL takes one for each
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_ranks_resume_at_their_bits(gpu_lab: Lab, device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device != "late":
-        pytest.skip("one device for two ranks: NCCL takes one for each")
     # Averages of the size of a test's model are held once, as large ones are.
     monkeypatch.setattr(spec_request, "SHARED_ABOVE_BYTES", 1000)
     monkeypatch.setattr(spec_request, "SMALL_BY_VALUE_BYTES", 0)

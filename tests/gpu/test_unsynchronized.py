@@ -61,11 +61,10 @@ def test_bits_without_a_wait(gpu_lab: Lab, device: str, name: str) -> None:
     assert found["differing"] == []
 
 
+@pytest.mark.usefixtures("only_late")  # another one page-locks as it likes
 @pytest.mark.parametrize(("seconds", "most_bytes"), [(0.05, 1 << 40), (0.0, 1)], ids=["slow", "refused"])
 def test_page_locking_that_is_slow_or_refused(gpu_lab: Lab, device: str, seconds: float, most_bytes: int) -> None:
     """What is not page-locked is copied to all the same, and waited for."""
-    if device != "late":
-        pytest.skip("page-locks as it likes: --device late")
 
     def prepare() -> None:
         late.limit_page_locking(seconds, most_bytes)

@@ -19,6 +19,40 @@ def _schedule(made: str, behind: str = "schedule.step()") -> Piece:
     return Piece(made=made, attached=attached, behind=behind, clash=_f("lr", "tensor"))
 
 
+def _still(change: str) -> Piece:
+    """A layer that nobody trains, which is changed once."""
+    return Piece(
+        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
+        start=f"if step == 9:\n    {change}",
+        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
+        wants=LINEAR,
+        clash=_f("loss", "copy"),
+    )
+
+
+def _target(follow: str) -> Piece:
+    """A copy of the head that follows it every few steps."""
+    return Piece(
+        top="import copy",
+        made="model.target = copy.deepcopy(model.head).requires_grad_(False)",
+        behind=f"if step % 5 == 0:\n    {follow}",
+        loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
+        wants=LINEAR,
+        clash=_f("loss", "copy"),
+    )
+
+
+def _spread(**more: str) -> Piece:
+    """A parameter in no module."""
+    return Piece(
+        made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",
+        loss="F.cross_entropy(model(x), y) * torch.exp(-spread.sum()) + 0.1 * spread.sum()",
+        ends="spread=spread",
+        clash=_f("loss", "groups", "extra", "first"),
+        **more,  # type: ignore[arg-type]
+    )
+
+
 PIECES: dict[str, Piece] = {
     # between backward and step
     "clip norm": Piece(between="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", wants=DENSE, framework=True),
@@ -223,23 +257,8 @@ PIECES: dict[str, Piece] = {
         wants=_f("default"),
         clash=_f("extra"),
     ),
-    "target copied": Piece(
-        top="import copy",
-        made="model.target = copy.deepcopy(model.head).requires_grad_(False)",
-        behind="if step % 5 == 0:\n    model.target = copy.deepcopy(model.head).requires_grad_(False)",
-        loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
-    ),
-    "target loaded": Piece(
-        top="import copy",
-        made="model.target = copy.deepcopy(model.head).requires_grad_(False)",
-        behind="if step % 5 == 0:\n    model.target.load_state_dict(model.head.state_dict())",
-        loss="F.cross_entropy(model(x), y) + 0.1 * (model.head.weight - model.target.weight).square().sum()",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
-        framework=False,
-    ),
+    "target copied": _target("model.target = copy.deepcopy(model.head).requires_grad_(False)"),
+    "target loaded": _target("model.target.load_state_dict(model.head.state_dict())"),
     # freezing, replacing, resizing
     "frozen later": Piece(
         start="if step == 8:\n    model.body.requires_grad_(False)", wants=LINEAR, clash=_f("flags"), framework=True
@@ -265,27 +284,12 @@ PIECES: dict[str, Piece] = {
         wants=LINEAR,
         clash=_f("loss", "extra", "groups", "first"),
     ),
-    "frozen weight replaced": Piece(
-        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
-        start="if step == 9:\n    model.still.weight = nn.Parameter(model.still.weight * 1.5, requires_grad=False)",
-        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
+    "frozen weight replaced": _still(
+        "model.still.weight = nn.Parameter(model.still.weight * 1.5, requires_grad=False)"
     ),
-    "still module replaced": Piece(
-        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
-        start="if step == 9:\n    model.still = nn.Linear(12, 5).requires_grad_(False)",
-        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
-    ),
-    "assigned": Piece(
-        made="model.still = nn.Linear(12, 5).requires_grad_(False)",
-        start="if step == 9:\n"
-        "    model.still.load_state_dict({'weight': torch.ones(5, 12), 'bias': torch.ones(5)}, assign=True)",
-        loss="F.cross_entropy(model(x) + 0.1 * model.still(x), y)",
-        wants=LINEAR,
-        clash=_f("loss", "copy"),
+    "still module replaced": _still("model.still = nn.Linear(12, 5).requires_grad_(False)"),
+    "assigned": _still(
+        "model.still.load_state_dict({'weight': torch.ones(5, 12), 'bias': torch.ones(5)}, assign=True)"
     ),
     "late buffer": Piece(
         made="model.register_buffer('late_scale', None)",
@@ -479,20 +483,8 @@ PIECES: dict[str, Piece] = {
         clash=_f("storage", "hooks", "loss"),
         said="parameter no longer",
     ),
-    "parameter outside": Piece(
-        made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",
-        attach="extra_modules={'spread': nn.ParameterList([spread])}",
-        loss="F.cross_entropy(model(x), y) * torch.exp(-spread.sum()) + 0.1 * spread.sum()",
-        ends="spread=spread",
-        clash=_f("loss", "groups", "extra", "first"),
-    ),
-    "parameter outside, not named": Piece(
-        made="spread = nn.Parameter(torch.zeros(3))\nopts[0].add_param_group({'params': [spread]})",
-        loss="F.cross_entropy(model(x), y) * torch.exp(-spread.sum()) + 0.1 * spread.sum()",
-        ends="spread=spread",
-        clash=_f("loss", "groups", "extra", "first"),
-        refused="extra_modules|parameter",
-    ),
+    "parameter outside": _spread(attach="extra_modules={'spread': nn.ParameterList([spread])}"),
+    "parameter outside, not named": _spread(refused="extra_modules|parameter"),
     "input optimized": Piece(
         made="shift = torch.zeros(12, requires_grad=True)\nopts[0].add_param_group({'params': [shift]})",
         start="x = x + shift",
