@@ -4,6 +4,7 @@ hold.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,18 @@ def _short_stripes() -> Iterator[None]:
         patch.setattr(send, "PUMP_BYTES", 200)
         patch.setattr(states_by_value, "_StateCopy", Taken)
         yield
+
+
+@contextlib.contextmanager
+def begun(setting: Setting) -> Iterator[Job]:
+    """A job in its first attempt, with a node for each unit."""
+    job = Job(setting, room=50)
+    try:
+        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
+        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+        yield job
+    finally:
+        job.close()
 
 
 @pytest.mark.promise("a replica that stays one record behind for that always has this record, and the acknowledged one")
@@ -178,10 +191,8 @@ def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: 
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.every != 1], ids=str)
 def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) -> None:
     """Survivors go back to it as well, however far they have got since."""
-    job, said, promises = Job(setting, room=50), list[str](), list[int]()
-    try:
-        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
-        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+    said, promises = list[str](), list[int]()
+    with begun(setting) as job:
         for step in range(30):
             if step == 3 and setting.every is None:
                 job.slow_down(setting.units[-1])
@@ -194,14 +205,12 @@ def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) ->
             promises += _lose_each_choice(job, said)
         assert sum(map(bool, promises)) > len(promises) / 6
         assert max(promises) >= 8
-    finally:
-        job.close()
 
 
 def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
     """And is kept as soon as there is some."""
     setting = next(setting for setting in SETTINGS if setting.every is None)
-    job, said = Job(setting, room=50), list[str]()
+    said = list[str]()
 
     class Reserving(MemoryRooms):
         """Of three times that it is asked it has a room once."""
@@ -214,22 +223,18 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
                 raise BeingReservedError("not yet")
             return super().make_room(window, unit, slot, nbytes)
 
-    try:
-        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
-        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+    with begun(setting) as job:
         for step in range(12):
             if step == 3:
                 job.slow_down(setting.units[-1])
-                for node in places.values():
+                for node in job.places.values():
                     node.fragment_store._rooms = Reserving()
             _step(job, said.append)
             for _ in range(40):  # who does not get memory asks again after some seconds
                 job.settle()
-        assert all(node.fragment_store._rooms.asked > 5 for node in places.values())  # type: ignore[attr-defined]
+        assert all(node.fragment_store._rooms.asked > 5 for node in job.places.values())  # type: ignore[attr-defined]
         states = [member.states for member in job.members.values()]
         assert all(one is not None and one.acknowledged > 3 and not one.missed for one in states), said
-    finally:
-        job.close()
 
 
 @pytest.mark.thinned(2)
@@ -285,8 +290,7 @@ def _some(things: list[Any], count: int, choose: Choose) -> list[Any]:
 
 def test_the_watermark_comes_to_rest_on_no_record_that_a_unit_has_lost() -> None:
     """A unit whose agent was lost begins anew, ahead of the watermark, which waits until all have got so far."""
-    job, (ours, theirs) = _job_of_two()
-    try:
+    with _job_of_two() as (job, ours, theirs):
         for unit in (ours, theirs):
             job.stage(unit)
         for unit in (ours, theirs):
@@ -303,15 +307,12 @@ def test_the_watermark_comes_to_rest_on_no_record_that_a_unit_has_lost() -> None
         job.commit(ours)
         job.settle()
         assert set(job.seen.values()) == {5}
-    finally:
-        job.close()
 
 
 @pytest.mark.parametrize("lost", ["holder", "owner"])
 def test_what_is_still_coming_is_acknowledged_though_nobody_needs_it_any_more(lost: str) -> None:
     """Or its owner would wait for ever."""
-    job, (ours, theirs) = _job_of_two()
-    try:
+    with _job_of_two() as (job, ours, theirs):
         owner, holder = job.places[ours].name, job.places[theirs].name
         job.lose_replicator(job.places[theirs if lost == "holder" else ours])
         job.deliver((holder, owner))
@@ -327,21 +328,17 @@ def test_what_is_still_coming_is_acknowledged_though_nobody_needs_it_any_more(lo
         job.settle()
         assert set(job.seen.values()) == {4}
         assert all(one.whole for member in job.members.values() for one in member.senders)
-    finally:
-        job.close()
 
 
-def _job_of_two() -> tuple[Job, list[Unit]]:
-    """A job that is protected after record 3."""
-    setting = SETTINGS[0]
-    job = Job(setting, room=50)
-    places = {unit: Node(f"node{unit[0]}") for unit in setting.units}
-    job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
-    for _ in range(3):
-        _step(job, lambda words: None)
-        job.settle()
-    assert set(job.seen.values()) == {3}
-    return job, setting.units
+@contextlib.contextmanager
+def _job_of_two() -> Iterator[tuple[Job, Unit, Unit]]:
+    """A job that is protected after record 3, and its units."""
+    with begun(SETTINGS[0]) as job:
+        for _ in range(3):
+            _step(job, lambda words: None)
+            job.settle()
+        assert set(job.seen.values()) == {3}
+        yield job, *SETTINGS[0].units
 
 
 _HAPPENS = [

@@ -60,18 +60,6 @@ class Job:
         strayed: whether waiting was suspended at some time in this attempt.
     """
 
-    network: Network
-    job: PeerJob
-    history: tuple[Branch, ...]
-    whole: bool
-    emptied: set[str]
-    strayed: bool
-    seen: dict[str, int]
-    made: dict[Unit, int]
-    staging: set[Unit]
-    anew: set[Unit]
-    ordered: dict[str, int]
-
     def __init__(self, setting: Setting, room: int) -> None:
         self.setting = setting
         self.room = room
