@@ -89,6 +89,13 @@ def test_a_leader_that_takes_the_place_of_another_goes_on_with_its_choice() -> N
     assert cadence.advance([*nodes[:1], *said(80, every=9, ordered=90, state=90)[1:]], newest=95, watermark=0) == 0
 
 
+def test_a_job_that_resumes_names_no_state_that_has_passed() -> None:
+    """The leader's node has no record yet."""
+    cadence = begun(10)
+    cadence.advance(said(), newest=0, watermark=50)
+    assert cadence.due == 52
+
+
 def test_an_order_that_came_too_late_is_given_earlier() -> None:
     cadence = begun(10)
     cadence.advance(said(), newest=20, watermark=10)

@@ -75,8 +75,9 @@ class Cadence:
             self._lead = min(2 * self._lead, _LONGEST_LEAD)
             self.due = max(newest + self._lead, self.due + 1)
         if not self.due and (not self.reached or newest + self._lead >= self.reached + self.every):
-            # Other nodes may work for a state that a former leader has named.
-            self.due = max(newest + self._lead, max(one.ordered for one in said))
+            # Other nodes may work for a state that a former leader has named; and before the first record of an attempt
+            # that resumes all lies behind the watermark.
+            self.due = max(max(newest, watermark) + self._lead, max(one.ordered for one in said))
         return watermark
 
 
