@@ -63,6 +63,7 @@ class Network:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._keepers.append(keeper)
+        assert keeper.stdout is not None
         assert keeper.stderr is not None
         line = keeper.stdout.readline()
         if not line:
