@@ -251,9 +251,11 @@ _HARMLESS = frozenset(
     {"__set__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"}
     | {"zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "__hash__"}
     | {"is_contiguous", "data_ptr", "get_device", "is_floating_point", "is_complex", "detach_", "requires_grad_"}
+    | {"_has_compatible_shallow_copy_type"}
 )
-_OVERWRITES = frozenset({"zero_", "_foreach_zero_", "fill_"})
-_VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+#: Calls whose result does not depend on what was in their first argument; a product's does not if the factor is 0.
+_OVERWRITES = frozenset({"zero_", "_foreach_zero_", "fill_", "copy_", "normal_", "uniform_", "__setitem__"})
+_PRODUCTS = frozenset({"mul_", "__imul__", "_foreach_mul_"})
 
 _log = logging.getLogger("memckpt")
 
@@ -481,15 +483,16 @@ class DroppedGradients:
         marked.owner = self
         return marked
 
-    def asked(self, gradients: Sequence[_Dropped], function: str, attribute: str) -> None:
-        """Note a call of torch that is given some of them."""
-        if function in _OVERWRITES:
-            self._overwritten.update(each.data_ptr() for each in gradients)
-            return
-        if function in _HARMLESS or (function == "__get__" and attribute not in _VIEWS):
-            return
+    def overwritten(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Note that what some of them stood for is gone; not where they are a part of it."""
+        self._overwritten.update(
+            _home(one) for one in gradients if one.numel() * one.element_size() == one.untyped_storage().nbytes()
+        )
+
+    def read(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Note a call that is given some of them and may use their values."""
         # Also of those that are no parameter's gradient any more: code may keep the last ones beside the next.
-        if any(each.data_ptr() not in self._overwritten for each in gradients):
+        if any(_home(one) not in self._overwritten for one in gradients):
             self._tell_once(_READ)
             if self._live.left.dropped is self:
                 self.end()
@@ -504,7 +507,7 @@ class DroppedGradients:
         self._live.left.dropped = None
         left = [param for param in self._params if isinstance(param.grad, _Dropped)]
         with torch._C.DisableTorchFunctionSubclass():
-            if used and any(_grad(param).data_ptr() not in self._overwritten for param in left):
+            if used and any(_home(_grad(param)) not in self._overwritten for param in left):
                 self._tell_once(used)
             for param in left:
                 param.grad = _grad(param).detach()
@@ -519,15 +522,39 @@ class _Dropped(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            given = [one for each in args for one in (each if isinstance(each, (list, tuple)) else (each,))]
-            marked = [one for one in given if isinstance(one, cls)]
-            name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", "")
+            first, *others = args or ((),)
+            targets = _marked(first)
+            marked = [*targets, *(one for each in others for one in _marked(each))]
             if not marked:
                 return found
-            if name == "detach" or (name, attribute) == ("__get__", "data"):
-                return marked[0].owner.marked(found)
-            marked[0].owner.asked(marked, name, attribute)
+            owner, name = marked[0].owner, func.__name__
+            by_zero = name in _PRODUCTS and all(type(one) in (int, float) and one == 0 for one in others)
+            if (by_zero or name in _OVERWRITES) and len(marked) == len(targets):
+                if (
+                    name != "__setitem__"
+                    or others[0] is Ellipsis
+                    or (type(others[0]) is slice and others[0] == slice(None))
+                ):
+                    owner.overwritten(targets)
+                return found
+            if name in _HARMLESS:
+                return found
+            homes = {_home(one) for one in marked}
+            in_place = name.endswith("_") and not name.endswith("__")
+            if isinstance(found, torch.Tensor) and not in_place and _home(found) in homes:
+                return found if isinstance(found, cls) else owner.marked(found)  # the same, or a view of it
+            if name != "__get__":
+                owner.read(marked)
         return found
+
+
+def _marked(given: Any) -> list[_Dropped]:
+    return [one for one in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(one, _Dropped)]
+
+
+def _home(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor, or a view of it, is in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
@@ -553,9 +580,19 @@ def restore_gradients(live: LiveState, described: dict[str, Any]) -> list[torch.
             gradient.copy_(values[at : at + param.numel()].view(param.shape))
         elif name not in kept and type(gradient) is torch.Tensor and not gradient.is_sparse:
             dropped.append(param)
-        give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
+        there = param.grad
+        if there is not None and gradient is not None and _is_alike(there, gradient):
+            there.copy_(gradient)  # which may be a view of a buffer that training zeroes
+        else:
+            give_gradient(param, gradient)  # type: ignore[arg-type]  # a parameter
     live.left.has_committed, live.left.known = True, described.get("known", False)
     return dropped if not fsdp1_wrappers(live.model) else []  # those replace gradients by themselves
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not type(one) is type(other) is torch.Tensor or one.is_sparse or other.is_sparse:
+        return False
+    return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
 
 
 def _places(live: LiveState, names: Sequence[str]) -> Iterable[tuple[str, int]]:
