@@ -77,8 +77,16 @@ def _state_order(live: LiveState) -> list[list[str] | None]:
     for optimizer in live.optimizers:
         # Empty state, as `self.state[param]` makes it for a look, is not restored, and has no place in the order.
         state = {id(param) for param, its in optimizer.state.items() if not isinstance(its, dict) or its}
-        found = [id(param) for param in optimizer.state if id(param) in state]
         usual = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) in state]
+        found = [id(param) for param in optimizer.state if id(param) in state]
+        if left := {id(one) for one in optimizer.state if isinstance(one, torch.Tensor)} & state - set(usual):
+            # Had they come back into a group, their old state would count.
+            name = live.names().get(next(iter(left)), "a parameter")
+            live.not_carried.setdefault(
+                f"{type(optimizer).__qualname__} keeps state of {name}, which is in none of its groups any more, and "
+                "that state is not carried; delete it with optimizer.state.pop(param)"
+            )
+            found = [one for one in found if one not in left]
         if found == usual:
             orders.append(None)
             continue
