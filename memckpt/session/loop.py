@@ -33,6 +33,10 @@ _MOVES = (
     "the number {0}.{1} of a dataset changes while training runs, and starts over; if samples depend on it, "
     "register('data', dataset, attributes=['{1}'])"
 )
+_WRITTEN = (
+    "training writes to the tensor {0}.{1} of a dataset, which starts over; if samples depend on it, "
+    "register('data', dataset, attributes=['{1}'])"
+)
 LoaderT = TypeVar("LoaderT")
 #: The place in a state that has none.
 _NOWHERE: Mapping[str, Any] = {"epoch": None, "batch": 0, "loaders": []}
@@ -105,6 +109,9 @@ class Loop:
         }.values():
             if not self._rank_state.carries(dataset, name):
                 self._rank_state.inexact(_MOVES.format(type(dataset).__name__, name))
+        for dataset, name in (pair for one in self._followers for pair in one.written()):
+            if not self._rank_state.carries(dataset, name):
+                self._rank_state.inexact(_WRITTEN.format(type(dataset).__name__, name))
 
     def _warn(self, line: str | None) -> None:
         if line is not None:

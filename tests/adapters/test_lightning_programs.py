@@ -483,7 +483,8 @@ CASES: list[tuple[Program, str, list[str]]] = [
 
 
 @pytest.mark.promise(
-    "generators, and objects with `state_dict()` and `load_state_dict()`, on the model and its modules"
+    "generators, and objects with `state_dict()` and `load_state_dict()`, on the model and its modules, also in a "
+    "list, tuple, deque or dict there"
 )
 @pytest.mark.parametrize(
     ("program", "variant", "kills"),
@@ -504,7 +505,7 @@ def test_as_if_never_killed(program: Program, variant: str, kills: list[str], la
     [
         (the_model_chooses_the_data, "", "the model runs while train loaders are built"),
         (steps_that_take_their_batches, "1 ahead", "those taken in advance are left out"),
-        (loaders_without_a_length, "stream noisy", "draws from a global generator"),
+        (loaders_without_a_length, "stream noisy", "draws from the global generator of"),
         (objects_of_the_module, "large", "name it in `attributes`"),
     ],
 )

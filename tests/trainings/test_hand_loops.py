@@ -23,7 +23,7 @@ from tests.support.trainings.data_jobs import NONE, PERSISTENT, TWO
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.hand_loops import Process, in_child, process_of, survives
-from tests.support.trainings.loader_cases import BATCH, BATCHES, Augmented, Workers, make
+from tests.support.trainings.loader_cases import BATCH, BATCHES, SAMPLES, Augmented, Workers, make
 
 KILLS = [("committed", 3), ("backward", 2), ("epoch end", 1), ("epoch begins", 2), ("committed", 2)]
 #: With a replay a process takes one more batch of the iteration in which it resumes.
@@ -348,6 +348,36 @@ class Counted(Augmented):
     def __getitem__(self, index: int) -> Any:
         self.given += 1
         return self.given
+
+
+class Refined(Augmented):
+    """Keeps samples as it reads them first; training may write to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(SAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept[index] = index
+        return self.kept[index]
+
+
+@pytest.mark.parametrize("refines", [False, True])
+def test_a_dataset_that_training_writes_to_is_told(lab: Lab, refines: bool) -> None:
+    """Not one that keeps what it has read."""
+
+    def body() -> None:
+        process = process_of(lab, None, "off")
+        dataset = Refined()
+        loader = process.session.loader(DataLoader(dataset, BATCH))
+        process.session.restore()
+        for batch in loader:
+            if refines:
+                dataset.kept[0] = 0.5
+            process.take("batch", batch)
+        process.session.close()
+
+    assert ("training writes to the tensor Refined.kept of a dataset" in in_child(lab, body)) is refines
 
 
 @pytest.mark.parametrize("registered", [False, True])

@@ -235,6 +235,9 @@ class Follower:
         self._trailing: Iteration | None = None
         self._prefetch = Prefetch()
         self._numbers: dict[tuple[int, str], tuple[Any, int | float]] = {}
+        #: Counted changes of the datasets' tensors, behind the newest batch or the newest look.
+        self._versions: dict[tuple[int, str], tuple[Any, list[int]]] = {}
+        self._written: dict[tuple[int, str], Any] = {}
         self._looked_in = -1
         self._taken_to_the_end = 0
         self._at = (0, 0)
@@ -356,6 +359,18 @@ class Follower:
             if key in before and type(before[key][1]) is type(value) and before[key][1] != value
         ]
 
+    def written(self) -> list[tuple[Any, str]]:
+        """Datasets, and their tensors that training has written to within the pass, past their own code.
+
+        What is written between two passes may follow from the epoch, and samples may be kept as they are first read.
+        """
+        before, self._versions = self._versions, self._record_of(self.loader).own.versions()
+        if before and self.active:
+            for key, (dataset, now) in self._versions.items():
+                if key in before and before[key][1] != now:
+                    self._written[key] = dataset
+        return [(dataset, name) for (_, name), dataset in self._written.items()]
+
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""
         reason = dataloader.unreplayable(self.loader) or (_CYCLED if self._cycled else self._prefetch.doubt)
@@ -455,6 +470,8 @@ class Follower:
         if iteration.may_cycle:
             iteration.may_cycle = False
             self._cycled = self._cycled or _is_in_cycle(iteration)
+        if iteration.taken:
+            self.written()
         try:
             batch = next(iteration.inner)
         except StopIteration:
@@ -474,6 +491,7 @@ class Follower:
         iteration.taken += 1
         self._newest, self._ended = weakref.ref(iteration), False
         self._at = iteration.number, iteration.batches
+        self._versions = self._record_of(self.loader).own.versions()
         return batch
 
     def release(self) -> None:

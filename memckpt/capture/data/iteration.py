@@ -32,16 +32,23 @@ _OTHER_STREAM = (
     "trained twice and others never; give what shuffles it a seed that is the same at each start"
 )
 _SHARED_STREAM = (
-    "the stream {} draws from a global generator while training draws from it too, so that it may be another one when "
-    "it is read again; give it a generator of its own, or a worker"
+    "the stream {} draws from the global generator of {} while training draws from it too, so that it may be another "
+    "one when it is read again; give it a generator of its own, or a worker"
 )
 _KEPT = (
-    "loader.{} changes with each pass, and is too large to be carried with each record; derive the order from a "
-    "torch.Generator, or from the number of the epoch"
+    "loader.{} changes, and is not carried: it is no list, dict, set or array, or has over 4096 elements; derive the "
+    "order from a torch.Generator, or from the number of the epoch"
 )
 
 #: Called with the reason when a resumed iteration goes on with other data: the reports of this process's sessions.
 departures: list[Callable[[str], None]] = []
+_records: weakref.WeakSet[LoaderRecord] = weakref.WeakSet()
+
+
+def followed() -> Iterator[object]:
+    """Samplers and streams of all grafted loaders: their place is carried with that of the loader."""
+    for record in _records:
+        yield from record.own.with_places()
 
 
 class LoaderRecord:
@@ -68,10 +75,12 @@ class LoaderRecord:
         """Makes the result of an iter(); its argument makes what the loader itself would return."""
         self.watch_sampler = False
         self._kept_by_samplers: dict[str, int] = {}
+        self._positions = 0
         self._after_fetch: RngState | None = None
         self.inexact: dict[str, None] = {}
         """Why resumes of this loader are not exact, as far as that has shown; one reason each."""
         self.iterated_before = getattr(loader, "_iterator", None) is not None
+        _records.add(self)
         self.own = OwnObjects(self._roots)
         self._baseline = self.own.capture()
         self._progress: own_state.Progress = {}
@@ -110,6 +119,9 @@ class LoaderRecord:
         if current.draws_lost:
             self.inexact[_DRAWS_LOST.format(", ".join(self.own.unknown_samplers()))] = None
         current.exhausted = current.exhausted or exhausted
+        self._positions += 1
+        if not self._positions & (self._positions - 1):  # the 1st, 2nd, 4th, 8th ...: a look at it may take a while
+            self._look_at_kept()
         own = self.own.capture()
         for path, names in own_state.changed(self._baseline, own).items():
             known = self._progress.setdefault(path, [])
@@ -284,9 +296,10 @@ class LoaderRecord:
 
     def stream_drew(self, name: str, before: RngState, after: RngState) -> None:
         """Note what a fetch from a stream in this process has done to the global generators."""
-        between = self._after_fetch is not None and self._after_fetch != before
-        if between and before != after:
-            self.inexact[_SHARED_STREAM.format(name)] = None
+        left = before if self._after_fetch is None else self._after_fetch
+        for key, state in before.items():
+            if left[key] != state and after[key] != state:
+                self.inexact[_SHARED_STREAM.format(name, key)] = None
         self._after_fetch = after
 
     def begin_next_pass(self, iterator: Any) -> None:
@@ -306,6 +319,9 @@ class LoaderRecord:
         self.own.walk_objects()
         # The samplers of the libraries draw when they begin, if at all.
         self.watch_sampler = bool(self.own.unknown_samplers())
+        self._look_at_kept()
+
+    def _look_at_kept(self) -> None:
         kept = self.own.uncarried()
         for path, checksum in kept.items():
             if self._kept_by_samplers.get(path, checksum) != checksum:

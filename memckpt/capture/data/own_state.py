@@ -9,12 +9,13 @@ keeps, such as the ``epoch`` of a distributed one or an order that it shuffles i
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import itertools
 import logging
 import random
 import re
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -23,12 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from memckpt.capture.data.sampler_tap import index_digest
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
+from memckpt.state.tensors import version
 
 OwnState = dict[str, Any]
 """``{"generators": {path: state}, "attributes": {path: {name: value}}}``."""
@@ -48,8 +51,13 @@ _LARGE = 256
 _MOST_WATCHED = 512
 #: Datasets of which numbers are compared at each commit.
 _MOST_DATASETS = 8
-#: Elements of a list, and of an array, that a sampler keeps and each record carries.
+#: Tensors in a tuple or list of a dataset that are looked at.
+_MOST_TENSORS = 16
+#: Elements of a container, and of an array, that a sampler keeps and each record carries.
 _MOST_ELEMENTS = 4096
+#: Containers that a sampler keeps; a library's class would lose what else it knows within another one.
+_KEPT_INSIDE = (list, tuple, dict, set, deque)
+_KEPT = (*_KEPT_INSIDE, OrderedDict, defaultdict, Counter)
 #: Elements that a checksum of something larger looks at.
 _MOST_SAMPLED = 2**16
 _SCALARS = (bool, int, float, str, bytes, type(None))
@@ -62,6 +70,7 @@ _CONTAINERS = (list, tuple, deque)
 _NOT_SEARCHED = frozenset({"memckpt", "logging", "threading", "multiprocessing", "asyncio"})
 _NO_USER_CODE = _NOT_SEARCHED | {"builtins", "torch", "torchdata", "numpy", "collections", "functools", "random"}
 _SAMPLER_PACKAGES = frozenset({"torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning"})
+_LIBRARIES = _SAMPLER_PACKAGES | _NO_USER_CODE
 _LARGEST_INT = 2**63
 #: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
 #: HF's samplers, which may have drawn another value in this process.
@@ -93,7 +102,7 @@ class OwnObjects:
         self._roots = roots
         self._walked = False
         self._said_cut = False
-        self._kept: dict[tuple[str, str], list[Any]] = {}
+        self._kept: dict[tuple[str, str], tuple[Any, Any]] = {}
         self.stateless = ""
         self.lost = ""
 
@@ -105,6 +114,7 @@ class OwnObjects:
         self._aliases: dict[str, rng.AnyGenerator] = {}
         self._samplers: dict[str, Any] = {}
         self._datasets: list[Any] = []
+        self._streams: list[Any] = []
         self._places: dict[str, dict[Any, Any]] = {}
         self._watched: list[_Reached] = []
         self._sizes: list[tuple[dict[Any, Any], int]] = []
@@ -117,8 +127,8 @@ class OwnObjects:
                 self.stateless = self.stateless or reached.path
             elif issubclass(kind, rng.GENERATOR_TYPES):
                 self._generators[reached.path] = reached.found
-            elif issubclass(kind, Dataset) and not issubclass(kind, IterableDataset):
-                self._datasets.append(reached.found)
+            elif issubclass(kind, Dataset):
+                (self._streams if issubclass(kind, IterableDataset) else self._datasets).append(reached.found)
             elif _is_sampler(reached.path, kind):
                 self._samplers[reached.path] = reached.found
 
@@ -223,21 +233,28 @@ class OwnObjects:
             elif isinstance(value, _SCALARS):
                 if not (isinstance(value, int) and abs(value) >= _LARGEST_INT):
                     found[name] = value
-            elif type(value) in (list, torch.Tensor, np.ndarray):
+            elif type(value) in (*_KEPT, torch.Tensor, np.ndarray):
                 plain = self._plain(path, name, value)
                 if plain is not None:
                     found[name] = plain
         return found
 
     def _plain(self, path: str, name: str, value: Any) -> Any:
-        """A list or an array as a plain value, one object while it is unchanged; None for others and large ones."""
-        if isinstance(value, list):
+        """A container or an array as a plain value, one object while unchanged; None for other and large ones."""
+        if isinstance(value, _KEPT):
+            copied = _copied(value, [_MOST_ELEMENTS])
+            if copied is None:
+                return None
             before = self._kept.get((path, name))
-            if before is not None and before == value:
-                return before
-            plain = _copied(value, [_MOST_ELEMENTS])
-            if plain is not None:
-                self._kept[path, name] = plain
+            # Live values may be such that no comparison is possible; copies are scalars in containers.
+            if (
+                before is not None
+                and before[0] == copied
+                and (not isinstance(copied, dict) or [*before[0]] == [*copied])
+            ):
+                return before[1]
+            plain = copied if type(value) is list else {"container": copied}
+            self._kept[path, name] = copied, plain
             return plain
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu" or value.layout != torch.strided or value.dtype == torch.bfloat16:
@@ -257,6 +274,23 @@ class OwnObjects:
             if type(value) in (int, float)
         }
 
+    def versions(self) -> dict[tuple[int, str], tuple[Any, list[int]]]:
+        """How often torch saw the datasets' tensors written; by dataset and name of the attribute."""
+        self._current()
+        found = {}
+        for dataset in self._datasets[:_MOST_DATASETS]:
+            for name, value in _own_dict(dataset).items():
+                tensors = value if isinstance(value, (list, tuple)) and len(value) <= _MOST_TENSORS else [value]
+                # What requires a gradient is a model's.
+                if tensors and all(isinstance(one, torch.Tensor) and not one.requires_grad for one in tensors):
+                    found[id(dataset), name] = dataset, [version(one) for one in tensors]
+        return found
+
+    def with_places(self) -> list[Any]:
+        """Objects whose place in the data is carried with that of the loader."""
+        self._current()
+        return [*self._samplers.values(), *self._streams]
+
     def unknown_samplers(self) -> list[str]:
         """Classes of the samplers that are no library's."""
         self._current()
@@ -264,15 +298,15 @@ class OwnObjects:
         return [kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _SAMPLER_PACKAGES]
 
     def uncarried(self) -> dict[str, int]:
-        """Checksums of what the samplers keep and no capture carries, by path: large lists and arrays."""
+        """Checksums of what the samplers keep and no capture carries, by path: what is large, and other objects."""
         self._current()
         found = {}
         for path, sampler in self._samplers.items():
+            carried = self._values(path, sampler)
             for name, value in _own_dict(sampler).items():
-                if type(value) is dict or (
-                    type(value) in (list, torch.Tensor, np.ndarray) and self._plain(path, name, value) is None
-                ):
-                    found[f"{path}.{name}"] = _digest(value)
+                # What other samplers and datasets keep is looked at there.
+                if name not in carried and name not in _EDGES and not isinstance(value, (*_SCALARS, Dataset, Sampler)):
+                    found[f"{path}.{name}"] = _digest(value, [_MOST_SAMPLED])
         return found
 
     def restore(self, state: OwnState, progress: Progress | None = None) -> None:
@@ -421,27 +455,47 @@ def _is_sampler(path: str, kind: type) -> bool:
 
 
 def _copied(value: Any, left: list[int]) -> Any:
-    """A copy of nested lists of scalars; None if there is anything else in them, or more than `left`."""
+    """A copy of nested containers of scalars; None if there is anything else in them, or more than `left`."""
     left[0] -= len(value)
     if left[0] < 0:
         return None
-    copy = []
-    for each in value:
-        if type(each) is list:
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    copies = []
+    for each in parts:
+        if type(each) in _KEPT_INSIDE:
             each = _copied(each, left)
             if each is None:
                 return None
         elif type(each) not in _SCALARS or (type(each) is int and abs(each) >= _LARGEST_INT):
             return None
-        copy.append(each)
-    return copy
+        copies.append(each)
+    if isinstance(value, dict):
+        return dict(zip(copies[: len(value)], copies[len(value) :], strict=True))
+    return deque(copies, value.maxlen) if isinstance(value, deque) else type(value)(copies)
 
 
-def _digest(value: Any) -> int:
-    """A checksum of what a sampler keeps: of some elements if it is large."""
-    if not isinstance(value, dict) and value.__len__() > _MOST_SAMPLED:
-        value = value[:: value.__len__() // _MOST_SAMPLED]
-    return index_digest(value.detach().cpu() if isinstance(value, torch.Tensor) else value, 0)
+def _digest(value: Any, left: list[int], depth: int = 3) -> int:
+    """A checksum of at most `left` elements of what a sampler keeps; also of an object whose class is the user's."""
+    kind = type(value)
+    if issubclass(kind, (torch.Tensor, np.ndarray)):
+        flat = value.detach().cpu().reshape(-1) if issubclass(kind, torch.Tensor) else value.reshape(-1)
+        return index_digest([*value.shape, flat[:: 1 + len(flat) // _MOST_SAMPLED]], 0)
+    if issubclass(kind, (set, frozenset)):
+        return len(value)
+    if issubclass(kind, _CONTAINERS) and len(value) > _MOST_SAMPLED:
+        return index_digest([len(value), *list(value)[:: len(value) // _MOST_SAMPLED]], 0)
+    if issubclass(kind, dict):
+        parts = [part for item in itertools.islice(dict.items(value), left[0]) for part in item]
+    elif issubclass(kind, _CONTAINERS):
+        parts = list(value)
+    elif issubclass(kind, (*_LEAVES, FunctionType, nn.Module)) or kind.__module__.partition(".")[0] in _LIBRARIES:
+        return index_digest(value, 0)
+    else:
+        parts = list(_own_dict(value).values())
+    if not depth:  # of what leads back to its holder, a trainer, there is no end
+        return len(parts)
+    left[0] -= len(parts)
+    return index_digest([len(parts), *(_digest(each, left, depth - 1) for each in parts if left[0] > 0)], 0)
 
 
 def _set_values(own: dict[Any, Any], values: Mapping[str, Any]) -> None:
@@ -453,6 +507,13 @@ def _set_values(own: dict[Any, Any], values: Mapping[str, Any]) -> None:
             fresh = _copied(value, [_MOST_ELEMENTS])  # positions share theirs
             if type(live) is list:
                 live[:] = fresh  # others may refer to it
+            else:
+                own[name] = fresh
+        elif isinstance(value, dict) and "container" in value:
+            fresh = copy.deepcopy(value["container"])
+            if isinstance(live, (dict, set, deque)):  # in place, with what else it knows, as a default
+                live.clear()
+                live.extend(fresh) if isinstance(live, deque) else live.update(fresh)
             else:
                 own[name] = fresh
         elif isinstance(value, dict):

@@ -8,7 +8,8 @@ each step, must be what one uninterrupted run saw whose loader was never grafted
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from memckpt.capture import data
-from memckpt.state import rng
+from memckpt.state import codec, rng
 from tests.support.cluster.processes import be_subreaper
 from tests.support.trainings.data_jobs import (
     EPOCHS,
@@ -293,7 +294,7 @@ def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
 @pytest.mark.promise("other data, or a sampler that does not repeat itself, is detected")
 @pytest.mark.promise(
     "an own `__iter__`, `in_order=False`, `SystemRandom`, a sampler that keeps too much state or draws too "
-    "often, a number that a dataset counts"
+    "often, a number that a dataset counts, tensors of a dataset that training writes to"
 )
 def test_a_sampler_that_draws_too_often_between_the_steps_is_said(tmp_path: Path) -> None:
     job = Job(lambda: DataLoader(Augmented(), 1, sampler=LazyGlobal()), tmp_path, epochs=1)
@@ -365,7 +366,7 @@ def test_a_missing_generator_is_refused() -> None:
 
 @pytest.mark.promise(
     "an own `__iter__`, `in_order=False`, `SystemRandom`, a sampler that keeps too much state or draws too "
-    "often, a number that a dataset counts"
+    "often, a number that a dataset counts, tensors of a dataset that training writes to"
 )
 def test_reasons_against_a_loader() -> None:
     assert data.unreplayable(make("shuffle", TWO)) is None
@@ -387,9 +388,62 @@ def test_reasons_against_a_loader() -> None:
 def test_a_large_order_that_is_shuffled_in_place_is_said() -> None:
     loader = DataLoader(Augmented(), BATCH, sampler=Reshuffled(5000))
     data.graft(loader)
-    for reason in ("", "loader.sampler.order changes with each pass"):
+    for reason in ("", "loader.sampler.order changes, and is not carried"):
         iterator = iter(loader)
         next(iterator)
         data.position(loader)
         assert reason in (data.unreplayable(loader) or "")
     assert "order" in (data.unreplayable(loader) or "")
+
+
+class Scores:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, float] = {}
+
+
+KEPT: list[Callable[[], Any]] = [
+    dict,
+    lambda: defaultdict(float),
+    OrderedDict,
+    Counter,
+    lambda: {"seen": {1}, "last": deque([1], 3)},
+]
+
+
+@pytest.mark.parametrize("make", KEPT)
+def test_what_a_sampler_keeps_is_carried_whatever_holds_it(make: Callable[[], Any]) -> None:
+    """In place, as others may refer to it, and with what else the container knows."""
+
+    def followed() -> tuple[DataLoader[Any], Any]:
+        sampler = SequentialSampler(range(8))
+        sampler.kept = make()  # type: ignore[attr-defined]
+        loader = DataLoader(Augmented(), BATCH, sampler=sampler)
+        data.graft(loader)
+        next(iter(loader))
+        return loader, sampler
+
+    (loader, ours), (other, theirs) = followed(), followed()
+    ours.kept.update({5: 1.5, 2: 0.5} if not ours.kept else {"seen": {1, 7}, "last": deque([1, 2, 3, 4], 3)})
+    position, held = data.position(loader), theirs.kept
+    data.resume(other, codec.decode(codec.encode(position)))
+    assert theirs.kept is held
+    assert (theirs.kept, list(theirs.kept)) == (ours.kept, list(ours.kept))
+    assert getattr(held, "default_factory", None) is getattr(ours.kept, "default_factory", None)
+    assert not data.unreplayable(loader)
+
+
+def test_an_object_that_a_sampler_keeps_is_said_once_it_changes() -> None:
+    sampler = SequentialSampler(range(8))
+    sampler.scores, sampler.fixed = Scores(), Scores()  # type: ignore[attr-defined]
+    loader = DataLoader(Augmented(), BATCH, sampler=sampler)
+    data.graft(loader)
+    next(iter(loader))
+    data.position(loader)
+    assert not data.unreplayable(loader)
+    sampler.scores.of[3] = 0.5  # type: ignore[attr-defined]
+    data.position(loader)
+    said = data.unreplayable(loader) or ""
+    assert "loader.sampler.scores changes, and is not carried" in said
+    assert "fixed" not in said
