@@ -115,7 +115,7 @@ def words_of(event: AnyEvent | Unknown) -> str:
         case journal.Recovered():
             lost = "" if event.steps_lost is None else f", {count(event.steps_lost, 'step')} lost"
             proof = "" if event.repeated is None else f"; step {event.repeated} is repeated as a proof"
-            other = "" if event.exact else "; not bit for bit, the ranks are others"
+            other = "" if event.exact else f"; not bit for bit: {'; '.join(event.reasons)}"
             return f"recovered step {event.step} from {event.tier} in {seconds_text(event.seconds)}{lost}{proof}{other}"
         case journal.FirstStep():
             after = seconds_text(event.seconds)

@@ -71,8 +71,9 @@ class Recovered(Event, frozen=True, tag="recovered"):
     tier: str  #: source of the state: ``"local memory"``, ``"peers"``, ``"storage"``, or the name of another place
     seconds: float  #: duration of the restore, without the start of the process
     steps_lost: int | None  #: number of committed steps beyond the restored one; None where it is not known
-    exact: bool = True  #: False where training does not go on bit for bit: the ranks or the mesh have changed
+    exact: bool = True  #: False where training does not go on bit for bit, as far as is known before its first step
     repeated: int | None = None  #: step that is taken once more first, as a proof; None if no step is
+    reasons: tuple[str, ...] = ()  #: why it is not exact
 
 
 class FirstStep(Event, frozen=True, tag="first_step"):

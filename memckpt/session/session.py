@@ -284,6 +284,7 @@ class Session:
         self._rank_state.correct = report.because
         self._rank_state.load([OBJECTS], chosen.held.rank_state)
         self._tap.reinstall()  # parameters may have been unfrozen when the dead attempt ended
+        self._resumption.tell_journal(report)
         self._accept(report)
         self._proof.begin_comparison(chosen)
         for each in self._observers:

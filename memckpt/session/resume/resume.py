@@ -491,10 +491,13 @@ class Resumption:
             dropped = restore_gradients(self._live, chosen.state["gradients"])
             self._pending.resume(chosen.state["pending"])
             DroppedGradients(self._live, [one for one in dropped if not self._pending.waits(one)], self._proof.depart)
+        return report
+
+    def tell_journal(self, report: RestoreReport) -> None:
+        """Write down what was restored, once all that is known of it is in its report."""
         if self._ranks.rank == 0:
             what = report.step, report.record, report.tier, round(report.seconds, 3), report.steps_lost
-            self._link.tell_journal(Recovered(*what, report.exact, report.repeated))
-        return report
+            self._link.tell_journal(Recovered(*what, report.exact, report.repeated, report.reasons))
 
     def _take_writer(self, chosen: ChosenInMemory, tap: Tap, resume: Callable[[SlotWriter, int], None]) -> None:
         """Have training go on in the generation of the chosen state."""
