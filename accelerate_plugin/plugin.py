@@ -137,6 +137,7 @@ class MemCheckpointPlugin:
             state = session.held.provided_as(STATE, "MemCheckpointPlugin", self.accelerator.num_processes)
             self._step, self._epoch, self._batch = session.held.step, state["epoch"], state["batch"]
         session.provide(STATE, self._capture, check_parts, self._objects.restore)
+        session.carried(self._objects.carried)
         session.announce_accumulation(lambda: not self.accelerator.sync_gradients)
         self._watch.install(prepared.torch_optimizers)
         self._handles = [
@@ -291,6 +292,7 @@ class MemCheckpointPlugin:
             "batch": self._batch,
             "models": len(self._objects.prepared.models),
             "micro_step": self.accelerator.step,
+            "accumulation": self.accelerator.gradient_accumulation_steps,
             **self._objects.capture(),
             "loaders": self._followers.states(),
             "prepared_elsewhere": [iterator_used(each) for each in self._loaders_prepared_elsewhere()],
@@ -319,6 +321,11 @@ class MemCheckpointPlugin:
         report = session.restore_tensors()
         self._objects.restore(state)
         self.accelerator.step = state["micro_step"]
+        before, now = state["accumulation"], self.accelerator.gradient_accumulation_steps
+        if before != now:
+            session.inexact(
+                f"gradient_accumulation_steps was {before} when the held state was captured, and is {now} now"
+            )
         self._followers.continue_after(state["loaders"])
         for line in self._followers.unreplayable():
             session.inexact(line)

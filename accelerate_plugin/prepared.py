@@ -191,6 +191,13 @@ class ObjectStates:
             return False
         return stepped or self._scale is None or self._accelerator.scaler.get_scale() != float(self._scale)
 
+    def carried(self) -> list[object]:
+        """Objects whose state is carried here."""
+        assert self.prepared is not None
+        objects = *self._accelerator._custom_objects, *self._registered.values()
+        schedulers = [each.scheduler for each in self.prepared.schedulers]
+        return [*self.prepared.schedulers, *schedulers, self._accelerator.scaler, *objects]
+
     def capture(self) -> dict[str, Any]:
         """All of these states, as values that the engine can store."""
         assert self.prepared is not None

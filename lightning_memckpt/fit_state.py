@@ -85,7 +85,7 @@ class FitState:
             "name {!r} in `attributes`",
         )
         self.tables = Tables(trainer, internals, messages.warn)
-        self._logging = LoggingState(trainer, pl_module, internals)
+        self._logging = LoggingState(trainer, pl_module, self.beside, internals)
         self._captured: dict[str, Any] | None = None
         self._commits = 0
         self._file_entries: dict[str, Any] = {}
@@ -133,7 +133,8 @@ class FitState:
     def carried(self) -> list[object]:
         """Objects whose state is carried here."""
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        return [*list_callbacks(self._trainer), *schedulers, *self._attributes.objects()]
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        return [*list_callbacks(self._trainer), *schedulers, scaler, *self._attributes.objects()]
 
     def look_again(self) -> None:
         """Log, as training starts, what was made too late, and loaders that cannot be continued exactly."""

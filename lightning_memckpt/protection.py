@@ -143,7 +143,7 @@ class Protection:
             return
         state = held.provided_as(STATE, "MemCheckpoint")
         for line in trainer_state.changed_settings(trainer, state["settings"]):
-            self._messages.warn(line)
+            self._inexact(line)
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state

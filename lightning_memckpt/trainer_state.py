@@ -50,10 +50,7 @@ def changed_settings(trainer: pl.Trainer, before: Mapping[str, str]) -> Iterator
         if value != before.get(name, value) and not (
             name == "accumulate_grad_batches" and _schedules_accumulation(trainer)
         ):
-            yield (
-                f"{name} was {before[name]} when the held state was captured and is {value} now: training "
-                "continues, but not bit for bit"
-            )
+            yield f"{name} was {before[name]} when the held state was captured, and is {value} now"
 
 
 def data_replicas(trainer: pl.Trainer) -> int:
@@ -160,22 +157,38 @@ _GROUP_FIELDS = ("_groups", "_groups_checked")
 class LoggingState:
     """Captures and restores one trainer's logging state. `left_out`: names of logged values that cannot be stored."""
 
-    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, internals: TrainerInternals) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        beside: Mapping[str, nn.Module],
+        internals: TrainerInternals,
+    ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
+        self._beside = beside
         self._internals = internals
         self.left_out: set[str] = set()
+        self._looked_at = 0
         self._metrics: list[tuple[str, Metric]] = []
         self._collections: list[tuple[str, MetricCollection]] = []
 
+    def _modules(self) -> dict[str, nn.Module]:
+        roots = {"": self._pl_module, **self._beside}
+        named = ((prefix, path, one) for prefix, root in roots.items() for path, one in root.named_modules())
+        return {".".join(filter(None, (prefix, path))): one for prefix, path, one in named}
+
     def find_metrics(self) -> None:
-        """Find the metrics in the module; too slow for every step."""
-        modules = list(self._pl_module.named_modules())
+        """Find the metrics in the module and beside it; too slow for every step."""
+        self._looked_at = len(self._pl_module._modules)
+        modules = list(self._modules().items())
         self._metrics = [(name, module) for name, module in modules if isinstance(module, Metric)]
         self._collections = [(name, module) for name, module in modules if isinstance(module, MetricCollection)]
 
     def capture(self) -> dict[str, Any]:
         """The state at the end of a training batch."""
+        if len(self._pl_module._modules) != self._looked_at:
+            self.find_metrics()
         return {
             "logger": self._internals.logger_fields(),
             "results": {
@@ -192,7 +205,7 @@ class LoggingState:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state; call when no batch is in progress."""
-        modules = dict(self._pl_module.named_modules())
+        modules = self._modules()
         for name, captured in state["metrics"].items():
             _restore_metric(_expect(modules, name, Metric), captured)
         for name, fields in state["groups"].items():

@@ -44,7 +44,7 @@ _SEPARATOR = "\0"
 def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
     """Modules that training changes and the LightningModule does not contain (an average of the weights), by name."""
     callbacks = {f"callbacks.{key}": callback for key, callback in callbacks_by_key(trainer)}
-    return attributes.modules_beside(pl_module, {**callbacks, "model": pl_module})
+    return attributes.modules_beside([pl_module], {**callbacks, "model": pl_module})
 
 
 def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:

@@ -176,7 +176,10 @@ class Protection:
     def _carried(self) -> list[object]:
         """Objects whose state is carried here."""
         callbacks = self._trainer.callback_handler.callbacks
-        return [*callbacks, self._trainer.lr_scheduler, *self._attributes.objects()]
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        scheduler = self._trainer.lr_scheduler
+        schedulers = scheduler, getattr(scheduler, "scheduler", None)
+        return [*callbacks, *schedulers, scaler, *self._attributes.objects()]
 
     def _inexact(self, reason: str) -> None:
         assert self._session is not None, "begin() is called before anything is restored or captured"

@@ -80,7 +80,7 @@ def attribute_roots(trainer: Any) -> dict[str, object]:
 def beside(trainer: Any) -> dict[str, nn.Module]:
     """Modules of the Trainer and its callbacks beside the model (a reference model, an average of weights), by name."""
     owners = {name: each for name, each in attribute_roots(trainer).items() if name != "model"}
-    found = modules_beside(trainer.model, owners)
+    found = modules_beside([trainer.model], owners)
     found.pop("trainer.model_wrapped", None)
     if getattr(trainer.args, "sync_ref_model", None) is False:
         found.pop("trainer.ref_model", None)  # TRL's, which training then leaves as it is

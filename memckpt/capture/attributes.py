@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import copy
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
+from memckpt.capture.data.iteration import followed
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedStateError
 from memckpt.state import codec, rng
 from memckpt.state.tensors import local, version, why_not_held
@@ -27,11 +30,18 @@ _MISSING = object()
 _OBJECT = "\0object"
 #: Largest state of an object, in bytes, that is carried although nobody has named it: each commit copies it.
 _LARGE = 256 << 10
-#: Captures in which objects are looked for, beside every 64th: some are made by a first step.
+#: Captures in which objects are looked for, beside those that find a new one in its place, and every 64th.
 _LOOKS = 3
 _LOOK_EVERY = 64
 #: Objects whose state others carry (positions of loaders, records of optimizers), or which have plenty of it.
-_OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader, Dataset, Sampler, type)
+_OTHERS = (nn.Module, torch.optim.Optimizer, DataLoader)
+#: Our own packages: their objects hold what is carried already.
+_OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt"})
+_CONTAINERS = (dict, list, tuple, deque)
+#: Attributes of each module: torch looks into these.
+_MODULE_NAMES = frozenset(vars(nn.Module()))
+#: Members of a container that are looked at in each capture, while none of them has a state.
+_FEW_MEMBERS = 16
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _ARRAYS = frozenset({torch.Tensor, torch.Size, torch.dtype, torch.device, np.ndarray, array.array})
 
@@ -186,12 +196,17 @@ class FoundObjects(Attributes):
         self._inexact = inexact
         self._named = named
         self._captures = 0
+        #: Where an object with a state may come to be: dicts of attributes with a name that is None; containers.
+        self._empty: list[tuple[dict[str, Any], str]] = []
+        self._sized: list[tuple[Any, int, int]] = []
+        #: Names of the objects by `id`, as they were found first.
+        self._first_names: dict[int, str] = {}
         #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
         self._watched: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all that have been found."""
-        if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0:
+        if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0 or self._may_have_come():
             self._find_objects()
         self._captures += 1
         try:
@@ -210,16 +225,40 @@ class FoundObjects(Attributes):
             if problem:
                 self._inexact(f"{name} had a state in the run that is continued, and {problem}")
 
+    def _may_have_come(self) -> bool:
+        """Whether one may have been made since the last look: on a name that was None, or in a container."""
+        filled = [value for own, name in self._empty if (value := own.get(name)) is not None]
+        if any(_is_object(one) or any(map(_is_object, _few(one))) for one in filled):
+            return True
+        for number, (place, size, objects) in enumerate(self._sized):
+            if len(place) != size or size <= _FEW_MEMBERS:
+                self._sized[number] = place, len(place), objects
+                if sum(map(_is_object, _few(place))) > objects:
+                    return True
+        return False
+
     def _find_objects(self) -> None:
-        skipped = {id(each) for each in self._elsewhere()}
+        skipped = {id(each) for each in chain(self._elsewhere(), followed())}
         roots = self._roots()
         modules = (each for each in roots.values() if isinstance(each, nn.Module))
         staged = {_address(one) for each in modules for one in _staged(each)} - {None}
-        names = []
-        for name, value in _objects_below(roots):
-            if id(value) in skipped:
-                continue
-            skipped.add(id(value))
+        found: dict[int, dict[str, Any]] = {}
+        self._empty, self._sized = [], []
+        for own, attribute, name in _attributes_below(roots):
+            value = own[attribute]
+            if value is None:
+                self._empty.append((own, attribute))
+            elif isinstance(value, _CONTAINERS):
+                self._sized.append((value, len(value), sum(map(_is_object, _few(value)))))
+            for path, one in _members(name, value):
+                if _is_object(one) and id(one) not in skipped:
+                    found.setdefault(id(one), {}).setdefault(path, one)
+        names, first_names = [], {}
+        for known, paths in found.items():
+            # Of several names the one that it had first: others may be set anew in each step.
+            name = self._first_names.get(known, "")
+            name, value = (name, paths[name]) if name in paths else next(iter(paths.items()))
+            first_names[known] = name
             try:
                 state = _captured(value)
             except Exception as error:  # it has no state, or none to be had unasked
@@ -238,7 +277,7 @@ class FoundObjects(Attributes):
             trace = _trace(state)
             if self._watched.setdefault(name, trace) != trace:
                 self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
-        self.names = tuple(names)
+        self.names, self._first_names = tuple(names), first_names
 
 
 class GeneratorState:
@@ -311,28 +350,39 @@ def checked_names(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def modules_beside(model: nn.Module, owners: Mapping[str, object]) -> dict[str, nn.Module]:
-    """Modules that the model does not contain, by a name that is stable over restarts.
+def modules_beside(modules: Iterable[nn.Module], owners: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Modules that none of these contains, by a name that is stable over restarts.
 
-    They are attributes of the owners, or members of a plain list, tuple or dict there, where nn.Module does not look.
+    They are attributes of the owners or of modules below these, or members of a container there: an average of the
+    weights, hidden from parameters(). Those whose tensors are all known are wrappers. Those with tensors that cannot be
+    held, or are on another device, are left out: nobody has asked for them.
     """
-    inside = set(model.modules())
+    inside = {id(each) for module in modules for each in module.modules()}
+    known = {id(tensor) for module in modules for tensor in _all_tensors(module)}
+    devices = {tensor.device for module in modules for tensor in _all_tensors(module)}
     found: dict[str, nn.Module] = {}
-
-    for owner, held in owners.items():
-        for attribute, value in getattr(held, "__dict__", {}).items():
-            if attribute in ("_modules", "_parameters", "_buffers"):
-                continue
-            name, members = f"{owner}.{attribute}", [(f"{owner}.{attribute}", value)]
-            if isinstance(value, dict):
-                members = [(f"{name}.{key}", item) for key, item in value.items()]
-            elif isinstance(value, (list, tuple)):
-                members = [(f"{name}.{index}", item) for index, item in enumerate(value)]
-            for member, item in members:
-                if isinstance(item, nn.Module) and item not in inside:
-                    inside.update(item.modules())
-                    found[member] = item
+    looked: Mapping[str, object] = owners
+    while looked:
+        new: dict[str, nn.Module] = {}
+        for own, attribute, name in _attributes_below(looked):
+            for path, one in _members(name, own[attribute]):
+                if not issubclass(type(one), nn.Module) or id(one) in inside or isinstance(one, torch.jit.ScriptModule):
+                    continue
+                tensors = list(_all_tensors(one))
+                if tensors and known.issuperset(map(id, tensors)):
+                    continue
+                if any(is_lazy(each) or why_not_held(each) or each.device not in devices for each in tensors):
+                    continue
+                inside.update(map(id, one.modules()))
+                known.update(map(id, tensors))
+                new[path] = one
+        found.update(new)
+        looked = new
     return found
+
+
+def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(), module.buffers())
 
 
 def with_live_types(live: Any, saved: Any) -> Any:
@@ -373,8 +423,8 @@ def _captured(value: Any) -> Any:
 
 def _step(held: Any, part: str) -> Any:
     if isinstance(held, dict):
-        return held.get(part, _MISSING)
-    if isinstance(held, (list, tuple)) and part.isdecimal():
+        return held.get(part, held.get(int(part), _MISSING) if part.lstrip("-").isdecimal() else _MISSING)
+    if isinstance(held, (list, tuple, deque)) and part.isdecimal():
         return held[int(part)] if int(part) < len(held) else _MISSING
     return getattr(held, part, _MISSING)
 
@@ -382,35 +432,50 @@ def _step(held: Any, part: str) -> Any:
 def _set(holder: Any, last: str, value: Any) -> None:
     if isinstance(holder, dict):
         holder[last] = value
-    elif isinstance(holder, list):
+    elif isinstance(holder, (list, deque)):
         holder[int(last)] = value
     else:
         setattr(holder, last, value)
 
 
-def _objects_below(roots: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Generators and objects with a state on the roots and on modules below them, and in their lists and dicts."""
+def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The attributes of the roots and of modules below them, without those that each module has: dict, key, name."""
     for root, held in roots.items():
-        modules = held.named_modules() if isinstance(held, nn.Module) else [("", held)]
-        for path, owner in modules:
-            for name, value in getattr(owner, "__dict__", {}).items():
-                start = ".".join(filter(None, (root, path, name)))
-                if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"):
-                    inner = [(f"{start}.{key}", one) for key, one in value.items() if _is_name(key)]
-                elif isinstance(value, (list, tuple)):
-                    inner = [(f"{start}.{index}", one) for index, one in enumerate(value)]
-                else:
-                    inner = [(start, value)]
-                for found, one in inner:
-                    generator = isinstance(one, rng.GENERATOR_TYPES)
-                    # What can be iterated has a position, which loaders carry.
-                    other = isinstance(one, _OTHERS) or hasattr(type(one), "__iter__")
-                    if generator or (_is_stateful(one) and not other):
-                        yield found, one
+        for path, owner in held.named_modules() if isinstance(held, nn.Module) else [("", held)]:
+            own: dict[str, Any] = getattr(owner, "__dict__", {})
+            start = ".".join(filter(None, (root, path)))
+            for name in list(own):
+                if name not in _MODULE_NAMES:
+                    yield own, name, f"{start}.{name}"
 
 
-def _is_name(key: object) -> bool:
-    return isinstance(key, str) and key != "" and "." not in key
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value, or the members of a container, by dotted name."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if type(key) is int or (isinstance(key, str) and key != "" and "." not in key):
+                yield f"{name}.{key}", one
+    elif isinstance(value, _CONTAINERS):
+        for index, one in enumerate(value):
+            yield f"{name}.{index}", one
+    else:
+        yield name, value
+
+
+def _few(value: Any) -> Iterator[Any]:
+    if not isinstance(value, _CONTAINERS):
+        return iter(())
+    return itertools.islice(value.values() if isinstance(value, dict) else value, 4 * _FEW_MEMBERS)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is a generator, or has a state that nobody else carries. Asks the class: its objects may run code."""
+    kind = type(value)
+    if issubclass(kind, rng.GENERATOR_TYPES):
+        return True
+    methods = (getattr(kind, name, None) for name in ("state_dict", "load_state_dict"))
+    other = issubclass(kind, (*_OTHERS, type)) or kind.__module__.partition(".")[0] in _OURS
+    return not other and all(map(callable, methods))
 
 
 def _staged(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -33,6 +33,8 @@ class Listener(Protocol):
 _lock = threading.Lock()
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _originals: list[tuple[Any, str, Any]] = []
+#: By optimizer, the scaler that has unscaled its gradients.
+scalers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def listen(listener: Listener) -> None:
@@ -98,6 +100,7 @@ def _install() -> None:
 
     def unscale(original: Any) -> Any:
         def wrapper(self: Any, optimizer: Any, inv_scale: torch.Tensor, found_inf: Any, allow_fp16: bool) -> Any:
+            scalers[optimizer] = self
             params = [param for group in optimizer.param_groups for param in group["params"]]
             with _telling("unscale", inv_scale, params):
                 return original(self, optimizer, inv_scale, found_inf, allow_fp16)

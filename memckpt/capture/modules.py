@@ -88,6 +88,7 @@ class ModuleTree:
         self._told: dict[str, None] = {}
         self._walk()
         self._born = self._numbers_now()
+        self._born_kinds, self._born_hooks = self._kinds, self._hooked_now()
 
     def _walk(self) -> None:
         self.modules = {
@@ -114,6 +115,9 @@ class ModuleTree:
             for key, value in vars(one).items()
             if isinstance(value, rng.GENERATOR_TYPES)
         ]
+        self._kinds = {name: type(one).__qualname__ for name, one in self.modules.items()}
+        self._hooks = [hooks for one in self.modules.values() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hook_count = -1
         self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
 
     def _describe_tree(self) -> tuple[list[Any], list[Any]]:
@@ -168,6 +172,36 @@ class ModuleTree:
             "extra": dict(self._extra_states(refused)),
         }
 
+    def describe_structure(self) -> dict[str, Any]:
+        """Part of the rank state that :meth:`not_repeated` reads: what has changed since this process began."""
+        return {
+            "kinds": {name: kind for name, kind in self._kinds.items() if kind != self._born_kinds.get(name, kind)},
+            "hooks": {name: found for name, found in self._hooked_now().items() if found != self._born_hooks.get(name)},
+        }
+
+    def _hooked_now(self) -> dict[str, list[str]]:
+        """Names of the user's own hooks around forwards, by module; those of libraries come as these need them."""
+        count = sum(map(len, self._hooks))
+        if count != self._hook_count:
+            self._hook_count, self._hooked = count, {}
+            for name, module in self.modules.items():
+                around = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+                if found := [_name_of(hook) for hook in around if _is_users(hook)]:
+                    self._hooked[name] = found
+        return self._hooked
+
+    def not_repeated(self, described: Mapping[str, Any]) -> Iterator[str]:
+        """What the script had changed while training ran, and is as at the start in this process, in words.
+
+        Neither flags nor tensors: a module replaced by one of another class, hooks around forwards.
+        """
+        for name, kind in described["kinds"].items():
+            if self._kinds.get(name) == self._born_kinds.get(name, kind) != kind:
+                yield f"the module {name!r} had become a {kind} while training ran, and is a {self._kinds.get(name)}"
+        for name, hooks in described["hooks"].items():
+            if self._hooked_now().get(name) == self._born_hooks.get(name) != hooks:
+                yield f"the module {name!r} had got the hook {hooks[-1]} while training ran, and has it no more"
+
     def _numbers_now(self) -> dict[str, list[tuple[str, Any]]]:
         return {name: [(key, held.get(key)) for key in names] for name, held, names in self._numbers}
 
@@ -200,6 +234,18 @@ class ModuleTree:
         for name, module in self._extra:
             if name in described["extra"]:
                 module.set_extra_state(described["extra"][name])
+
+
+#: Libraries that hang hooks on modules.
+_LIBRARIES = frozenset({"torch", "memckpt", "lightning", "pytorch_lightning", "accelerate", "transformers", "peft"})
+
+
+def _is_users(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] not in _LIBRARIES
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

@@ -2,14 +2,17 @@
 
 Their parameters are copied by value, as they change. The state of torch's own classes is carried with each record, and
 given to the optimizer of that class and these parameters that takes its first step after a resume.
+
+And schedulers and gradient scalers of the optimizers that were given, of which nobody carries the state.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,6 +21,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memckpt.capture.attributes import same
+from memckpt.capture.gradient_ops import scalers
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.tensors import is_dtensor
 
@@ -27,6 +32,10 @@ if TYPE_CHECKING:
 #: Bytes of state of such optimizers that are carried.
 MOST_BYTES = 16 << 20
 _REMEDY = "pass it to attach() with the others"
+#: Schedulers are looked for at each commit whose number is a power of two to this: 1, 16, 256.
+_LOOK_POWER = 4
+#: Members of a container that is looked into.
+_MOST_INNER = 64
 #: The optimizers of all sessions in this process.
 _given: WeakSet[Optimizer] = WeakSet()
 _log = logging.getLogger("memckpt")
@@ -158,6 +167,85 @@ class Strangers:
         self._held = list(described)
         for optimizer, (groups, _) in self._carried.items():
             self._give_back(optimizer, type(optimizer).__qualname__, groups)
+
+
+class Helpers:
+    """Schedulers and gradient scalers of the given optimizers.
+
+    Torch marks an optimizer with most schedulers, but not with all, nor with those of other libraries. So they are
+    looked for among the objects that refer to one, which takes some 50 ms: at first, and ever more seldom.
+    """
+
+    def __init__(self, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self._optimizers = optimizers
+        self._commits = 0
+        self._known: list[Any] = []
+
+    def find_uncarried(self, carried: Iterable[object], provided: Mapping[str, Any]) -> Iterator[str]:
+        """Why a resume would not be exact, one reason for each whose state is not carried.
+
+        Args:
+            carried: objects whose state is carried; schedulers among them carry those within them.
+            provided: values of which each may be such a state.
+        """
+        optimizers = self._optimizers()
+        marks = [(getattr(one.step, "_wrapped_by_lr_sched", False), scalers.get(one)) for one in optimizers]
+        self._commits += 1
+        power = self._commits.bit_length() - 1
+        if marks == self._known and (self._commits != 1 << power or power % _LOOK_POWER):
+            return
+        self._known = marks
+        schedulers = list(_schedulers(optimizers))
+        reached = {id(each) for each in carried}
+        for _ in schedulers:  # one that is carried carries those within it
+            reached |= {id(inner) for each in schedulers if id(each) in reached for inner in _inner(each)}
+        left = [one for one in schedulers if id(one) not in reached]
+        within = {id(inner) for each in left for inner in _inner(each)}
+        found = [("scheduler", one) for one in left if id(one) not in within]
+        found += [("scaler", one) for _, one in marks if one is not None and id(one) not in reached]
+        states = list(_values(dict(provided), 4))
+        for kind, helper in found:
+            if not any(same(helper.state_dict(), state) for state in states):
+                yield (
+                    f"the {kind} {type(helper).__qualname__} starts over; call session.register({kind!r}, {kind}) "
+                    "before restore()"
+                )
+
+
+def _schedulers(optimizers: Sequence[Optimizer]) -> Iterator[Any]:
+    """What refers to an optimizer, and has steps and a state of its own: numbers, and no tensors of a model."""
+    held = gc.get_referrers(*optimizers)  # objects, and the dicts of objects
+    dicts = [one for one in held if type(one) is dict]
+    for owner in {id(one): one for one in (*held, *(gc.get_referrers(*dicts) if dicts else ()))}.values():
+        kind = type(owner)
+        acts = all(callable(getattr(kind, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+        other = issubclass(kind, torch.nn.Module) or hasattr(kind, "zero_grad") or hasattr(kind, "param_groups")
+        if acts and not other:
+            values = list(getattr(owner, "__dict__", {}).values())
+            if any(one is each for one in values for each in optimizers) and _is_plain(owner):
+                yield owner
+
+
+def _is_plain(owner: Any) -> bool:
+    try:
+        return not any(isinstance(one, torch.Tensor) for one in _values(owner.state_dict(), 4))
+    except Exception:  # of a base class that has none: it is no scheduler
+        return False
+
+
+def _inner(owner: object) -> Iterator[object]:
+    """Attributes of an object, and members of lists and dicts there: SequentialLR has others in a list."""
+    for value in list(getattr(owner, "__dict__", {}).values()):
+        yield value
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_INNER:
+            yield from value.values() if isinstance(value, dict) else value
+
+
+def _values(value: Any, depth: int) -> Iterator[Any]:
+    yield value
+    if depth and isinstance(value, (dict, list, tuple)) and len(value) <= _MOST_INNER:
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _values(one, depth - 1)
 
 
 def runs_within(frame: FrameType, caller: FrameType | None) -> bool:

@@ -14,6 +14,7 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.param_groups import describe_groups, describe_hooked, scaler_state
 from memckpt.capture.presence import describe_gradients
+from memckpt.capture.strangers import Helpers
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.recovery.comparison import ComparedKind, Comparison
 from memckpt.state import codec, rng
@@ -30,7 +31,7 @@ OWN = "memckpt_"
 #: Beginnings of reasons that later resumes inherit: training goes on from a state that has this difference in it.
 EARLIER = "an earlier resume was not exact: "
 #: The same, of a reason that the user knew of: ``resume="exact"`` was not asked for.
-ACCEPTED = "an earlier resume was not exact, and was accepted: "
+ACCEPTED = "an earlier resume was not exact, and training went on from it: "
 #: Objects with a state that hang on the model's modules.
 OBJECTS = OWN + "objects"
 
@@ -50,23 +51,25 @@ class RankState:
         self._loaders: dict[str, Callable[[Any], Any]] = {}
         self._put_back: dict[str, Callable[[Any], Any]] = {}
         self._parts: dict[str, Parts] = {}
-        self._objects: list[Any] = []
+        self._helpers = Helpers(lambda: live.optimizers)
         self.unrepeatable = ""
         self.never_repeatable = ""
         #: Corrects the report of the resume, until the first commit: what is found until then holds for it, too.
         self.correct: Callable[[str], object] | None = None
+        #: What was held of the modules, until the first commit behind a resume.
+        self._resumed_structure: Mapping[str, Any] | None = None
         #: Why a resume from the next record is not exact, one reason each.
         self._inexact: dict[str, None] = {}
         #: Objects that their owners carry, of which each call of one of these returns some.
         self.elsewhere: list[Callable[[], Iterable[object]]] = [lambda: live.optimizers]
-        objects = FoundObjects(
+        self._found = FoundObjects(
             lambda: {"model": live.model, **live.extra_modules},
             lambda: (each for owner in self.elsewhere for each in owner()),
             self.inexact,
             "call session.register(name, OBJECT) with {}, or name it in `attributes`,",
         )
         self.register(
-            OBJECTS, objects, parts=lambda state: {("registered", name): one for name, one in (state or {}).items()}
+            OBJECTS, self._found, parts=lambda state: {("registered", name): one for name, one in (state or {}).items()}
         )
 
     def inexact(self, reason: str) -> None:
@@ -87,6 +90,7 @@ class RankState:
         """Take over from a held rank state why the run is not exact; returns the reasons."""
         found = (*state.get("inexact", ()), *state.get("left_out", ()))
         self.carry(found)
+        self._resumed_structure = state.get("structure", self._resumed_structure)
         return found
 
     @property
@@ -151,7 +155,6 @@ class RankState:
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
                 f"{type(obj).__qualname__}"
             )
-        self._objects.append(obj)
         scales = isinstance(obj, torch.amp.GradScaler)
         self.provide(name, functools.partial(scaler_state, obj) if scales else obj.state_dict, parts)
         self._loaders[name] = self._put_back[name] = obj.load_state_dict
@@ -159,8 +162,13 @@ class RankState:
     def capture(self, reduction: Any, pending: Any) -> codec.Packed:
         """The current rank state; copies may still be in flight. If user code raises here, nothing has changed."""
         groups = describe_groups(self._live)
-        self._look_for_schedulers()
-        for reason in self._live.not_carried:
+        provided = {name: capture() for name, capture in self._captures.items()}
+        carried = (each for owner in (*self.elsewhere, self._found.objects) for each in owner())
+        structure, self._resumed_structure = self._resumed_structure, None
+        if structure is not None:
+            for missing in self._live.tree.not_repeated(structure):
+                self.inexact(f"{missing}; make the change before restore()")
+        for reason in (*self._live.not_carried, *self._helpers.find_uncarried(carried, provided)):
             self.inexact(reason)
         state = {
             "rng": rng.capture(),
@@ -168,28 +176,15 @@ class RankState:
             "reduction": reduction,
             "gradients": describe_gradients(self._live),
             "pending": pending,
-            "provided": {name: capture() for name, capture in self._captures.items()},
+            "provided": provided,
             "unrepeatable": self.unrepeatable or self.never_repeatable,
             "inexact": [*self._inexact],
             "views": self._live.views(),
             "written": sorted(self._live.growth.written),
             "hooked": describe_hooked(self._live),
+            "structure": self._live.tree.describe_structure(),
         }
         return codec.Packed(state, self._copier.fetch, self._copier.token)
-
-    def _look_for_schedulers(self) -> None:
-        """Look for schedulers of torch that nobody carries; adapters, and who provides values, see to theirs."""
-        provided = self._captures.keys() - self._loaders.keys()
-        if any(not name.startswith(OWN) for name in provided):
-            return
-        carried = {id(getattr(obj, "optimizer", None)) for obj in self._objects}
-        for optimizer in self._live.optimizers:
-            if getattr(optimizer.step, "_wrapped_by_lr_sched", False) and id(optimizer) not in carried:
-                name = type(optimizer).__qualname__
-                self.inexact(
-                    f"{name} has a learning-rate scheduler, which starts over; call "
-                    'session.register("scheduler", scheduler) before restore()'
-                )
 
     def compare(self, found: Mapping[str, Any], held: Mapping[str, Any], comparison: Comparison) -> list[str]:
         """Compare a rank state with the held one, part by part; returns the names of provided values that differ."""

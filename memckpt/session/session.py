@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from memckpt.capture.attributes import modules_beside
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.phases import StallClock
@@ -116,7 +117,8 @@ class Session:
         proven = ProvenEnvironments(arguments.config, Path(arguments.run_dir), ranks)
         self._compression = compression = CompressedAverages(proven.config, model, data_parallel)
         config = compression.with_period(proven.config)
-        self._live = live = LiveState(model, optimizers, compression.with_own(extra_modules))
+        hidden = modules_beside([model, *extra_modules.values()], {"model": model, **extra_modules})
+        self._live = live = LiveState(model, optimizers, compression.with_own({**hidden, **extra_modules}))
         find_replicas(live, ranks, data_parallel, replicated)
         refuse_few_slots(config.records_in_flight, ranks)
         device = device_of(live.tensors())
@@ -387,7 +389,6 @@ class Session:
         self._refuse_unrestored("commit()")
         is_repetition = self._proof.repetition is not None
         with self._clock.in_commit(), self._copier.behind_training():
-            self._rank_state.correct = None  # what is found from now on, later resumes name
             self._loop.count_commit()
             refuse_join_context(self._data_parallel)
             self._recorder.graphs.refuse_hidden_backward(self._ranks.world_size, gradients_pending is not None)
@@ -397,6 +398,7 @@ class Session:
             # If user code raises here, the record goes on; the call has been counted.
             self._loop.check_place_of_commit(epoch_over)
             rank_state = self._rank_state.capture(self._tap.bucket_layout, self._recorder.pending.capture())
+            self._rank_state.correct = None  # what is found from now on, later resumes name
             point = RestorePoint(self._recorder.record, self._number, rank_state)
             self._end_step(point)  # before the record is staged: a mode that changes here makes a generation due
             if is_repetition:

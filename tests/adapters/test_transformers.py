@@ -215,7 +215,9 @@ def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainin
 @pytest.mark.promise(
     "transformers.Trainer: without memory storage serves; a finished training is recognized as finished"
 )
-@pytest.mark.promise("Trainer arguments that differ from the killed attempt's")
+@pytest.mark.promise(
+    "Trainer arguments and numbers of accumulation that differ from those of the killed attempt's last step"
+)
 @pytest.mark.slow
 def test_a_finished_training_is_at_its_end_and_can_be_made_longer(trainings: Trainings) -> None:
     config = settings(StorageConfig(min_seconds=3600))

@@ -39,7 +39,10 @@ def last_captured(step: int, every: int, base: int) -> int:
     "optimizers with hidden state, random numbers or norms over all tensors, and LBFGS, are detected, captured and "
     "resumed exactly"
 )
-@pytest.mark.promise("an optimizer whose step depends on more than gradients, groups and state")
+@pytest.mark.promise(
+    "an optimizer whose step depends on more than gradients, groups and state; torch's Adafactor where a group has "
+    "two dtypes"
+)
 @pytest.mark.promise(
     "attributes and state of an optimizer that can be neither copied nor encoded; a module removed while training runs"
 )

@@ -170,7 +170,10 @@ def test_an_honest_optimizer_passes(name: str) -> None:
     assert verdicts_of(HONEST[name]) == [None] * (STEPS - 1) + [""]
 
 
-@pytest.mark.promise("an optimizer whose step depends on more than gradients, groups and state")
+@pytest.mark.promise(
+    "an optimizer whose step depends on more than gradients, groups and state; torch's Adafactor where a group has "
+    "two dtypes"
+)
 @pytest.mark.parametrize(
     ("make", "step", "words"),
     [

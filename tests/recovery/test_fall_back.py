@@ -133,7 +133,7 @@ def test_where_nothing_proves_itself_the_nearest_is_resumed_and_it_is_said(lab: 
     later = resume(lab, settings, resume="exact")
     assert later.restored_step == LAST
     assert not later.of("restored")[0]["exact"]
-    assert "an earlier resume was not exact, and was accepted: a sample of the state" in later.log
+    assert "an earlier resume was not exact, and training went on from it: a sample of the state" in later.log
 
 
 def test_an_exact_resume_that_cannot_be_had_is_refused_and_nothing_is_lost(lab: Lab) -> None:

@@ -236,7 +236,7 @@ def test_where_no_step_can_be_repeated_the_line_says_why(
     ended = _resumed(lab, step, config(), **arguments)
     verdict, line = ended.verdict
     assert verdict == "equal"
-    unknown = "nothing is known of other elements, as no step was compared"
+    unknown = "other elements were not compared, as no step was compared"
     assert re.fullmatch(rf"a sample of .*: [\d,]+ elements of .* are equal, bit for bit; {unknown}: {reason}", line)
     assert f"memckpt: resume check: {line}" in ended.log
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import weakref
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import lr_scheduler
 
-from memckpt.capture.attributes import FoundObjects
+from memckpt.capture import gradient_ops
+from memckpt.capture.attributes import FoundObjects, modules_beside
 from memckpt.capture.copier import HostCopier
+from memckpt.capture.modules import ModuleTree
+from memckpt.capture.strangers import Helpers
 from memckpt.errors import ConfigurationError
 from memckpt.session.rank_state import ACCEPTED, EARLIER, RankState
 from memckpt.session.resume.report import RestoreReport, ResumeCheck
@@ -64,7 +72,7 @@ def test_other_names_than_the_held_ones_are_named(rank_state: RankState) -> None
     assert "['sched'], found ['lr_sched']: 'sched' is not restored, and 'lr_sched' starts as it is" in said
 
 
-@pytest.mark.promise("an optimizer that `attach()` was not given; a scheduler of torch that was not registered")
+@pytest.mark.promise("an optimizer that `attach()` was not given")
 def test_a_run_that_is_not_exact_says_so_once_and_hands_it_on(
     rank_state: RankState, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,3 +133,152 @@ def test_what_a_user_goes_on_with_is_accepted(rank_state: RankState) -> None:
     rank_state.carry([EARLIER + "a check", "a loader"])
     rank_state.accept([EARLIER + "a check", "a loader", "a sample"])
     assert rank_state.reasons == ("a loader", ACCEPTED + "a check", ACCEPTED + "a sample")
+
+
+class Timed:
+    """A scheduler as other libraries have them: torch's mark is not on the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"timed": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Change nothing."""
+
+
+def _chain(optimizer: torch.optim.Optimizer) -> lr_scheduler.SequentialLR:
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 3)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+@pytest.mark.promise("a scheduler, of any library, or a gradient scaler that nobody carries")
+@pytest.mark.parametrize(
+    "make", [lr_scheduler.ReduceLROnPlateau, lambda one: lr_scheduler.StepLR(one, 3), Timed, _chain]
+)
+def test_a_scheduler_that_nobody_carries_is_named(make: Any) -> None:
+    """Also beside another one that is carried; not where it is a part of one, or a provided value has its state."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    other = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scheduler = make(optimizer)
+    name = type(scheduler).__name__
+
+    def found(*carried: object, **provided: Any) -> list[str]:
+        return list(Helpers(lambda: [optimizer]).find_uncarried(carried, provided))
+
+    assert [name in line for line in found(other)].count(True) == 1
+    assert found(other, scheduler) == []
+    assert name in str(found(other, SimpleNamespace(scheduler=scheduler))), "what is carried need not carry it"
+    held = {"mine": {"rate": scheduler.state_dict()}}
+    assert not any(name in line for line in found(other, **held))
+
+
+class Deaf:
+    """A listener, since gradients are followed while there is one."""
+
+    def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def gradients_changed(self, params: list[torch.Tensor]) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.promise("a scheduler, of any library, or a gradient scaler that nobody carries")
+def test_a_gradient_scaler_that_nobody_carries_is_named() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu")
+    helpers = Helpers(lambda: [optimizer])
+    listener = Deaf()
+    gradient_ops.listen(listener)
+    assert not list(helpers.find_uncarried([], {}))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    gradient_ops.unlisten(listener)
+    assert ["scaler GradScaler" in line for line in helpers.find_uncarried([], {})] == [True]
+    assert not list(Helpers(lambda: [optimizer]).find_uncarried([scaler], {}))
+
+
+class Buffer(Counter):
+    """What can be iterated, and is no loader."""
+
+    def __iter__(self) -> Any:
+        return iter([self.at])
+
+
+class Dots(dict[str, Any]):
+    """A dict whose members are attributes, too."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_objects_with_a_state_are_found_wherever_they_come_to_be() -> None:
+    """In containers, under each key, as soon as they are made; under the first of their names."""
+    said: list[str] = []
+
+    def made() -> tuple[dict[str, Any], FoundObjects]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+        vars(model[1]).update(now=None, late=None, kinds={1: Buffer()}, last=deque([Buffer()]), config=Dots(a=1))
+        return vars(model[1]), FoundObjects(lambda: {"model": model}, lambda: (), said.append, "name {}")
+
+    (ours, objects), (theirs, others) = made(), made()
+    for _ in range(5):
+        objects.state_dict()
+    ours.update(now=ours["kinds"][1], late=Counter())
+    ours["kinds"][2] = Counter()
+    ours["kinds"][1].at, ours["last"][0].at = 3, 4
+    state = objects.state_dict()
+    assert list(state) == ["model.1.kinds.1", "model.1.late", "model.1.kinds.2", "model.1.last.0"]
+    others.load_state_dict(state)
+    assert (theirs["kinds"][1].at, theirs["last"][0].at) == (3, 4)
+    assert len(said) == 2, "the late ones are not there"
+
+
+def test_modules_are_found_where_torch_does_not_look() -> None:
+    """Also within each other; not wrappers of what is known, nor what cannot be held."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    average, inner = copy.deepcopy(model[0]), copy.deepcopy(model[0])
+    vars(average).update(inner=[inner])
+    vars(model[0]).update(
+        parent=model,
+        proxy=weakref.proxy(model),
+        wrapped=nn.Sequential(model[0]),
+        counted=nn.Linear(2, 2, device="meta"),
+        kept={"average": average},
+    )
+    found = modules_beside([model], {"model": model})
+    assert found == {"model.0.kept.average": average, "model.0.kept.average.inner.0": inner}
+
+
+class Doubling:
+    """A hook."""
+
+    def __call__(self, module: nn.Module, given: Any, found: torch.Tensor) -> torch.Tensor:
+        return found * 2
+
+
+@pytest.mark.promise(
+    "a module replaced by one of another class, or hooks around its forward, that came while training ran"
+)
+def test_changes_of_modules_that_a_resume_does_not_repeat_are_named() -> None:
+    def changed(model: nn.Sequential) -> None:
+        model[1] = nn.Identity()
+        model[0].register_forward_hook(Doubling())
+
+    def tree_of(change: bool) -> ModuleTree:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        tree = ModuleTree({"": model})
+        if change:
+            changed(model)
+            assert tree.moved()
+        return tree
+
+    described = tree_of(True).describe_structure()
+    assert list(tree_of(True).not_repeated(described)) == []
+    dropout, hook = tree_of(False).not_repeated(described)
+    assert "'1' had become a Identity" in dropout
+    assert "the hook Doubling" in hook
+    assert list(tree_of(True).not_repeated(tree_of(False).describe_structure())) == [], "it changes only now"

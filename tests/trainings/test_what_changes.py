@@ -152,7 +152,7 @@ def second_optimizer(process: Changing, step: int) -> None:
     "modules' training flags, numbers of torch's own modules (`Dropout.p`), extra state, generators in "
     "attributes; `requires_grad` of every parameter"
 )
-@pytest.mark.promise("an optimizer that `attach()` was not given; a scheduler of torch that was not registered")
+@pytest.mark.promise("an optimizer that `attach()` was not given")
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("check", ["off", "replay"])
 @pytest.mark.parametrize(

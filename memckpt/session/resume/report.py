@@ -215,7 +215,7 @@ class ResumeCheck:
         """Set the verdict; where no step gave one, or the restored state is another one already, the sample's stays."""
         if self.evidence and (verdict == "none" or self.refuted):
             verdict = "different" if self.refuted else "equal"
-            more = "" if self.refuted else "nothing is known of other elements, as "
+            more = "" if self.refuted else "other elements were not compared, as "
             line = f"{self.evidence}; {more}{line}" if line else self.evidence
         self.verdict, self.line, self.differences = verdict, line, tuple(differences)
 
