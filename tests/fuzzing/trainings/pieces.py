@@ -240,6 +240,26 @@ PIECES: dict[str, Piece] = {
         clash=_f("lr", "tensor"),
         said="[Ss]chedul",
     ),
+    "plateau unregistered": Piece(
+        made="schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opts[0], patience=1)",
+        behind="schedule.step(loss.detach())",
+        clash=_f("lr", "tensor"),
+        said="[Ss]chedul",
+    ),
+    "average hidden": Piece(
+        made="model.hidden = [copy.deepcopy(model.head).requires_grad_(False)]",
+        behind="model.hidden[0].bias.lerp_(model.head.bias.detach(), 0.1)",
+        ends="hidden=model.hidden[0].state_dict()",
+        wants=LINEAR,
+        clash=_f("copy", "extra"),
+    ),
+    "activation replaced": Piece(
+        made="model.last = nn.Tanh()",
+        start="if step == 8:\n    model.last = nn.GELU()",
+        loss="F.cross_entropy(model.last(model(x)), y)",
+        clash=_f("loss"),
+        said="had become a GELU",
+    ),
     "average registered": Piece(
         made="average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)",
         attach="extra_modules={'average': average}",
