@@ -89,6 +89,8 @@ class MemCheckpointPlugin:
         self._batch = 0
         self._commits = 0
         self._ended_at_commit = 0
+        #: Batches of an accumulation, as this attempt began.
+        self._accumulation = 1
         self._handles: list[Any] = []
 
     # Before the loop
@@ -136,6 +138,7 @@ class MemCheckpointPlugin:
         if session.held is not None:
             state = session.held.provided_as(STATE, "MemCheckpointPlugin", self.accelerator.num_processes)
             self._step, self._epoch, self._batch = session.held.step, state["epoch"], state["batch"]
+        self._accumulation = self.accelerator.gradient_accumulation_steps
         session.provide(STATE, self._capture, check_parts, self._objects.restore)
         session.carried(self._objects.carried)
         session.announce_accumulation(lambda: not self.accelerator.sync_gradients)
@@ -292,7 +295,7 @@ class MemCheckpointPlugin:
             "batch": self._batch,
             "models": len(self._objects.prepared.models),
             "micro_step": self.accelerator.step,
-            "accumulation": self.accelerator.gradient_accumulation_steps,
+            "accumulation": (self._accumulation, self.accelerator.gradient_accumulation_steps),
             **self._objects.capture(),
             "loaders": self._followers.states(),
             "prepared_elsewhere": [iterator_used(each) for each in self._loaders_prepared_elsewhere()],
@@ -321,10 +324,13 @@ class MemCheckpointPlugin:
         report = session.restore_tensors()
         self._objects.restore(state)
         self.accelerator.step = state["micro_step"]
-        before, now = state["accumulation"], self.accelerator.gradient_accumulation_steps
-        if before != now:
+        began_with, last = state["accumulation"]
+        if began_with == self._accumulation:  # what has changed it since was training
+            self.accelerator.gradient_accumulation_steps = last
+        else:
             session.inexact(
-                f"gradient_accumulation_steps was {before} when the held state was captured, and is {now} now"
+                f"gradient_accumulation_steps was {began_with} in the run that is continued, and is "
+                f"{self._accumulation} now"
             )
         self._followers.continue_after(state["loaders"])
         for line in self._followers.unreplayable():
