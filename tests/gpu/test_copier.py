@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memckpt.capture.copier import AcceleratorCopier
-from tests.gpu.test_late_device import run_in_child
 from tests.support.late import device as late
+from tests.support.late.children import run_in_child
 
 
 def copier_of() -> AcceleratorCopier:
