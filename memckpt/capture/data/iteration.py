@@ -36,7 +36,7 @@ _SHARED_STREAM = (
     "one when it is read again; give it a generator of its own, or a worker"
 )
 _KEPT = (
-    "loader.{} changes, and is not carried: it is no list, dict, set or array, or has over 4096 elements; derive the "
+    "loader.{} changes, and is not carried: it is no list, dict, deque or array, or has over 4096 elements; derive the "
     "order from a torch.Generator, or from the number of the epoch"
 )
 

@@ -15,6 +15,7 @@ import itertools
 import logging
 import random
 import re
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,8 +56,9 @@ _MOST_DATASETS = 8
 _MOST_TENSORS = 16
 #: Elements of a container, and of an array, that a sampler keeps and each record carries.
 _MOST_ELEMENTS = 4096
-#: Containers that a sampler keeps; a library's class would lose what else it knows within another one.
-_KEPT_INSIDE = (list, tuple, dict, set, deque)
+#: Containers that a sampler keeps; a library's class would lose what else it knows within another one. Sets are none:
+#: in what order one is iterated depends on its history.
+_KEPT_INSIDE = (list, tuple, dict, deque)
 _KEPT = (*_KEPT_INSIDE, OrderedDict, defaultdict, Counter)
 #: Elements that a checksum of something larger looks at.
 _MOST_SAMPLED = 2**16
@@ -481,7 +483,7 @@ def _digest(value: Any, left: list[int], depth: int = 3) -> int:
         flat = value.detach().cpu().reshape(-1) if issubclass(kind, torch.Tensor) else value.reshape(-1)
         return index_digest([*value.shape, flat[:: 1 + len(flat) // _MOST_SAMPLED]], 0)
     if issubclass(kind, (set, frozenset)):
-        return len(value)
+        return zlib.crc32(repr((len(value), sum(one for one in value if type(one) is int))).encode())
     if issubclass(kind, _CONTAINERS) and len(value) > _MOST_SAMPLED:
         return index_digest([len(value), *list(value)[:: len(value) // _MOST_SAMPLED]], 0)
     if issubclass(kind, dict):
@@ -511,7 +513,7 @@ def _set_values(own: dict[Any, Any], values: Mapping[str, Any]) -> None:
                 own[name] = fresh
         elif isinstance(value, dict) and "container" in value:
             fresh = copy.deepcopy(value["container"])
-            if isinstance(live, (dict, set, deque)):  # in place, with what else it knows, as a default
+            if isinstance(live, (dict, deque)):  # in place, with what else it knows, as a default
                 live.clear()
                 live.extend(fresh) if isinstance(live, deque) else live.update(fresh)
             else:
