@@ -47,7 +47,8 @@ def example(kind: type[Any]) -> Any:
         kinds = [each for each in typing.get_args(field.type) if each is not type(None)] or [field.type]
         first = field.type if typing.get_origin(field.type) is tuple else kinds[0]
         if typing.get_origin(first) is tuple:
-            fields[field.name] = ((1, 2),) if "tuple[tuple" in str(first) else (1, 2)
+            members = ("a [b]", "c") if "tuple[str" in str(first) else (1, 2)
+            fields[field.name] = (members,) if "tuple[tuple" in str(first) else members
         else:
             fields[field.name] = values[first]
     return kind(**fields)
