@@ -196,7 +196,7 @@ class FoundObjects(Attributes):
         self._inexact = inexact
         self._named = named
         self._captures = 0
-        #: Where an object with a state may come to be: dicts of attributes with a name that is None; containers.
+        #: Places that an object with a state may come to: an attribute that is None, by dict and name; a container.
         self._empty: list[tuple[dict[str, Any], str]] = []
         self._sized: list[tuple[Any, int, int]] = []
         #: Names of the objects by `id`, as they were found first.

@@ -191,7 +191,7 @@ class ModuleTree:
         return self._hooked
 
     def not_repeated(self, described: Mapping[str, Any]) -> Iterator[str]:
-        """What the script had changed while training ran, and is as at the start in this process, in words.
+        """Yield, in words, each change of the script while training ran that this process has not made again.
 
         Neither flags nor tensors: a module replaced by one of another class, hooks around forwards.
         """

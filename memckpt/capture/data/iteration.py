@@ -123,6 +123,7 @@ class LoaderRecord:
         if not self._positions & (self._positions - 1):  # the 1st, 2nd, 4th, 8th ...: a look at it may take a while
             self._look_at_kept()
         own = self.own.capture()
+        self.inexact.update(dict.fromkeys(map(_KEPT.format, self.own.outgrown)))
         for path, names in own_state.changed(self._baseline, own).items():
             known = self._progress.setdefault(path, [])
             known.extend(name for name in names if name not in known)

@@ -97,6 +97,7 @@ class OwnObjects:
 
     Attributes:
         stateless: path of a generator without a repeatable state (`random.SystemRandom`); empty if there is none.
+        outgrown: paths of what samplers keep that was carried, and cannot be any more.
         lost: why the last :meth:`restore` could not restore everything, in words; empty if it could.
     """
 
@@ -107,6 +108,7 @@ class OwnObjects:
         self._kept: dict[tuple[str, str], tuple[Any, Any]] = {}
         self.stateless = ""
         self.lost = ""
+        self.outgrown: dict[str, None] = {}
 
     def walk_objects(self) -> None:
         """Walk now. A capture walks again only where a place that the walk has noted has another object."""
@@ -244,17 +246,14 @@ class OwnObjects:
     def _plain(self, path: str, name: str, value: Any) -> Any:
         """A container or an array as a plain value, one object while unchanged; None for other and large ones."""
         if isinstance(value, _KEPT):
+            before = self._kept.get((path, name))
+            if before is not None and _is_same(before[0], value):
+                return before[1]
             copied = _copied(value, [_MOST_ELEMENTS])
             if copied is None:
+                if before is not None:
+                    self.outgrown[f"{path}.{name}"] = None
                 return None
-            before = self._kept.get((path, name))
-            # Live values may be such that no comparison is possible; copies are scalars in containers.
-            if (
-                before is not None
-                and before[0] == copied
-                and (not isinstance(copied, dict) or [*before[0]] == [*copied])
-            ):
-                return before[1]
             plain = copied if type(value) is list else {"container": copied}
             self._kept[path, name] = copied, plain
             return plain
@@ -277,8 +276,7 @@ class OwnObjects:
         }
 
     def versions(self) -> dict[tuple[int, str], tuple[Any, list[int]]]:
-        """How often torch saw the datasets' tensors written; by dataset and name of the attribute."""
-        self._current()
+        """How often torch saw tensors of the datasets written that the last walk found; called for each batch."""
         found = {}
         for dataset in self._datasets[:_MOST_DATASETS]:
             for name, value in _own_dict(dataset).items():
@@ -454,6 +452,14 @@ def _naming(path: str) -> Iterator[None]:
 def _is_sampler(path: str, kind: type) -> bool:
     names = path.split(".")
     return issubclass(kind, Sampler) or (names[-1].endswith("sampler") and _EDGES.issuperset(names))
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    """Whether a container has what its copy had, in the same order; comparing is far faster than copying."""
+    try:
+        return bool(before == value) and (not isinstance(value, dict) or [*before] == [*value])
+    except (ValueError, RuntimeError):  # an array has come into it, of which no comparison is true or false
+        return False
 
 
 def _copied(value: Any, left: list[int]) -> Any:

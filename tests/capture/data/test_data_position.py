@@ -449,3 +449,17 @@ def test_another_object_that_a_sampler_keeps_is_said_once_it_changes(change: Cal
     said = data.unreplayable(loader) or ""
     assert "changes, and is not carried" in said
     assert "fixed" not in said
+
+
+@pytest.mark.parametrize("array", [np.ones(2), torch.ones(2)])
+def test_arrays_may_come_into_what_a_sampler_keeps(array: Any) -> None:
+    """No comparison with them is true or false."""
+    sampler = SequentialSampler(range(8))
+    sampler.kept = [0.0, 0.0]  # type: ignore[attr-defined]
+    loader = DataLoader(Augmented(), BATCH, sampler=sampler)
+    data.graft(loader)
+    next(iter(loader))
+    data.position(loader)
+    sampler.kept[1] = array  # type: ignore[attr-defined]
+    data.position(loader)
+    assert "loader.sampler.kept changes, and is not carried" in (data.unreplayable(loader) or "")
