@@ -40,8 +40,8 @@ _OURS = frozenset({"memckpt", "lightning_memckpt", "accelerate_plugin", "transfo
 _CONTAINERS = (dict, list, tuple, deque)
 #: Attributes of each module: torch looks into these.
 _MODULE_NAMES = frozenset(vars(nn.Module()))
-#: Members of a container that are looked at in each capture, while none of them has a state.
-_FEW_MEMBERS = 16
+#: Members of a container that are looked at where one may have come: its size has changed, or one was None.
+_FEW_MEMBERS = 64
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _ARRAYS = frozenset({torch.Tensor, torch.Size, torch.dtype, torch.device, np.ndarray, array.array})
 
@@ -198,7 +198,7 @@ class FoundObjects(Attributes):
         self._captures = 0
         #: Places that an object with a state may come to: an attribute that is None, by dict and name; a container.
         self._empty: list[tuple[dict[str, Any], str]] = []
-        self._sized: list[tuple[Any, int, int]] = []
+        self._sized: list[tuple[Any, int, int, bool]] = []
         #: Names of the objects by `id`, as they were found first.
         self._first_names: dict[int, str] = {}
         #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
@@ -230,9 +230,9 @@ class FoundObjects(Attributes):
         filled = [value for own, name in self._empty if (value := own.get(name)) is not None]
         if any(_is_object(one) or any(map(_is_object, _few(one))) for one in filled):
             return True
-        for number, (place, size, objects) in enumerate(self._sized):
-            if len(place) != size or size <= _FEW_MEMBERS:
-                self._sized[number] = place, len(place), objects
+        for number, (place, size, objects, has_none) in enumerate(self._sized):
+            if has_none or len(place) != size:
+                self._sized[number] = place, len(place), objects, has_none
                 if sum(map(_is_object, _few(place))) > objects:
                     return True
         return False
@@ -249,7 +249,9 @@ class FoundObjects(Attributes):
             if value is None:
                 self._empty.append((own, attribute))
             elif isinstance(value, _CONTAINERS):
-                self._sized.append((value, len(value), sum(map(_is_object, _few(value)))))
+                few = list(_few(value))
+                has_none = any(one is None for one in few)
+                self._sized.append((value, len(value), sum(map(_is_object, few)), has_none))
             for path, one in _members(name, value):
                 if _is_object(one) and id(one) not in skipped:
                     found.setdefault(id(one), {}).setdefault(path, one)
@@ -465,7 +467,7 @@ def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _few(value: Any) -> Iterator[Any]:
     if not isinstance(value, _CONTAINERS):
         return iter(())
-    return itertools.islice(value.values() if isinstance(value, dict) else value, 4 * _FEW_MEMBERS)
+    return itertools.islice(value.values() if isinstance(value, dict) else value, _FEW_MEMBERS)
 
 
 def _is_object(value: Any) -> bool:

@@ -86,6 +86,7 @@ class ModuleTree:
         self._roots = dict(roots)
         self.modules: dict[str, nn.Module] = {}
         self._told: dict[str, None] = {}
+        self._born_kinds: dict[str, str] = {}
         self._walk()
         self._born = self._numbers_now()
         self._born_kinds, self._born_hooks = self._kinds, self._hooked_now()
@@ -116,6 +117,8 @@ class ModuleTree:
             if isinstance(value, rng.GENERATOR_TYPES)
         ]
         self._kinds = {name: type(one).__qualname__ for name, one in self.modules.items()}
+        born = self._born_kinds
+        self._changed_kinds = {name: kind for name, kind in self._kinds.items() if kind != born.get(name, kind)}
         self._hooks = [hooks for one in self.modules.values() for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._hook_count = -1
         self._numbers = [(name, vars(one), names) for name, one in self.modules.items() if (names := _numbers_of(one))]
@@ -175,7 +178,7 @@ class ModuleTree:
     def describe_structure(self) -> dict[str, Any]:
         """Part of the rank state that :meth:`not_repeated` reads: what has changed since this process began."""
         return {
-            "kinds": {name: kind for name, kind in self._kinds.items() if kind != self._born_kinds.get(name, kind)},
+            "kinds": self._changed_kinds,
             "hooks": {name: found for name, found in self._hooked_now().items() if found != self._born_hooks.get(name)},
         }
 
