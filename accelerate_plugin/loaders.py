@@ -159,7 +159,8 @@ class Follower:
 
     def committing(self) -> None:
         """Note that the user has called commit()."""
-        self._prefetch.committed(self._taken if self.active else 0, ended=not self._iterates)
+        last = bool(self._loader.end_of_dataloader)
+        self._prefetch.committed(self._taken if self.active else 0, ended=not self._iterates, last=last)
         self._taken = 0
         if self._prefetch.depth:
             dataloader.look_ahead(self._base, self._lookahead + self._prefetch.depth * self._per_batch)

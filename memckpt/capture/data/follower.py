@@ -328,7 +328,8 @@ class Follower:
         for each in running:
             each.counted = each.taken
         ended = bool(running) and running[-1].ended
-        self._prefetch.committed(since + self._taken_to_the_end if running else 0, ended=ended)
+        last = bool(running) and running[-1].batches >= self._length()
+        self._prefetch.committed(since + self._taken_to_the_end if running else 0, ended=ended, last=last)
         self._taken_to_the_end = 0
         if self._prefetch.depth != depth and self._prefetch.depth is not None:
             dataloader.look_ahead(self.loader, self._prefetch.depth)

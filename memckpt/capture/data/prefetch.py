@@ -24,6 +24,12 @@ _IRREGULAR = (
 )
 
 
+class Gradients:
+    """Count of the gradients that backward has made in this process: it tells which batches were trained at once."""
+
+    made = 0
+
+
 class Prefetch:
     """Compares batches taken with commits, beginning with an iteration at which no batch was waiting.
 
@@ -47,6 +53,9 @@ class Prefetch:
         self._first = self._taken = self._commits = 0
         self._begins = self._seen_alive = False
         self._unclear = ""
+        self._made: int | None = None
+        #: Whether gradients were made behind each batch, before the next one was taken: none waits, most probably.
+        self._one_at_a_time = True
         # What is still referred to is taken to be in use: a loop that leaves batches out drops them.
         self._batches: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_DEEPEST + 1)
 
@@ -56,26 +65,39 @@ class Prefetch:
 
     def took(self, batch: Any) -> None:
         """Note a batch."""
+        self._compare_gradients()
+        self._made = Gradients.made
         if self.depth is None:
             tensor = _tensor_in(batch)
             if tensor is not None:
                 self._batches.append(weakref.ref(tensor))
 
+    def _compare_gradients(self) -> None:
+        if self._made is not None:
+            self._one_at_a_time = self._one_at_a_time and Gradients.made > self._made
+
     def waits(self, since: int) -> bool:
         """Whether a batch of an iteration that has ended has yet to be trained, `since` having been taken since."""
         return self.ahead > 0 or (bool(self.depth) and since > 0)
 
-    def committed(self, since: int, *, ended: bool) -> None:
+    def committed(self, since: int, *, ended: bool, last: bool = False) -> None:
         """Note a commit, before its state is captured.
 
         Args:
             since: number of batches taken since the last one.
             ended: whether the iteration over them has ended.
+            last: whether the iteration has no further batch.
         """
+        self._compare_gradients()
+        self._made = None
         self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
         if self.depth is None:
             self._learn(since)
+        elif not self.depth and 0 < since < self._each and not (self._one_at_a_time or ended or last):
+            # A loop that fetches ahead had left out as many batches before each commit until now.
+            self._first = max(self._first, self._each)
+            self._settle(since, alive=0)
         if not self.depth:
             return
         if begins and (self._waiting <= 0 or since == self.depth + self._each):
@@ -107,25 +129,28 @@ class Prefetch:
 
     def _learn(self, since: int) -> None:
         alive = self._alive
-        waits = since >= 2 and alive >= 2  # fetched ahead, or accumulated out of a list
+        waits = since >= 2 and not self._one_at_a_time  # fetched ahead, left some out, or accumulated out of a list
         if not self._first:
             self._first = since
             self._seen_alive = alive >= 2
             if since == 1:
                 self.depth = 0
-            self.ahead = int(waits)
-            self._unclear = _AMBIGUOUS.format(since) if since >= 2 else ""
+            self.ahead = int(waits and alive >= 2)
+            self._unclear = _AMBIGUOUS.format(since) if waits else ""
         elif waits and self._first == since and not self._taken:
             self._taken, self._commits = 2 * since, 2  # a loop that fetches ahead may have left out a batch
             self.ahead = 0
         elif since:
-            self._each = since
-            self._taken, self._commits = self._taken or self._first, self._commits or 1
-            self.ahead, self._unclear = 0, ""
-            self.depth = min(max(self._first - since, 0), _DEEPEST)
-            if self.depth and not (self._seen_alive and alive > self.depth):
-                self.doubt = _UNCLEAR.format(self._first, since, self.depth)
-            self._batches.clear()
+            self._settle(since, alive)
+
+    def _settle(self, since: int, alive: int) -> None:
+        self._each = since
+        self._taken, self._commits = self._taken or self._first, self._commits or 1
+        self.ahead, self._unclear = 0, ""
+        self.depth = min(max(self._first - since, 0), _DEEPEST)
+        if self.depth and not (self._seen_alive and alive > self.depth):
+            self.doubt = _UNCLEAR.format(self._first, since, self.depth)
+        self._batches.clear()
 
     def state(self) -> dict[str, Any]:
         """What is known, as plain values."""
