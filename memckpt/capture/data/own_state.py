@@ -60,6 +60,7 @@ _MOST_ELEMENTS = 4096
 #: in what order one is iterated depends on its history.
 _KEPT_INSIDE = (list, tuple, dict, deque)
 _KEPT = (*_KEPT_INSIDE, OrderedDict, defaultdict, Counter)
+_KINDS = {"OrderedDict": OrderedDict, "Counter": Counter}
 #: Elements that a checksum of something larger looks at.
 _MOST_SAMPLED = 2**16
 _SCALARS = (bool, int, float, str, bytes, type(None))
@@ -105,7 +106,8 @@ class OwnObjects:
         self._roots = roots
         self._walked = False
         self._said_cut = False
-        self._kept: dict[tuple[str, str], tuple[Any, Any]] = {}
+        #: Copies of containers, their plain values, and whether there are containers in them.
+        self._kept: dict[tuple[str, str], tuple[Any, Any, bool]] = {}
         self.stateless = ""
         self.lost = ""
         self.outgrown: dict[str, None] = {}
@@ -247,15 +249,15 @@ class OwnObjects:
         """A container or an array as a plain value, one object while unchanged; None for other and large ones."""
         if isinstance(value, _KEPT):
             before = self._kept.get((path, name))
-            if before is not None and _is_same(before[0], value):
+            if before is not None and _is_same(before[0], value, before[2]):
                 return before[1]
             copied = _copied(value, [_MOST_ELEMENTS])
             if copied is None:
                 if before is not None:
                     self.outgrown[f"{path}.{name}"] = None
                 return None
-            plain = copied if type(value) is list else {"container": copied}
-            self._kept[path, name] = copied, plain
+            plain = copied if type(value) is list else {"container": copied, "kind": type(value).__name__}
+            self._kept[path, name] = copied, plain, bool(_parts(copied))
             return plain
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu" or value.layout != torch.strided or value.dtype == torch.bfloat16:
@@ -336,7 +338,12 @@ class OwnObjects:
             sampler = self._samplers.get(path)
             if sampler is not None:
                 names = values if progress is None else progress.get(path, ())
-                _set_values(_own_dict(sampler), {name: values[name] for name in names if name in values})
+                for name in names:
+                    if name in values and not _set_value(_own_dict(sampler), name, values[name]):
+                        self.lost = (
+                            f"loader.{path}.{name} was a defaultdict in the run that is continued, whose default is "
+                            f"not known, and is not there at the resume; make it in the sampler's __init__()"
+                        )
 
     def _make(self, path: str, state: dict[str, Any]) -> None:
         """Make a generator at a path where there is none."""
@@ -365,10 +372,15 @@ def changed(before: OwnState, now: OwnState) -> Progress:
     progress: Progress = {}
     for path, values in now["attributes"].items():
         old = before["attributes"].get(path, {})
-        names = [name for name in values if name in _ALWAYS or name not in old or old[name] != values[name]]
+        names = [name for name in values if name in _ALWAYS or name not in old or _differs(old[name], values[name])]
         if names:
             progress[path] = names
     return progress
+
+
+def _differs(before: Any, now: Any) -> bool:
+    # A container is one object while it is unchanged; by comparison, dicts in another order are equal.
+    return before is not now and (before != now or isinstance(now, list) or "container" in now)
 
 
 # What a walk follows
@@ -454,12 +466,24 @@ def _is_sampler(path: str, kind: type) -> bool:
     return issubclass(kind, Sampler) or (names[-1].endswith("sampler") and _EDGES.issuperset(names))
 
 
-def _is_same(before: Any, value: Any) -> bool:
-    """Whether a container has what its copy had, in the same order; comparing is far faster than copying."""
+def _is_same(before: Any, value: Any, nested: bool) -> bool:
+    """Whether a container has what its copy had, in the same order; comparing is far faster than copying.
+
+    Args:
+        nested: whether there are containers in it.
+    """
     try:
-        return bool(before == value) and (not isinstance(value, dict) or [*before] == [*value])
+        if before != value or (isinstance(value, dict) and [*before] != [*value]):
+            return False
     except (ValueError, RuntimeError):  # an array has come into it, of which no comparison is true or false
         return False
+    return not nested or all(_is_same(*both, True) for both in zip(_parts(before), _parts(value), strict=True))
+
+
+def _parts(value: Any) -> list[Any]:
+    """Containers in a container."""
+    parts = value.values() if isinstance(value, dict) else value
+    return [each for each in parts if type(each) in _KEPT_INSIDE]
 
 
 def _copied(value: Any, left: list[int]) -> Any:
@@ -506,33 +530,36 @@ def _digest(value: Any, left: list[int], depth: int = 3) -> int:
     return index_digest([len(parts), *(_digest(each, left, depth - 1) for each in parts if left[0] > 0)], 0)
 
 
-def _set_values(own: dict[Any, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        live = own.get(name)
-        if name == "initial_seed" and isinstance(value, str):
-            own[name] = int(value)
-        elif isinstance(value, list):
-            fresh = _copied(value, [_MOST_ELEMENTS])  # positions share theirs
-            if type(live) is list:
-                live[:] = fresh  # others may refer to it
-            else:
-                own[name] = fresh
-        elif isinstance(value, dict) and "container" in value:
-            fresh = copy.deepcopy(value["container"])
-            if isinstance(live, (dict, deque)):  # in place, with what else it knows, as a default
-                live.clear()
-                live.extend(fresh) if isinstance(live, deque) else live.update(fresh)
-            else:
-                own[name] = fresh
-        elif isinstance(value, dict):
-            array = np.frombuffer(value["array"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-            if isinstance(live, torch.Tensor) and live.shape == array.shape:
-                live.copy_(torch.from_numpy(array))
-            elif isinstance(live, torch.Tensor):
-                own[name] = torch.from_numpy(array)
-            elif isinstance(live, np.ndarray) and live.shape == array.shape and live.flags.writeable:
-                live[...] = array
-            else:
-                own[name] = array
+def _set_value(own: dict[Any, Any], name: str, value: Any) -> bool:
+    """Set one attribute, in place where others may refer to it; False where it cannot be made anew."""
+    live = own.get(name)
+    if name == "initial_seed" and isinstance(value, str):
+        own[name] = int(value)
+    elif isinstance(value, list):
+        fresh = _copied(value, [_MOST_ELEMENTS])  # positions share theirs
+        if type(live) is list:
+            live[:] = fresh
         else:
-            own[name] = value
+            own[name] = fresh
+    elif isinstance(value, dict) and "container" in value:
+        fresh = copy.deepcopy(value["container"])
+        if isinstance(live, (dict, deque)):  # with what else it knows, as a default
+            live.clear()
+            live.extend(fresh) if isinstance(live, deque) else live.update(fresh)
+        elif value["kind"] == "defaultdict":
+            return False
+        else:
+            own[name] = _KINDS[value["kind"]](fresh) if value["kind"] in _KINDS else fresh
+    elif isinstance(value, dict):
+        array = np.frombuffer(value["array"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        if isinstance(live, torch.Tensor) and live.shape == array.shape:
+            live.copy_(torch.from_numpy(array))
+        elif isinstance(live, torch.Tensor):
+            own[name] = torch.from_numpy(array)
+        elif isinstance(live, np.ndarray) and live.shape == array.shape and live.flags.writeable:
+            live[...] = array
+        else:
+            own[name] = array
+    else:
+        own[name] = value
+    return True

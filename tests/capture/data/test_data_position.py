@@ -434,6 +434,51 @@ def test_what_a_sampler_keeps_is_carried_whatever_holds_it(make: Callable[[], An
     assert not data.unreplayable(loader)
 
 
+def reordered(kept: dict[str, Any]) -> None:
+    for inner in (kept, kept["inner"]):
+        first = next(iter(inner))
+        inner[first] = inner.pop(first)
+
+
+def test_the_order_of_what_a_sampler_keeps_is_carried() -> None:
+    def followed() -> tuple[DataLoader[Any], Any]:
+        sampler = SequentialSampler(range(8))
+        sampler.kept = {"inner": {1: 0, 2: 0}, "other": 1}  # type: ignore[attr-defined]
+        loader = DataLoader(Augmented(), BATCH, sampler=sampler)
+        data.graft(loader)
+        next(iter(loader))
+        data.position(loader)
+        return loader, sampler
+
+    (loader, ours), (other, theirs) = followed(), followed()
+    reordered(ours.kept)
+    data.resume(other, codec.decode(codec.encode(data.position(loader))))
+    assert repr(theirs.kept) == repr(ours.kept) == "{'other': 1, 'inner': {2: 0, 1: 0}}"
+
+
+@pytest.mark.parametrize("kept", [Counter({3: 2}), OrderedDict({3: 2}), deque([3], 2), defaultdict(int, {3: 2})])
+def test_what_a_sampler_makes_in_its_first_pass_comes_back_as_it_was_or_is_said(kept: Any) -> None:
+    def followed() -> tuple[DataLoader[Any], Any]:
+        sampler = SequentialSampler(range(8))
+        sampler.kept = None  # type: ignore[attr-defined]
+        loader = DataLoader(Augmented(), BATCH, sampler=sampler)
+        data.graft(loader)
+        next(iter(loader))
+        return loader, sampler
+
+    (loader, ours), (other, theirs) = followed(), followed()
+    ours.kept = kept
+    data.resume(other, codec.decode(codec.encode(data.position(loader))))
+    if isinstance(kept, defaultdict):
+        assert theirs.kept is None
+        assert "kept was a defaultdict in the run that is continued" in (data.unreplayable(other) or "")
+    else:
+        assert type(theirs.kept) is type(kept)
+        assert theirs.kept == kept
+        assert getattr(theirs.kept, "maxlen", None) == getattr(kept, "maxlen", None)
+        assert not data.unreplayable(other)
+
+
 @pytest.mark.parametrize("change", [lambda one: one.scores.of.update({3: 0.5}), lambda one: one.seen.add(3)])
 def test_another_object_that_a_sampler_keeps_is_said_once_it_changes(change: Callable[[Any], None]) -> None:
     """And a set: in what order it is iterated depends on its history."""
