@@ -73,6 +73,8 @@ class FitState:
         self._messages = messages
         self.inexact = inexact
         self.beside = modules_beside(trainer, pl_module)
+        #: What the attempt began with.
+        self._settings = trainer_state.settings(trainer)
         self._user = UserState(trainer, pl_module, self.beside, skip=callback)
         self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))
         modules = (pl_module, *self.beside.values())
@@ -134,7 +136,8 @@ class FitState:
         """Objects whose state is carried here."""
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        return [*list_callbacks(self._trainer), *schedulers, scaler, *self._attributes.objects()]
+        modules = (self._pl_module, *self.beside.values())
+        return [*list_callbacks(self._trainer), *schedulers, scaler, *modules, *self._attributes.objects()]
 
     def look_again(self) -> None:
         """Log, as training starts, what was made too late, and loaders that cannot be continued exactly."""
@@ -162,6 +165,7 @@ class FitState:
         self._attributes.restore(state["attributes"])
         self._objects.load_state_dict(state["objects"])
         trainer_state.restore(self._trainer, self._internals, state["trainer"])
+        trainer_state.put_settings_back(self._trainer, state["settings"], state["changed_settings"])
         self._logging.restore(state["logging"])
 
     # Commit
@@ -200,7 +204,8 @@ class FitState:
             "epoch_over": epoch_over,
             "loops": loops,
             "unedited_loops": edited_part(unedited),  # for an export
-            "settings": trainer_state.settings(self._trainer),
+            "settings": self._settings,
+            "changed_settings": trainer_state.settings_changed_by_training(self._trainer, self._settings),
             "replicas": trainer_state.data_replicas(self._trainer),
             "trainer": trainer_state.capture(self._trainer, internals),
             "logging": self._logging.capture(),
@@ -303,7 +308,7 @@ class FitState:
         parts["hyperparameters", "precision"] = trainer["precision"]
         parts["hyperparameters", "trainer"] = {
             **state["settings"],
-            "accumulate_grad_batches": trainer["accumulate_grad_batches"],
+            **state["changed_settings"],
             "should_stop": trainer["should_stop"],
         }
         for name, piece in self._without_clocks(state["user"]).items():

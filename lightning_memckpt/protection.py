@@ -142,7 +142,7 @@ class Protection:
             self._loaders.take_over()
             return
         state = held.provided_as(STATE, "MemCheckpoint")
-        for line in trainer_state.changed_settings(trainer, state["settings"]):
+        for line in trainer_state.changed_settings(trainer, state["settings"], state["changed_settings"]):
             self._inexact(line)
         if held.world_size != trainer.world_size or state["replicas"] != trainer_state.data_replicas(trainer):
             state = self._for_other_ranks(state, held.world_size)

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
@@ -39,18 +39,28 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+#: Those that training itself may change (a callback, GradientAccumulationScheduler), and a resume puts back.
+_PUT_BACK = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+
+
 def settings(trainer: pl.Trainer) -> dict[str, str]:
     """The Trainer's arguments that an exact continuation has to share, as text."""
     return {name: str(getattr(trainer, name, None)) for name in _SETTINGS}
 
 
-def changed_settings(trainer: pl.Trainer, before: Mapping[str, str]) -> Iterator[str]:
-    """One line for each of them that differs."""
+def settings_changed_by_training(trainer: pl.Trainer, began_with: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments that differ from those that the attempt began with: values where a resume can put them back."""
+    changed = {name: value for name, value in settings(trainer).items() if value != began_with[name]}
+    return {name: getattr(trainer, name) if name in _PUT_BACK else value for name, value in changed.items()}
+
+
+def changed_settings(trainer: pl.Trainer, began_with: Mapping[str, str], changed: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each that differs from what the killed attempt began with, or that it changed for good."""
     for name, value in settings(trainer).items():
-        if value != before.get(name, value) and not (
-            name == "accumulate_grad_batches" and _schedules_accumulation(trainer)
-        ):
-            yield f"{name} was {before[name]} when the held state was captured, and is {value} now"
+        if name in changed and value == began_with[name] and name not in _PUT_BACK:
+            yield f"{name} was {changed[name]} when the held state was captured, and is {value} now"
+        elif value != began_with[name]:
+            yield f"{name} was {began_with[name]} in the run that is continued, and is {value} now"
 
 
 def data_replicas(trainer: pl.Trainer) -> int:
@@ -68,7 +78,6 @@ def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": _precision(trainer.precision_plugin),
         "loop_extras": internals.loop_extras(),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "should_stop": trainer.should_stop,
     }
 
@@ -105,16 +114,20 @@ def _precision(plugin: Any) -> Any:
     return plugin.state_dict()
 
 
+def put_settings_back(trainer: pl.Trainer, began_with: Mapping[str, str], changed: Mapping[str, Any]) -> None:
+    """Set what training had changed, unless the script now begins with another value."""
+    now = settings(trainer)
+    for name in changed.keys() & set(_PUT_BACK):
+        if now[name] == began_with[name]:
+            setattr(trainer, name, changed[name])
+
+
 def restore(trainer: pl.Trainer, internals: TrainerInternals, state: Mapping[str, Any]) -> None:
     """Restore the captured state; call after the optimizers are restored, as Lightning does."""
     _restore_schedulers(trainer, state["schedulers"])
     if state["precision"]:
         trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
     internals.set_loop_extras(state["loop_extras"])
-    if _schedules_accumulation(trainer):
-        # The callback sets it at an epoch's start, which a resume inside an epoch does not repeat. Without that
-        # callback the Trainer's own argument, which the user may have changed, applies.
-        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
 
 
 def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any] | None]) -> None:
@@ -134,10 +147,6 @@ def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any] | None]
             continue
         scheduler: Any = config.scheduler
         scheduler.load_state_dict(with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
-
-
-def _schedules_accumulation(trainer: pl.Trainer) -> bool:
-    return any(isinstance(each, GradientAccumulationScheduler) for each in list_callbacks(trainer))
 
 
 # The reductions that self.log() accepts. The object matters, not only its name: Lightning compares it with that of the

@@ -179,7 +179,8 @@ class Protection:
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         scheduler = self._trainer.lr_scheduler
         schedulers = scheduler, getattr(scheduler, "scheduler", None)
-        return [*callbacks, *schedulers, scaler, *self._attributes.objects()]
+        modules = (self._trainer.model, *self._beside.values())
+        return [*callbacks, *schedulers, scaler, *modules, *self._attributes.objects()]
 
     def _inexact(self, reason: str) -> None:
         assert self._session is not None, "begin() is called before anything is restored or captured"

@@ -42,6 +42,8 @@ _CONTAINERS = (dict, list, tuple, deque)
 _MODULE_NAMES = frozenset(vars(nn.Module()))
 #: Members of a container that are looked at where one may have come: its size has changed, or one was None.
 _FEW_MEMBERS = 64
+#: Tensors of a module that nobody carries, and elements of each, that are compared.
+_FEW_SAMPLED = 8
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _ARRAYS = frozenset({torch.Tensor, torch.Size, torch.dtype, torch.device, np.ndarray, array.array})
 
@@ -203,17 +205,28 @@ class FoundObjects(Attributes):
         self._first_names: dict[int, str] = {}
         #: Objects that are too large to be carried unasked, with a trace of their state as it was found.
         self._watched: dict[str, Any] = {}
+        #: Modules with tensors that nobody carries, and a trace of these.
+        self._modules: dict[str, tuple[nn.Module, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all that have been found."""
         if self._captures < _LOOKS or self._captures % _LOOK_EVERY == 0 or self._may_have_come():
             self._find_objects()
         self._captures += 1
+        for name, (module, trace) in list(self._modules.items()):
+            if _module_trace(module) != trace:
+                self._say_module(name, module)
         try:
             return self.capture()
         except Exception:  # the look leaves out the one that raises, and says so
             self._find_objects()
             return self.capture()
+
+    def _say_module(self, name: str, module: nn.Module) -> None:
+        self._inexact(
+            f"{name}, a {type(module).__qualname__}, changes and is not carried: it came while training ran, or its "
+            "tensors cannot be held; make it before training begins"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them; says which are not there any more."""
@@ -226,22 +239,22 @@ class FoundObjects(Attributes):
                 self._inexact(f"{name} had a state in the run that is continued, and {problem}")
 
     def _may_have_come(self) -> bool:
-        """Whether one may have been made since the last look: on a name that was None, or in a container."""
+        """Whether one may have been made since the last look: on a name that was None, a new one, or in a container."""
         filled = [value for own, name in self._empty if (value := own.get(name)) is not None]
-        if any(_is_object(one) or any(map(_is_object, _few(one))) for one in filled):
+        if any(_is_kept(one) or any(map(_is_kept, _few(one))) for one in filled):
             return True
         for number, (place, size, objects, has_none) in enumerate(self._sized):
             if has_none or len(place) != size:
                 self._sized[number] = place, len(place), objects, has_none
-                if sum(map(_is_object, _few(place))) > objects:
+                if sum(map(_is_kept, _few(place))) > objects:
                     return True
         return False
 
     def _find_objects(self) -> None:
-        skipped = {id(each) for each in chain(self._elsewhere(), followed())}
+        elsewhere = list(chain(self._elsewhere(), followed()))
         roots = self._roots()
-        modules = (each for each in roots.values() if isinstance(each, nn.Module))
-        staged = {_address(one) for each in modules for one in _staged(each)} - {None}
+        modules = [each for each in chain(roots.values(), elsewhere) if isinstance(each, nn.Module)]
+        carried = {id(each) for each in chain(elsewhere, *(module.modules() for module in modules))}
         found: dict[int, dict[str, Any]] = {}
         self._empty, self._sized = [], []
         for own, attribute, name in _attributes_below(roots):
@@ -251,35 +264,49 @@ class FoundObjects(Attributes):
             elif isinstance(value, _CONTAINERS):
                 few = list(_few(value))
                 has_none = any(one is None for one in few)
-                self._sized.append((value, len(value), sum(map(_is_object, few)), has_none))
+                self._sized.append((value, len(value), sum(map(_is_kept, few)), has_none))
             for path, one in _members(name, value):
-                if _is_object(one) and id(one) not in skipped:
+                if _is_kept(one) and id(one) not in carried:
                     found.setdefault(id(one), {}).setdefault(path, one)
+        self._sized += [(own, len(own), sum(map(_is_kept, _few(own))), False) for own, _ in _owners_below(roots)]
+        staged = {_address(one) for each in modules for one in _staged(each)} - {None}
         names, first_names = [], {}
         for known, paths in found.items():
             # Of several names the one that it had first: others may be set anew in each step.
             name = self._first_names.get(known, "")
-            name, value = (name, paths[name]) if name in paths else next(iter(paths.items()))
+            name = name if name in paths else next(iter(paths))
             first_names[known] = name
-            try:
-                state = _captured(value)
-            except Exception as error:  # it has no state, or none to be had unasked
-                if name in self.names:
-                    self._inexact(f"{name} is not carried any more: its state_dict() raises {error}")
-                continue
-            if any(_address(tensor) in staged for tensor in _tensors(state)):
-                continue  # it wraps the model, and would load it a second time
-            if codec.unencodable_paths(state):
-                reason = "its state cannot be stored"
-            elif (nbytes := sum(tensor.nbytes for tensor in _tensors(state))) > _LARGE:
-                reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
-            else:
+            if isinstance(paths[name], nn.Module):
+                self._watch_module(name, paths[name], staged)
+            elif self._can_carry(name, paths[name], staged):
                 names.append(name)
-                continue
-            trace = _trace(state)
-            if self._watched.setdefault(name, trace) != trace:
-                self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
         self.names, self._first_names = tuple(names), first_names
+
+    def _watch_module(self, name: str, module: nn.Module, staged: set[int | None]) -> None:
+        tensors = list(_staged(module))
+        if tensors and not all(_address(one) in staged for one in tensors):
+            self._modules.setdefault(name, (module, _module_trace(module)))
+
+    def _can_carry(self, name: str, value: Any, staged: set[int | None]) -> bool:
+        """Whether an object's state is carried; says why not, once it changes."""
+        try:
+            state = _captured(value)
+        except Exception as error:  # it has no state, or none to be had unasked
+            if name in self.names:
+                self._inexact(f"{name} is not carried any more: its state_dict() raises {error}")
+            return False
+        if any(_address(tensor) in staged for tensor in _tensors(state)):
+            return False  # it wraps the model, and would load it a second time
+        if codec.unencodable_paths(state):
+            reason = "its state cannot be stored"
+        elif (nbytes := sum(tensor.nbytes for tensor in _tensors(state))) > _LARGE:
+            reason = f"each step would copy its {nbytes >> 10} KiB; {self._named.format(name)} to carry it"
+        else:
+            return True
+        trace = _trace(state)
+        if self._watched.setdefault(name, trace) != trace:
+            self._inexact(f"{name}, a {type(value).__qualname__}, changes and is not carried: {reason}")
+        return False
 
 
 class GeneratorState:
@@ -440,15 +467,19 @@ def _set(holder: Any, last: str, value: Any) -> None:
         setattr(holder, last, value)
 
 
-def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """The attributes of the roots and of modules below them, without those that each module has: dict, key, name."""
+def _owners_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The attributes of the roots and of modules below them, as dicts, with the owners' names."""
     for root, held in roots.items():
         for path, owner in held.named_modules() if isinstance(held, nn.Module) else [("", held)]:
-            own: dict[str, Any] = getattr(owner, "__dict__", {})
-            start = ".".join(filter(None, (root, path)))
-            for name in list(own):
-                if name not in _MODULE_NAMES:
-                    yield own, name, f"{start}.{name}"
+            yield getattr(owner, "__dict__", {}), ".".join(filter(None, (root, path)))
+
+
+def _attributes_below(roots: Mapping[str, object]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Each attribute there, without those that each module has: dict, key, name."""
+    for own, start in _owners_below(roots):
+        for name in list(own):
+            if name not in _MODULE_NAMES:
+                yield own, name, f"{start}.{name}"
 
 
 def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -478,6 +509,18 @@ def _is_object(value: Any) -> bool:
     methods = (getattr(kind, name, None) for name in ("state_dict", "load_state_dict"))
     other = issubclass(kind, (*_OTHERS, type)) or kind.__module__.partition(".")[0] in _OURS
     return not other and all(map(callable, methods))
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether it is such an object, or a module."""
+    return _is_object(value) or issubclass(type(value), nn.Module)
+
+
+def _module_trace(module: nn.Module) -> list[Any]:
+    """Something that differs if its tensors have changed; writes through ``.data`` are seen on the CPU only."""
+    tensors = list(_all_tensors(module))
+    sampled = [one.detach() for one in tensors[:_FEW_SAMPLED] if one.device.type == "cpu" and not why_not_held(one)]
+    return [*map(_trace, tensors), *(local(one).flatten()[:_FEW_SAMPLED].tolist() for one in sampled)]
 
 
 def _staged(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -212,18 +212,25 @@ class Helpers:
                 )
 
 
-def _schedulers(optimizers: Sequence[Optimizer]) -> Iterator[Any]:
-    """What refers to an optimizer, and has steps and a state of its own: numbers, and no tensors of a model."""
+def _schedulers(optimizers: Sequence[Any], depth: int = 2) -> Iterator[Any]:
+    """What refers to an optimizer, or to a wrapper of one, and has steps and a state of numbers, not of a model."""
     held = gc.get_referrers(*optimizers)  # objects, and the dicts of objects
     dicts = [one for one in held if type(one) is dict]
+    wrappers = []
     for owner in {id(one): one for one in (*held, *(gc.get_referrers(*dicts) if dicts else ()))}.values():
         kind = type(owner)
         acts = all(callable(getattr(kind, name, None)) for name in ("step", "state_dict", "load_state_dict"))
-        other = issubclass(kind, torch.nn.Module) or hasattr(kind, "zero_grad") or hasattr(kind, "param_groups")
-        if acts and not other:
-            values = list(getattr(owner, "__dict__", {}).values())
-            if any(one is each for one in values for each in optimizers) and _is_plain(owner):
-                yield owner
+        if not acts or issubclass(kind, torch.nn.Module):
+            continue
+        values = list(getattr(owner, "__dict__", {}).values())
+        if not any(one is each for one in values for each in optimizers):
+            continue
+        if hasattr(kind, "zero_grad") or hasattr(kind, "param_groups"):
+            wrappers.append(owner)
+        elif _is_plain(owner):
+            yield owner
+    if wrappers and depth:
+        yield from _schedulers(wrappers, depth - 1)
 
 
 def _is_plain(owner: Any) -> bool:

@@ -6,6 +6,7 @@ says.
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 import random
@@ -392,7 +393,31 @@ def objects_of_the_module(attempt: Attempt) -> None:
     )
 
 
+class KeepsAnAverage(pl.Callback):
+    average: nn.Module | None = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.average is None and trainer.global_step >= 2:
+            self.average = copy.deepcopy(module.net)
+        for mine, new in zip(self.average.parameters() if self.average else (), module.net.parameters(), strict=False):
+            mine.data.lerp_(new.data, 0.1)
+
+
+def an_average_made_late(attempt: Attempt) -> None:
+    attempt.trainer(KeepsAnAverage(), max_epochs=3).fit(Small(attempt), shuffled())
+
+
 # Steps and flags
+
+
+class ChangesSettings(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            trainer.accumulate_grad_batches, trainer.gradient_clip_val = 2, 0.01
+
+
+def settings_that_training_changes(attempt: Attempt) -> None:
+    attempt.trainer(ChangesSettings(), max_epochs=3).fit(Small(attempt), shuffled())
 
 
 def accumulation_of_ones_own(attempt: Attempt) -> None:
@@ -479,6 +504,7 @@ CASES: list[tuple[Program, str, list[str]]] = [
     (objects_of_the_module, "large named", ["4"]),
     (accumulation_of_ones_own, "", ["0 4", "1 1", "2 5"]),
     (modes_of_modules, "", ["7", "val10", "12"]),
+    (settings_that_training_changes, "", ["4", "7"]),
 ]
 
 
@@ -507,6 +533,7 @@ def test_as_if_never_killed(program: Program, variant: str, kills: list[str], la
         (steps_that_take_their_batches, "1 ahead", "those taken in advance are left out"),
         (loaders_without_a_length, "stream noisy", "draws from the global generator of"),
         (objects_of_the_module, "large", "name it in `attributes`"),
+        (an_average_made_late, "", "changes and is not carried: it came while training ran"),
     ],
 )
 def test_what_cannot_be_is_said(program: Program, variant: str, said: str, lab: Lab) -> None:

@@ -151,6 +151,13 @@ class Timed:
         """Change nothing."""
 
 
+class Wrapper(Timed):
+    """An optimizer that is prepared by a framework."""
+
+    def zero_grad(self) -> None:
+        """Change nothing."""
+
+
 def _chain(optimizer: torch.optim.Optimizer) -> lr_scheduler.SequentialLR:
     parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 3)]
     return lr_scheduler.SequentialLR(optimizer, parts, [2])
@@ -175,6 +182,9 @@ def test_a_scheduler_that_nobody_carries_is_named(make: Any) -> None:
     assert name in str(found(other, SimpleNamespace(scheduler=scheduler))), "what is carried need not carry it"
     held = {"mine": {"rate": scheduler.state_dict()}}
     assert not any(name in line for line in found(other, **held))
+    wrapped = Timed(Wrapper(optimizer))  # type: ignore[arg-type]
+    assert "Timed" in str(found(other, scheduler)), "a scheduler of a prepared optimizer"
+    assert found(other, scheduler, wrapped) == []
 
 
 class Deaf:
