@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -68,6 +69,9 @@ class Copier(Protocol):
     def done(self) -> int:
         """The highest ticket whose copies are known to be done. Never blocks."""
 
+    def time_copies(self, on: bool = True) -> CopyTimes | None:
+        """Time copies from now on, or no longer. Returns the times; None where there is nothing to time, or not yet."""
+
     def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
         """Prepare a region as a destination of copies, until it is closed; beforehand they are slower.
 
@@ -113,8 +117,33 @@ class HostCopier:
     def done(self) -> int:
         return 0
 
+    def time_copies(self, on: bool = True) -> CopyTimes | None:
+        return None
+
     def adopt(self, region: Region, parts: Sequence[Part] = (), at_once: int | None = None) -> None:
         return
+
+
+@dataclass
+class CopyTimes:
+    """Times of copies on the device, and of what its compute waits for them; read them once the copies are done."""
+
+    nbytes: int = 0
+    #: Events before and after.
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def copy_seconds(self) -> float:
+        return _between(self.copies)
+
+    @property
+    def wait_seconds(self) -> float:
+        return _between(self.waits)
+
+
+def _between(events: Sequence[tuple[Any, Any]]) -> float:
+    return sum(float(before.elapsed_time(after)) for before, after in events) / 1e3
 
 
 class AcceleratorCopier:
@@ -169,6 +198,7 @@ class AcceleratorCopier:
         #: Events recorded after each launch whose copies are not known to be done, oldest first.
         self._launched: deque[Any] = deque()
         self._done = 0
+        self._times: CopyTimes | None = None
         #: Hooks of one backward may run in several threads.
         self._lock = threading.RLock()
 
@@ -212,6 +242,7 @@ class AcceleratorCopier:
             sources, self._sources = self._sources, set()
             for made_on in sources:
                 self._stream.wait_stream(made_on)
+            times, began = self._times, self._mark_time(self._stream)
             with self._at(), self._module.stream(self._stream):
                 for destination, source in bucket:
                     if source.nbytes <= self.PART_BYTES:
@@ -221,10 +252,26 @@ class AcceleratorCopier:
                     self._held.append(source)
             self._made_on |= sources
             self._launched.append(self._mark())
+            if times is not None:
+                times.nbytes += sum(source.nbytes for _, source in bucket)
+                times.copies.append((began, self._mark_time(self._stream)))
 
     def _mark(self) -> Any:
         event = self._module.Event(**self._event_options)
         event.record(self._stream)
+        return event
+
+    def time_copies(self, on: bool = True) -> CopyTimes | None:
+        locked = all(lock.is_over for lock in self._locks.values())  # copies to other memory are slower
+        self._times = CopyTimes() if on and locked else None
+        return self._times
+
+    def _mark_time(self, stream: Any) -> Any:
+        """An event at this point of the stream, if copies are timed."""
+        if self._times is None:
+            return None
+        event = self._module.Event(enable_timing=True)
+        event.record(stream)
         return event
 
     def wait_before_changes(self) -> None:
@@ -233,8 +280,11 @@ class AcceleratorCopier:
         with self._lock:
             self._launch()
             current = self._module.current_stream(self._index)
+            times, began = self._times, self._mark_time(current)
             for stream in self._made_on | {current}:
                 stream.wait_stream(self._stream)
+            if times is not None:
+                times.waits.append((began, self._mark_time(current)))
             self._held.clear()
             self._made_on.clear()
             if self._is_committed:
@@ -317,6 +367,11 @@ class PageLock:
         """Wait until so many bytes are locked, or all of them, or the rest is refused."""
         with self._changed:
             self._changed.wait_for(lambda: self._locked_bytes >= min(nbytes, sum(length for _, length in self._parts)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all bytes are locked, or the rest is refused."""
+        return self._locked_bytes >= sum(length for _, length in self._parts)
 
     def undo(self) -> None:
         """Unlock all parts; nothing may be copied to them any more."""

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from memckpt.capture.copier import CopyTimes
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError
 from memckpt.journal.events import Advised
@@ -25,6 +28,7 @@ from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.ranks import LocalTraining
 from memckpt.session.staging import Staging
 from memckpt.state.layout import Layout
+from memckpt.state.link_time import LinkTime
 from memckpt.state.spec import StateSpec
 from memckpt.storage.batch import not_loggable
 from memckpt.user_messages import nbytes_text, show_by_default
@@ -38,6 +42,8 @@ _NAME = OWN + "tuning"
 _LONG_STEP_SECONDS = 5.0
 #: Records before the first look, which are slower than others, and least records and seconds between two looks.
 FIRST_RECORDS, LEAST_RECORDS, LOOK_SECONDS = 16, 20, 30.0
+#: Records whose copies from an accelerator are timed, after the first look.
+_TIMED_RECORDS = 8
 #: MTBF of a job of which nothing is known, and the number of failures that this guess weighs as much as.
 _GUESSED_MTBF_SECONDS, _GUESS_WEIGHT = 86400.0, 0.1
 #: Number of failures that an estimate of their rate remembers.
@@ -83,6 +89,10 @@ class Tuning:
         self._next: int | None = None
         self._settings = mode.settings
         self._settled = False
+        #: Times of copies, while they are taken; the record after which they are; and whether they are told.
+        self._times: CopyTimes | None = None
+        self._timed_until = 0
+        self._has_told_times = False
         self._counted_at = time.monotonic()
         self._begin_window(0)
         if self._on:
@@ -117,6 +127,8 @@ class Tuning:
             if self._next is None:
                 self._begin_window(record)
                 self._next = record + FIRST_RECORDS
+            if record == self._timed_until:
+                self._training.copier.time_copies(False)
             if record >= self._next:
                 self._look_at_figures(record)
         except Exception:  # said: the user's training goes on without advice
@@ -151,6 +163,8 @@ class Tuning:
         self._begin_window(record)
         self._next = record + max(LEAST_RECORDS, math.ceil(LOOK_SECONDS / measured.step_seconds))
         settled, self._settled = self._settled, True
+        if not self._has_told_times:
+            self._look_at_copies(record, measured.step_seconds)
         if not settled:  # the first steps are not like the others
             return
         if self._ranks.rank == 0 and self._link.up:
@@ -167,6 +181,21 @@ class Tuning:
                 "other redo mode, anchor_period_steps or slots makes it less",
                 *(100 * measured.overhead, measured.step_seconds, 100 * self._training.config.overhead_budget),
             )
+
+    def _look_at_copies(self, record: int, step_seconds: float) -> None:
+        """Have the copies of some records timed; at the next look say what share of them hides behind compute."""
+        writer, times = self._staging.writer, self._times
+        if times is None or writer is None or not times.copies:
+            self._times, self._timed_until = self._training.copier.time_copies(), record + _TIMED_RECORDS
+            return
+        self._has_told_times = True
+        layout, copies = writer.layout, times.copy_seconds / _TIMED_RECORDS
+        anchors = copies * layout.anchor_bytes / (layout.anchor_bytes + layout.gradient_bytes)
+        waited = times.wait_seconds / _TIMED_RECORDS
+        link = LinkTime(copies - anchors, anchors, max(step_seconds - waited, 1e-9), writer.spec.period)
+        halves, ranks = torch.float32 in writer.grad_dtypes, len(self._ranks.local_ranks)
+        if self._ranks.rank == 0:
+            _start.info("memckpt: %s", link.describe(times.nbytes / _TIMED_RECORDS, waited, halves, ranks))
 
     def _give_advice(self) -> None:
         """Say what would pay, or that what was advised would not any more."""

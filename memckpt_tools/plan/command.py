@@ -98,7 +98,7 @@ def plan(
     """
     from memckpt_tools.plan import table as plan_table
     from memckpt_tools.planning.pictures import check_plot
-    from memckpt_tools.planning.schemes import make_plan
+    from memckpt_tools.planning.schemes import copies_in_words, make_plan
     from memckpt_tools.planning.values import fields_as_options, option_of
 
     if listen is not None:
@@ -136,6 +136,7 @@ def plan(
     options |= {field: option_of(name) for name, (field, *_) in reversed(_UNITS.items())}
     with fields_as_options(options):
         found = make_plan(_job(facts, by_node=node_mtbf_hours is not None))
+    notes += filter(None, [copies_in_words(found.job, found.recommended)])
     if plot is not None:
         plan_table.draw(found, plot)
     if schemes is not None:

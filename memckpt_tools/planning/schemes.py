@@ -17,6 +17,7 @@ from memckpt.config import (
     StorageConfig,
     TopK,
 )
+from memckpt.state.link_time import LinkTime
 from memckpt.user_messages import seconds_text
 from memckpt_tools.planning.footprint import (
     PRIVATE_WIRE_BYTES,
@@ -330,12 +331,38 @@ def snapshot_every(job: Job) -> int:
 
 def _local_waits(job: Job, mode: RedoMode, held: Held, every: int) -> float:
     """Share of training time that copies into this node's memory cost, and redo that is slower than training."""
-    copied = held.whole_bytes / every if every else held.record_bytes
-    copying = copied / job.copy_bytes_per_second
-    waits = max(copying * (1 - job.copy_overlap), copying - job.step_seconds)
+    if every:
+        copying = held.whole_bytes / every / job.copy_bytes_per_second
+        waits = max(copying * (1 - job.copy_overlap), copying - job.step_seconds)
+    else:
+        waits = _copies_waits(job, _link_time(job, held.period))
     if mode == "eager":
         waits += max(0.0, job.node_parameters / job.agent_redo_parameters_per_second - job.step_seconds)
     return waits / job.step_seconds
+
+
+def _link_time(job: Job, period: int) -> LinkTime:
+    each = job.node_parameters / job.copy_bytes_per_second
+    return LinkTime(each * job.gradient_bytes, each * job.state_bytes / period, job.step_seconds, period)
+
+
+def _copies_waits(job: Job, link: LinkTime) -> float:
+    """Seconds of a step that wait for copies: what the link cannot hide, and what it never does."""
+    return max(link.copy_seconds * (1 - job.copy_overlap), link.exposed_seconds)
+
+
+def copies_in_words(job: Job, recommended: Planned | None) -> str:
+    """What share of the copies from accelerators hides behind compute, and what would help; empty without any."""
+    if not job.gpus_per_node:
+        return ""
+    config = None if recommended is None else recommended.config
+    if config is None or config.redo == "snapshot":
+        config = MemckptConfig(redo="lazy")
+    period = config.anchor_period("eager" if config.redo == "eager" else "lazy")
+    link = _link_time(job, period)
+    nbytes = link.copy_seconds * job.copy_bytes_per_second
+    found = link.describe(nbytes, _copies_waits(job, link), job.gradient_bytes > 2, job.gpus_per_node)
+    return f"each step recorded with T={period}: {found}"
 
 
 def _storing(job: Job, held: Held, log: bool) -> _Beyond:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from memckpt.capture import slot_writer
+from memckpt.session import tuning
 from tests.gpu.unsynchronized import STOPS, Kind, train
 from tests.support.late import device as late
 from tests.support.trainings.engine_harness import Lab
@@ -33,15 +35,14 @@ WAITS = {"fp16-clip"}
 
 
 def result_of(
-    gpu_lab: Lab, name: str, redo: str, device: str, prepare: Callable[[], object] | None = None
+    gpu_lab: Lab, name: str, redo: str, device: str, prepare: Callable[[], object] = lambda: None, watch: bool = True
 ) -> dict[str, Any]:
     report = gpu_lab.directory / "result"
     width = 3072 if device == "cuda" else 64
-    watch = name not in WAITS and redo == "lazy" and prepare is None
+    watch = watch and name not in WAITS and redo == "lazy"
 
     def body() -> None:
-        if prepare is not None:
-            prepare()
+        prepare()
         train(KINDS[name], device, width, gpu_lab.run_dir, redo, watch, report)
 
     child = gpu_lab.fork(body, name)
@@ -70,11 +71,28 @@ def test_page_locking_that_is_slow_or_refused(gpu_lab: Lab, device: str, seconds
         late.limit_page_locking(seconds, most_bytes)
         slot_writer.LOCKED_BYTES = 1 << 12
 
-    found = result_of(gpu_lab, "fp32", "lazy", device, prepare)
+    found = result_of(gpu_lab, "fp32", "lazy", device, prepare, watch=False)
     assert found["problems"] == []
     assert found["resumed"] == [0, *STOPS[:-1]]
     assert found["differing"] == []
     assert found["log"].count("could not be page-locked: cudaHostRegister failed with error 2") == (most_bytes == 1)
+
+
+def test_copies_are_timed_once_and_told(gpu_lab: Lab, device: str) -> None:
+    """Without a wait of the host; on a CPU there is nothing to tell."""
+
+    def prepare() -> None:
+        tuning.FIRST_RECORDS, tuning.LEAST_RECORDS, tuning.LOOK_SECONDS, tuning._TIMED_RECORDS = 1, 2, 0.0, 1
+
+    found = result_of(gpu_lab, "fp32-fused", "lazy", device, prepare)
+    assert found["differing"] == []
+    assert "advice on settings ends" not in found["log"]
+    told = re.findall(r"copies to the host take (\S+) ms of a step of (\S+) s, at (\S+) GB/s; (\d+)% of", found["log"])
+    if device == "cpu":
+        assert told == []
+    else:
+        assert told
+        assert all(float(number) > 0 for _, step, rate, _ in told for number in (step, rate))
 
 
 def test_drift_of_a_replica_on_the_cpu(gpu_lab: Lab, device: str) -> None:

@@ -132,6 +132,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     count_asked_wait("event.synchronize");
     if (event) wait_on_host(mark_of(event));
   }
+  double elapsedTime(void* before, void* after, c10::DeviceIndex) const override {
+    TORCH_CHECK(before && after && query(mark_of(before)) && query(mark_of(after)), "an event is yet to come");
+    return std::chrono::duration<double, std::milli>(mark_of(after)->at - mark_of(before)->at).count();
+  }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_use(data.get(), static_cast<int>(stream.id()));

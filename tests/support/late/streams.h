@@ -50,9 +50,10 @@ inline thread_local Clock host_clock{};
 class Mark {
  public:
   Clock clock{};
+  std::chrono::steady_clock::time_point at{};  // when the stream came there
 
   void set() {
-    { std::lock_guard<std::mutex> guard(mutex_); done_ = true; }
+    { std::lock_guard<std::mutex> guard(mutex_); at = std::chrono::steady_clock::now(); done_ = true; }
     changed_.notify_all();
   }
 

@@ -1,0 +1,82 @@
+"""What a step's copies to the host take of an accelerator's link, and what hides them. Torch-free: ``plan`` asks, too.
+
+A forward takes 2 operations for each parameter and token, a backward 4: a third and two thirds of the compute. Anchors
+are copied beside the forward and what follows it, gradients beside the last backward before a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+#: Wait, as a share of compute, that is worth a remedy.
+_WORTH = 0.01
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """Seconds of one step of one device: copies of gradients and of anchors, and compute without waits for them."""
+
+    gradient_seconds: float
+    anchor_seconds: float
+    compute_seconds: float
+    period: int  #: T
+    batches: int = 1  #: backwards of a step, of which the last one's gradients are copied
+
+    @property
+    def copy_seconds(self) -> float:
+        return self.gradient_seconds + self.anchor_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What a step waits for; anchors that are not copied before the last backward delay gradients."""
+        backward = self.compute_seconds * 2 / 3 / self.batches
+        late = max(0.0, self.anchor_seconds - (self.compute_seconds - backward))
+        return max(0.0, late + self.gradient_seconds - backward)
+
+    @property
+    def overhead(self) -> float:
+        """The wait as a share of compute."""
+        return self.exposed_seconds / self.compute_seconds
+
+    def describe(self, nbytes: float, waits: float, halves: bool, ranks: int) -> str:
+        """What hides of copies of `nbytes` a step, and what would help, in words.
+
+        `halves`: whether gradients are in fp32. `ranks`: number of the node's ranks. `waits`: seconds, as measured.
+        """
+        step, copies = self.compute_seconds + waits, self.copy_seconds
+        found = (
+            f"copies to the host take {copies * 1e3:.3g} ms of a step of {step:.3g} s, at "
+            f"{nbytes / copies / 1e9:.3g} GB/s; {max(0.0, 1 - waits / copies):.0%} of that hides behind compute"
+        )
+        if waits <= _WORTH * self.compute_seconds:
+            return found
+        found += f", and the device waits {waits * 1e3:.3g} ms for the rest"
+        if self.overhead <= _WORTH:
+            return f"{found}: it is what backward makes last, the gradient of a tied embedding for instance"
+        remedies = [f"{name} (to {one.overhead:.1%})" for name, one in self._remedies(halves, ranks)]
+        return f"{found}, {self.overhead:.1%} of compute by the formula; less with {', '.join(remedies)}"
+
+    def _remedies(self, halves: bool, ranks: int) -> Iterable[tuple[str, LinkTime]]:
+        for name, ways in (
+            ("anchor_period_steps={}", {one: self._with_period(one) for one in (8, 16, 32, 64) if one > self.period}),
+            ("gradients in bf16", {2: replace(self, gradient_seconds=self.gradient_seconds / 2)} if halves else {}),
+            ("gradients accumulated over {} batches", {one: self._accumulated(one) for one in (2, 4, 8)}),
+            (
+                "{} ranks on a node, which share the copies",
+                {one: self._divided(one / ranks) for one in (2, 4, 8) if one > ranks},
+            ),
+        ):
+            ways = {count: one for count, one in ways.items() if one.overhead < 0.9 * self.overhead}
+            if ways:  # the first that suffices, else what helps most
+                count = next((each for each, one in ways.items() if one.overhead <= _WORTH), max(ways))
+                yield name.format(count), ways[count]
+
+    def _with_period(self, period: int) -> LinkTime:
+        return replace(self, anchor_seconds=self.anchor_seconds * self.period / period, period=period)
+
+    def _divided(self, by: float) -> LinkTime:
+        return replace(self, gradient_seconds=self.gradient_seconds / by, anchor_seconds=self.anchor_seconds / by)
+
+    def _accumulated(self, by: int) -> LinkTime:
+        return replace(self, compute_seconds=self.compute_seconds * by, batches=self.batches * by)
