@@ -60,8 +60,8 @@ def hello(launcher: Launcher = BY_HAND) -> Hello:
     return Hello(PROTOCOL_VERSION, "new", 0, 1, (0,), (0,), launcher, ())
 
 
-def attempt(trainer: TrainerHandle) -> Attempt:
-    return Attempt("old", 1, (0,), {0: trainer})
+def attempt(*trainers: TrainerHandle) -> Attempt:
+    return Attempt("old", len(trainers), (0,), dict(enumerate(trainers)))
 
 
 def test_one_that_was_killed_and_has_not_ended_is_waited_for_whoever_has_started_it(
@@ -130,16 +130,23 @@ def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, loop: E
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(("accelerated", "seconds"), [(True, 180.0), (False, 60.0)])
+@pytest.mark.parametrize(
+    ("accelerated", "seconds"),
+    [((True,), 180.0), ((False,), 60.0), ((False, True, False), 180.0), ((True, True), 180.0)],
+)
 def test_a_trainer_on_an_accelerator_has_time_to_unlock_what_is_held(
-    victim: Victim, loop: EventLoop, accelerated: bool, seconds: float
+    victim: Victim, loop: EventLoop, accelerated: tuple[bool, ...], seconds: float
 ) -> None:
+    """All of them have as long as the slowest needs: they unlock what they share side by side."""
     agent: Any = SimpleNamespace(fencing=lambda dying: None, trainer_came=lambda: None)
     gate = Gate(loop, agent, agent, agent, held_bytes=lambda: 480 << 30)
-    trainer = dataclasses.replace(victim.trainer(GONE), accelerated=accelerated)
+    trainers = [
+        dataclasses.replace(victim.trainer(GONE), rank=rank, accelerated=on) for rank, on in enumerate(accelerated)
+    ]
     connection: Any = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
-    assert not gate.lets_in(connection, hello(), attempt(trainer))
+    assert not gate.lets_in(connection, hello(), attempt(*trainers))
     assert gate._fence._seconds == seconds
+    assert len(gate._fence._dying) == len(trainers)
     gate.close()
 
 

@@ -105,6 +105,33 @@ def commits_outside_of_the_streams_that_train() -> None:
     assert late.races() == []
 
 
+def what_is_copied_as_it_is_may_change_at_once() -> None:
+    """Without memory for a copy on the device, the stream that changes it waits; the host does not."""
+    clone: Any = torch.Tensor.clone
+
+    def refuse(source: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("expected a copy of a few bytes, found no memory")
+
+    late.be_slow(0, 500)
+    for cloning in (clone, refuse, clone):
+        copier = copier_of()
+        sources = [torch.full((700,), float(value), device="late") for value in range(1, 5)]
+        late.take_waits()
+        places = []
+        for source in sources:
+            place = torch.full((700,), -1.0, pin_memory=True)
+            torch.Tensor.clone = cloning  # type: ignore[method-assign]
+            copier.copy_as_it_is(place, source)
+            torch.Tensor.clone = clone  # type: ignore[method-assign]
+            source.zero_()
+            places.append(place)
+        assert late.take_waits() == {}
+        copier.token()()
+        assert [place.unique().tolist() for place in places] == [[1.0], [2.0], [3.0], [4.0]]
+        copier.wait_before_changes()
+    assert late.races() == []
+
+
 def nothing_is_launched_or_waited_for_in_a_graph() -> None:
     module: Any = torch.get_device_module("late")
     recording = [True]
@@ -126,6 +153,7 @@ def nothing_is_launched_or_waited_for_in_a_graph() -> None:
     [
         copies_begin_and_sources_change_on_any_stream,
         commits_outside_of_the_streams_that_train,
+        what_is_copied_as_it_is_may_change_at_once,
         nothing_is_launched_or_waited_for_in_a_graph,
     ],
     ids=lambda body: body.__name__,

@@ -82,7 +82,7 @@ def test_copies_are_timed_once_and_told(gpu_lab: Lab, device: str) -> None:
     """Without a wait of the host; on a CPU there is nothing to tell."""
 
     def prepare() -> None:
-        tuning.FIRST_RECORDS, tuning.LEAST_RECORDS, tuning.LOOK_SECONDS, tuning._TIMED_RECORDS = 1, 2, 0.0, 1
+        tuning.FIRST_RECORDS, tuning.LEAST_RECORDS, tuning.LOOK_SECONDS, tuning._TIMED_RECORDS = 1, 3, 0.0, 1
 
     found = result_of(gpu_lab, "fp32-fused", "lazy", device, prepare)
     assert found["differing"] == []
