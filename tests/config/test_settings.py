@@ -192,20 +192,15 @@ def test_the_help_says_of_which_variant_an_option_is() -> None:
         ("redo", "fast", "expected 'auto', 'eager', 'lazy' or 'snapshot', found 'fast'"),
         ("snapshot_every_steps", "three", "expected a whole number, 1 to 1000000, found 'three'"),
         ("snapshot_every_steps", "none", "expected a whole number, 1 to 1000000, found 'none'"),
-        ("snapshot_every_steps", "", "expected a whole number, 1 to 1000000, found ''"),
         ("slots", "1", "expected a whole number, 2 to 64, or 'none', found '1'"),
         ("accept_changes", "perhaps", "expected true or false, found 'perhaps'"),
         ("agent.threads", "0", "expected a whole number, 1 or more, found '0'"),
         ("storage", "s3://b", "expected on, off or none, found 's3://b'"),
         ("storage.url", "", "expected a text, not empty, or 'none', found ''"),
         ("storage.overhead", "2", "expected a number, more than 0, at most 1, found '2'"),
-        ("storage.every_steps", "x", "expected a whole number, 1 or more, or 'none', found 'x'"),
         ("peers", "raid", "expected erasure or none, found 'raid'"),
-        ("peers.data", "0", "expected a whole number, 1 to 32, found '0'"),
         ("compression", "gzip", "expected topk, randomk, quantized8, powersgd, halfprecision or none, found 'gzip'"),
         ("compression.ratio", "nan", "expected a number, more than 0, less than 1, found 'nan'"),
-        ("compression.ratio", "a lot", "expected a number, more than 0, less than 1, found 'a lot'"),
-        ("compression.rank", "0", "expected a whole number, 1 to 1024, found '0'"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option_and_its_variable(path: str, text: str, expected: str) -> None:
@@ -215,6 +210,14 @@ def test_a_wrong_value_is_named_with_its_option_and_its_variable(path: str, text
         config_from_environment({setting.variable: text})
     with pytest.raises(argparse.ArgumentError, match=re.escape(f"argument {setting.option}: {expected}")):
         parse("--run-dir", "x", setting.option, text)
+
+
+@pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
+def test_each_setting_has_limits_and_is_named_where_a_value_is_beyond(setting: Setting) -> None:
+    wrong = "-1000000" if setting.kind in (int, float) else "" if setting.kind is str and not setting.choices else "x"
+    variant = {f"MEMCKPT_{setting.part.upper()}": setting.variants[0]} if setting.variants else {}
+    with pytest.raises(ConfigurationError, match=f"^{setting.variable}: expected .*, found '{wrong}'"):
+        config_from_environment({setting.variable: wrong, **variant})
 
 
 def test_an_option_of_storage_wins_over_a_variable_that_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
