@@ -129,17 +129,6 @@ def test_damage_is_known_by_itself(code: Code, damage: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LIES)
-def test_a_liar_is_outvoted_and_named(code: Code, kind: str) -> None:
-    """Liars in league, as many as there can be: fewer than the others, of whom there are k."""
-    sealed = seal(code)
-    most = min(code.tolerate - 1, (code.fragments - 1) // 2)
-    for count in range(most + 1):
-        for liars in itertools.combinations(range(code.fragments), count):
-            found = [LIES[kind](code, one) if at in liars else one for at, one in enumerate(sealed)]
-            assert decode(code, found) == (STRIPE, tuple(f"node{at}" for at in liars))
-
-
-@pytest.mark.parametrize("kind", LIES)
 def test_liars_that_are_too_many_are_never_believed_alone(code: Code, kind: str) -> None:
     """One liar among k: nothing can be said but that it does not fit. (With k = 1 nobody can contradict it.)"""
     for choice in itertools.combinations(seal(code), code.data):
