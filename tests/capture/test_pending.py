@@ -11,16 +11,9 @@ from torch import Tensor, nn
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.presence import DroppedGradients
 from memckpt.state.tensors import version
+from tests.support.trainings import engine_steps
 from tests.support.trainings.engine_child import config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab
-from tests.support.trainings.engine_steps import (
-    READ_GRADIENTS,
-    SPARSE_ZEROED_IN_PLACE,
-    TWO_PACES,
-    ZEROED_IN_PLACE,
-    recycled,
-    unsynchronized,
-)
 from tests.support.trainings.engine_training import Case
 
 
@@ -42,14 +35,14 @@ def check_every(period: int, attempts: Sequence[Ended]) -> None:
 def test_gradients_wait_for_the_optimizer_that_owns_them(lab: Lab, redo: str) -> None:
     """Another one's step is none of theirs."""
     kills = [("after commit", 6), ("backward", 12), ("after commit", 15)]
-    attempts = lab.survives(TWO_PACES, config(redo), kills, expected=[4, 8, 12])
+    attempts = lab.survives(engine_steps.TWO_PACES, config(redo), kills, expected=[4, 8, 12])
     check_every(4, attempts)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_gradients_wait_whose_reduction_is_put_off(lab: Lab, kind: str) -> None:
     attempts = lab.survives(
-        unsynchronized(kind), config("lazy"), [("after commit", 5), ("after commit", 10)], expected=[3, 9]
+        engine_steps.unsynchronized(kind), config("lazy"), [("after commit", 5), ("after commit", 10)], expected=[3, 9]
     )
     check_every(3, attempts)
 
@@ -59,7 +52,9 @@ def test_gradients_wait_whose_reduction_is_put_off(lab: Lab, kind: str) -> None:
     "there, or where they are neither dropped nor zeroed before the next backward"
 )
 @pytest.mark.parametrize("redo", ["lazy", "snapshot"])
-@pytest.mark.parametrize("case", [ZEROED_IN_PLACE, SPARSE_ZEROED_IN_PLACE], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [engine_steps.ZEROED_IN_PLACE, engine_steps.SPARSE_ZEROED_IN_PLACE], ids=lambda case: case.name
+)
 def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo: str) -> None:
     # Before the layer was used for the first time, and behind its use.
     lab.survives(case, config(redo), [("after commit", 2), ("after commit", 5), ("forward", 11)])
@@ -72,11 +67,11 @@ def test_gradients_of_zeros_are_zeros_after_a_resume(lab: Lab, case: Case, redo:
 @pytest.mark.parametrize("redo", ["lazy", "eager", "snapshot"])
 def test_gradients_that_are_read_before_they_are_zeroed(lab: Lab, redo: str) -> None:
     """At first they are carried, whatever becomes of them. Later that is said at the read."""
-    lab.survives(READ_GRADIENTS, config(redo), [("after commit", 1)])
+    lab.survives(engine_steps.READ_GRADIENTS, config(redo), [("after commit", 1)])
     lab.stop()
     settings = config(redo, resume_check="off")
-    lab.train(READ_GRADIENTS, settings, actions={("after commit", 8): kill_self})
-    resumed = lab.train(READ_GRADIENTS, settings)
+    lab.train(engine_steps.READ_GRADIENTS, settings, actions={("after commit", 8): kill_self})
+    resumed = lab.train(engine_steps.READ_GRADIENTS, settings)
     assert resumed.restored_step == 8
     assert "training does not go on exactly: gradients of the resumed step were read" in resumed.log
 
@@ -166,7 +161,7 @@ def test_gradients_that_are_added_to_where_no_record_holds_them(zeroed: bool) ->
 @pytest.mark.parametrize("how", ["none", "zero", "by hand"])
 def test_gradients_that_are_thrown_away_do_not_wait(lab: Lab, how: str) -> None:
     """Once that was seen, which is when the second batch begins; and after a resume it is known."""
-    case = recycled(how)
+    case = engine_steps.recycled(how)
     attempts = lab.survives(case, config("lazy"), [("after commit", 2), ("after commit", 7), ("backward", 12)])
     assert not committed(attempts[:1])[1]
     assert all(done for step, done in committed(attempts).items() if step > 1)
@@ -174,7 +169,7 @@ def test_gradients_that_are_thrown_away_do_not_wait(lab: Lab, how: str) -> None:
 
 
 def test_gradients_that_are_used_after_all_are_told(lab: Lab) -> None:
-    case = recycled("none", used_at=9)
+    case = engine_steps.recycled("none", used_at=9)
     ended = lab.train(case, config("lazy"), last_step=14)
     assert "RMSprop that were left over at the end of a batch, and usually discarded, were used" in ended.log
     # From there on they wait, and here no step uses them before the batch's end.
@@ -184,7 +179,7 @@ def test_gradients_that_are_used_after_all_are_told(lab: Lab) -> None:
 
 def test_gradients_that_are_used_after_a_resume_are_told(lab: Lab) -> None:
     """The resumed process has zeros in their place, and sees that nobody throws them away."""
-    case = recycled("none", used_at=9)
+    case = engine_steps.recycled("none", used_at=9)
     lab.train(case, config("lazy"), actions={("after commit", 8): kill_self})
     ended = lab.train(case, config("lazy"), last_step=10)
     assert ended.restored_step == 8

@@ -9,22 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from memckpt.journal.events import (
-    AgentLeft,
-    AgentStarted,
-    AttemptBegan,
-    Entry,
-    Finished,
-    FirstStep,
-    GapEnded,
-    Preempted,
-    Protected,
-    Recovered,
-    ResumeChecked,
-    Sample,
-    StartedOver,
-    TrainerDied,
-)
+from memckpt.journal import events
 from memckpt.journal.journal import read_journal
 from tests.support.trainings.cli_harness import invoke
 from tests.support.trainings.engine_cases import PLAIN
@@ -34,13 +19,13 @@ from tests.support.trainings.engine_harness import Lab
 Kind = TypeVar("Kind")
 
 
-def of(entries: list[Entry], kind: type[Kind]) -> list[Kind]:
+def of(entries: list[events.Entry], kind: type[Kind]) -> list[Kind]:
     return [entry.event for entry in entries if isinstance(entry.event, kind)]
 
 
-def kinds(entries: list[Entry]) -> list[str]:
+def kinds(entries: list[events.Entry]) -> list[str]:
     """Names of the classes, without the samples, whose number depends on the time."""
-    return [type(entry.event).__name__ for entry in entries if not isinstance(entry.event, Sample)]
+    return [type(entry.event).__name__ for entry in entries if not isinstance(entry.event, events.Sample)]
 
 
 def test_a_training_that_is_killed_and_resumed(lab: Lab) -> None:
@@ -63,25 +48,25 @@ def test_a_training_that_is_killed_and_resumed(lab: Lab) -> None:
         "Finished",
         "AgentLeft",
     ]
-    (started,) = of(entries, AgentStarted)
+    (started,) = of(entries, events.AgentStarted)
     assert (started.by_operator, started.replaces, started.schema) == (False, None, 1)
-    first, second = of(entries, AttemptBegan)
-    (dead,) = of(entries, TrainerDied)
+    first, second = of(entries, events.AttemptBegan)
+    (dead,) = of(entries, events.TrainerDied)
     assert (dead.rank, dead.pid, dead.step) == (0, first.trainers[0][1], 8)
     assert second.trainers[0][1] != dead.pid
-    assert [each.envelope.attempt for each in entries if isinstance(each.event, AttemptBegan)] == [1, 2]
-    (recovered,) = of(entries, Recovered)
+    assert [each.envelope.attempt for each in entries if isinstance(each.event, events.AttemptBegan)] == [1, 2]
+    (recovered,) = of(entries, events.Recovered)
     assert (recovered.step, recovered.repeated) == (7, 8), "the last step is taken once more, as a proof"
     assert (recovered.tier, recovered.steps_lost, recovered.exact) == ("local memory", 0, True)
-    assert [one.step for one in of(entries, FirstStep)] == [1, 9]
-    (checked,) = of(entries, ResumeChecked)
+    assert [one.step for one in of(entries, events.FirstStep)] == [1, 9]
+    (checked,) = of(entries, events.ResumeChecked)
     assert (checked.verdict, checked.line) == again.verdict
-    (protected,) = of(entries, Protected)
+    (protected,) = of(entries, events.Protected)
     assert (protected.ranks, protected.mode) == ((0,), "lazy")
-    (finished,) = of(entries, Finished)
+    (finished,) = of(entries, events.Finished)
     assert finished.step == len(again.losses) + 8 - 1
-    assert of(entries, AgentLeft)[0].reason == "training finished"
-    assert of(entries, StartedOver)[0].reason
+    assert of(entries, events.AgentLeft)[0].reason == "training finished"
+    assert of(entries, events.StartedOver)[0].reason
     assert {each.envelope.node for each in entries} == {"node"}
 
 
@@ -89,14 +74,14 @@ def test_an_agent_that_is_killed_is_replaced_and_the_gap_is_counted(lab: Lab) ->
     ended = lab.train(PLAIN, config("lazy"), actions={("after commit", 6): kill_agent})
     lab.check_same(PLAIN, ended)
     entries = read_journal(lab.run_dir)
-    first, second = of(entries, AgentStarted)
+    first, second = of(entries, events.AgentStarted)
     assert (first.replaces, second.replaces) == (None, first.pid)
-    assert [each.rejoined for each in of(entries, AttemptBegan)] == [False, True]
-    assert [each.envelope.attempt for each in entries if isinstance(each.event, AttemptBegan)] == [1, 1]
-    (gap,) = of(entries, GapEnded)
+    assert [each.rejoined for each in of(entries, events.AttemptBegan)] == [False, True]
+    assert [each.envelope.attempt for each in entries if isinstance(each.event, events.AttemptBegan)] == [1, 1]
+    (gap,) = of(entries, events.GapEnded)
     assert (gap.step, gap.steps) == (7, 0)
-    assert len(of(entries, FirstStep)) == 1, "training has never stopped"
-    assert not of(entries, Recovered)
+    assert len(of(entries, events.FirstStep)) == 1, "training has never stopped"
+    assert not of(entries, events.Recovered)
 
 
 def test_a_journal_that_cannot_be_written_changes_no_bit_of_training(lab: Lab) -> None:
@@ -126,4 +111,4 @@ def test_the_command_shows_a_journal_of_a_run_that_is_over(lab: Lab, tmp_path: P
     other = tmp_path / "elsewhere"
     shutil.copytree(lab.run_dir, other, ignore=shutil.ignore_patterns("agent-*"))
     assert invoke("events", other)[1] == invoke("events", lab.run_dir)[1]
-    assert Preempted not in {type(entry.event) for entry in read_journal(other)}
+    assert events.Preempted not in {type(entry.event) for entry in read_journal(other)}

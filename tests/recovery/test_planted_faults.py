@@ -8,27 +8,13 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.faults.frozen import differences
+from tests.support.trainings import planted_faults
 from tests.support.trainings.engine_audits import audit_of, wait_for_audit
 from tests.support.trainings.engine_child import Control, config, kill_self
 from tests.support.trainings.engine_harness import Ended, Lab, collect
-from tests.support.trainings.planted_faults import (
-    CAPTURE,
-    CAPTURED,
-    CASE,
-    HOST,
-    LOCAL,
-    LONG,
-    NOT_REDONE,
-    PERIOD,
-    REDO,
-    RESTORE,
-    SINCE,
-    Fault,
-    wrapped,
-)
 
 #: All anchors and steps that a resume from here uses are captured by faulty code.
-DEATH = SINCE + PERIOD
+DEATH = planted_faults.SINCE + planted_faults.PERIOD
 #: Why generations begin in this training without a fault.
 GROWTH = "took more steps in one record|that was frozen has a gradient now"
 
@@ -36,14 +22,14 @@ GROWTH = "took more steps in one record|that was frozen has a gradient now"
 def resume_with(
     lab: Lab,
     check: str,
-    capture: Fault | None = None,
-    restore: Fault | None = None,
+    capture: planted_faults.Fault | None = None,
+    restore: planted_faults.Fault | None = None,
     redo: str = "lazy",
 ) -> tuple[Ended, Ended]:
     """A training that is killed, and the one that goes on from there, with a fault in one of them."""
-    settings = config(redo, PERIOD, resume_check=check)
-    died = lab.train(CASE, settings, prepare=capture, actions={("after commit", DEATH): kill_self})
-    return died, collect(*lab.begin(CASE, settings, seed=4, prepare=restore))
+    settings = config(redo, planted_faults.PERIOD, resume_check=check)
+    died = lab.train(planted_faults.CASE, settings, prepare=capture, actions={("after commit", DEATH): kill_self})
+    return died, collect(*lab.begin(planted_faults.CASE, settings, seed=4, prepare=restore))
 
 
 def found(lab: Lab, died: Ended, resumed: Ended) -> str:
@@ -54,7 +40,7 @@ def found(lab: Lab, died: Ended, resumed: Ended) -> str:
         return "refused" if re.search("DamagedStateError: restore: expected|DIFFERENT: the state", resumed.log) else ""
     if resumed.verdict[0] == "different" or not resumed.of("restored")[0]["exact"]:
         return "said"
-    if differences(lab.reference(CASE).outcome, resumed.outcome):
+    if differences(lab.reference(planted_faults.CASE).outcome, resumed.outcome):
         return ""
     if resumed.restored_step != DEATH:
         return "another state was resumed"
@@ -68,39 +54,39 @@ def test_without_a_fault_nothing_is_found(lab: Lab, check: str) -> None:
     assert resumed.restored_step == DEATH
     assert found(lab, died, resumed) == "", resumed.log
     assert resumed.verdict[0] == "equal"
-    lab.check_same(CASE, resumed)
+    lab.check_same(planted_faults.CASE, resumed)
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("name", CAPTURE)
+@pytest.mark.parametrize("name", planted_faults.CAPTURE)
 def test_a_fault_in_capture_is_found_at_the_next_resume(lab: Lab, name: str) -> None:
-    died, resumed = resume_with(lab, "witness", capture=CAPTURE[name])
+    died, resumed = resume_with(lab, "witness", capture=planted_faults.CAPTURE[name])
     assert found(lab, died, resumed), resumed.log
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("name", RESTORE)
+@pytest.mark.parametrize("name", planted_faults.RESTORE)
 def test_a_fault_in_a_restore_is_found_by_its_sample(lab: Lab, name: str) -> None:
-    died, resumed = resume_with(lab, "witness", restore=RESTORE[name])
+    died, resumed = resume_with(lab, "witness", restore=planted_faults.RESTORE[name])
     assert found(lab, died, resumed), resumed.log
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("name", HOST)
+@pytest.mark.parametrize("name", planted_faults.HOST)
 def test_what_a_sample_does_not_see_is_found_in_the_first_resume(lab: Lab, name: str) -> None:
-    died, resumed = resume_with(lab, "replay", restore=HOST[name])
+    died, resumed = resume_with(lab, "replay", restore=planted_faults.HOST[name])
     assert found(lab, died, resumed), resumed.log
 
 
-@pytest.mark.parametrize("name", ["none", *CAPTURED])
+@pytest.mark.parametrize("name", ["none", *planted_faults.CAPTURED])
 def test_a_fault_in_captured_state_is_found_by_its_sample(lab: Lab, name: str) -> None:
-    _, resumed = resume_with(lab, "witness", *CAPTURED.get(name, (None, None)), redo="snapshot")
+    _, resumed = resume_with(lab, "witness", *planted_faults.CAPTURED.get(name, (None, None)), redo="snapshot")
     assert resumed.verdict[0] == ("equal" if name == "none" else "different"), resumed.log
     if name == "none":
-        lab.check_same(CASE, resumed)
+        lab.check_same(planted_faults.CASE, resumed)
 
 
-def audited(lab: Lab, fault: Fault | None = None) -> int | None:
+def audited(lab: Lab, fault: planted_faults.Fault | None = None) -> int | None:
     """Step up to which steps had been redone when the auditor found something, or could not go on; None: it has not."""
 
     def die_of_it(control: Control) -> None:
@@ -110,31 +96,35 @@ def audited(lab: Lab, fault: Fault | None = None) -> int | None:
             control.journal.note("found", record=control.step if audit.problem else audit.record)
             kill_self(control)
 
-    settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
-    actions = {("after commit", step): die_of_it for step in range(1, LONG.steps)}
-    ended = lab.train(LONG, settings, prepare=fault, actions=actions)
+    settings = config("lazy", planted_faults.PERIOD, audit_budget=1.0, resume_check="off")
+    actions = {("after commit", step): die_of_it for step in range(1, planted_faults.LONG.steps)}
+    ended = lab.train(planted_faults.LONG, settings, prepare=fault, actions=actions)
     lab.stop()
     return next((each["record"] for each in ended.of("found")), None)
 
 
 @pytest.mark.thinned(5)
-@pytest.mark.parametrize("name", [one for one in CAPTURE if one not in NOT_REDONE])
+@pytest.mark.parametrize("name", [one for one in planted_faults.CAPTURE if one not in planted_faults.NOT_REDONE])
 def test_a_fault_in_capture_is_found_while_training_runs(lab: Lab, name: str) -> None:
     lab.start_agent()
-    step = audited(lab, CAPTURE[name])
+    step = audited(lab, planted_faults.CAPTURE[name])
     assert step is not None
-    assert SINCE - 1 <= step <= SINCE + (6 if name in LOCAL else 2) * PERIOD
+    assert (
+        planted_faults.SINCE - 1
+        <= step
+        <= planted_faults.SINCE + (6 if name in planted_faults.LOCAL else 2) * planted_faults.PERIOD
+    )
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("name", REDO)
+@pytest.mark.parametrize("name", planted_faults.REDO)
 def test_a_fault_in_redo_is_found_while_training_runs(lab: Lab, name: str) -> None:
-    owner, method, replacement = REDO[name]
-    with patch.object(owner, method, wrapped(owner, method, replacement)):
+    owner, method, replacement = planted_faults.REDO[name]
+    with patch.object(owner, method, planted_faults.wrapped(owner, method, replacement)):
         lab.start_agent()  # the auditor is forked from it
     step = audited(lab)
     assert step is not None
-    assert step <= 6 * PERIOD
+    assert step <= 6 * planted_faults.PERIOD
 
 
 def test_the_auditor_finds_nothing_where_there_is_no_fault(lab: Lab) -> None:

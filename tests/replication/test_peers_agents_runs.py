@@ -10,26 +10,7 @@ from dataclasses import replace
 import pytest
 
 from memckpt.config import AgentConfig
-from tests.support.cluster.peers_lab import (
-    Act,
-    PeersRank,
-    bounds,
-    continue_both,
-    fail,
-    finishes,
-    goes_on,
-    kill_agent,
-    kill_replicator,
-    kill_replicators,
-    peers_config,
-    peers_job,
-    recovers,
-    replicator_of,
-    stop_agent,
-    stop_both,
-    stop_replicator,
-    told,
-)
+from tests.support.cluster import peers_lab
 from tests.support.cluster.sharded_cases import Setup, named
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_ranks import Death, noted, reference
@@ -53,19 +34,19 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     lab: Lab, setup: Setup, ack: str, lost: str
 ) -> None:
     """The replicator of node1 stands still for the last steps before it, or one that keeps its fragments, is lost."""
-    job = peers_job(lab, setup, peers_config(2, 2, ack=ack))
+    job = peers_lab.peers_job(lab, setup, peers_lab.peers_config(2, 2, ack=ack))
     expected = reference(lab, job)
-    stands = Act(1, 5, "forward", stop_replicator)
+    stands = peers_lab.Act(1, 5, "forward", peers_lab.stop_replicator)
     # One step more, and a training that does not wait would have filled the slots of what is acknowledged anew.
     step = 7 if ack == "wait" else 6
-    died = fail(lab, replace(job, protected_at=(4,), acts=[stands]), Death(lost, step, "stepped"))
+    died = peers_lab.fail(lab, replace(job, protected_at=(4,), acts=[stands]), Death(lost, step, "stepped"))
     if lost != "node1":
-        os.kill(replicator_of(died, "node1"), signal.SIGCONT)
-    low, high = bounds(died)
+        os.kill(peers_lab.replicator_of(died, "node1"), signal.SIGCONT)
+    low, high = peers_lab.bounds(died)
     assert low == 5
     last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, low, high, ahead=True)
+    peers_lab.finishes(lab, last, expected)
+    peers_lab.goes_on(last, low, high, ahead=True)
 
 
 # Agents and replicators die, training goes on
@@ -78,50 +59,50 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
 @pytest.mark.parametrize(
     ("setup", "ack", "redo", "who", "dies"),
     [
-        (Setup(), "wait", "lazy", 1, kill_agent),
-        pytest.param(FSDP, "wait", "lazy", 1, kill_agent, marks=slow),
-        pytest.param(DDP, "proceed", "lazy", 0, kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 0, kill_agent, marks=slow),
-        pytest.param(FSDP, "proceed", "lazy", 1, kill_agent, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 1, kill_agent, marks=slow),
-        pytest.param(DDP, "wait", "lazy", 0, kill_agent, marks=slow),
-        pytest.param(DDP, "proceed", "eager", 2, kill_agent, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 0, kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 1, kill_replicator, marks=slow),
-        pytest.param(FSDP, "proceed", "lazy", 1, kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 1, kill_replicator, marks=slow),
-        pytest.param(DDP, "wait", "eager", 1, kill_replicator, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 1, kill_replicators, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 0, kill_replicators, marks=slow),
-        pytest.param(DDP, "proceed", "lazy", 1, kill_replicators, marks=slow),
+        (Setup(), "wait", "lazy", 1, peers_lab.kill_agent),
+        pytest.param(FSDP, "wait", "lazy", 1, peers_lab.kill_agent, marks=slow),
+        pytest.param(DDP, "proceed", "lazy", 0, peers_lab.kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 0, peers_lab.kill_agent, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, peers_lab.kill_agent, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, peers_lab.kill_agent, marks=slow),
+        pytest.param(DDP, "wait", "lazy", 0, peers_lab.kill_agent, marks=slow),
+        pytest.param(DDP, "proceed", "eager", 2, peers_lab.kill_agent, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 0, peers_lab.kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, peers_lab.kill_replicator, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, peers_lab.kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, peers_lab.kill_replicator, marks=slow),
+        pytest.param(DDP, "wait", "eager", 1, peers_lab.kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, peers_lab.kill_replicators, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 0, peers_lab.kill_replicators, marks=slow),
+        pytest.param(DDP, "proceed", "lazy", 1, peers_lab.kill_replicators, marks=slow),
     ],
     ids=named,
 )
 def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_replicator(
-    lab: Lab, setup: Setup, ack: str, redo: str, who: int, dies: Callable[[PeersRank], None]
+    lab: Lab, setup: Setup, ack: str, redo: str, who: int, dies: Callable[[peers_lab.PeersRank], None]
 ) -> None:
     """A node that is lost after that, another one or the same, is recovered from peers."""
-    job = peers_job(lab, setup, peers_config(setup.world_size - 1, 1, redo, ack=ack))
+    job = peers_lab.peers_job(lab, setup, peers_lab.peers_config(setup.world_size - 1, 1, redo, ack=ack))
     expected = reference(lab, job)
-    acts = [Act(who, 3, "forward", dies)]
-    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
+    acts = [peers_lab.Act(who, 3, "forward", dies)]
+    died = peers_lab.fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
     assert len(noted(died, "acted")[who]) == 1
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * setup.world_size
-    recovers(lab, died, expected)
+    peers_lab.recovers(lab, died, expected)
 
 
 @slow
-@pytest.mark.parametrize("dies", [kill_replicator, kill_agent], ids=named)
+@pytest.mark.parametrize("dies", [peers_lab.kill_replicator, peers_lab.kill_agent], ids=named)
 def test_two_replicators_that_are_replaced_one_after_the_other_find_each_other(
-    lab: Lab, dies: Callable[[PeersRank], None]
+    lab: Lab, dies: Callable[[peers_lab.PeersRank], None]
 ) -> None:
     """Each has a plan that says where the other one was."""
-    job = peers_job(lab, FSDP, peers_config(2, 2))
+    job = peers_lab.peers_job(lab, FSDP, peers_lab.peers_config(2, 2))
     expected = reference(lab, job)
-    acts = [Act(1, 3, "forward", kill_replicator), Act(3, 3, "forward", dies)]
-    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1,node3", 8, "backward"))
+    acts = [peers_lab.Act(1, 3, "forward", peers_lab.kill_replicator), peers_lab.Act(3, 3, "forward", dies)]
+    died = peers_lab.fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1,node3", 8, "backward"))
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
-    recovers(lab, died, expected)
+    peers_lab.recovers(lab, died, expected)
 
 
 @slow
@@ -129,12 +110,12 @@ def test_two_replicators_that_are_replaced_one_after_the_other_find_each_other(
 @pytest.mark.parametrize("setup", [DDP, FSDP], ids=named)
 def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setup: Setup, redo: str) -> None:
     """Two ranks of a node lose their agent: they begin anew together with a later record, which takes all others."""
-    job = peers_job(lab, setup, peers_config(1, 1, redo), nodes=2)
+    job = peers_lab.peers_job(lab, setup, peers_lab.peers_config(1, 1, redo), nodes=2)
     expected = reference(lab, job)
     # Once gradients are reduced the other rank, too, is in that step: before, it may still wait for protection.
-    acts = [Act(2, step, "reduced", kill_agent) for step in (3, 6)]
+    acts = [peers_lab.Act(2, step, "reduced", peers_lab.kill_agent) for step in (3, 6)]
     last = replace(job, acts=acts, protected_at=(2, 9))
-    finishes(lab, last, expected)
+    peers_lab.finishes(lab, last, expected)
     assert len(noted(last, "acted")[2]) == 2
 
 
@@ -161,14 +142,14 @@ def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lo
     lab: Lab, setup: Setup, redo: str, who: int
 ) -> None:
     """Nobody lets it go on. Protection becomes whole again, and a node that is lost after that is recovered."""
-    settings = peers_config(3, 1, redo, agent=AgentConfig(linger_seconds=60.0, liveness_seconds=2.0))
-    job = peers_job(lab, setup, settings)
+    settings = peers_lab.peers_config(3, 1, redo, agent=AgentConfig(linger_seconds=60.0, liveness_seconds=2.0))
+    job = peers_lab.peers_job(lab, setup, settings)
     expected = reference(lab, job)
-    acts = [Act(who, 3, "forward", stop_replicator)]
-    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
+    acts = [peers_lab.Act(who, 3, "forward", peers_lab.stop_replicator)]
+    died = peers_lab.fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
-    assert told(lab).count("it shows no sign of life") == 1
-    recovers(lab, died, expected)
+    assert peers_lab.told(lab).count("it shows no sign of life") == 1
+    peers_lab.recovers(lab, died, expected)
 
 
 @pytest.mark.promise("a silent node whose trainers are known to be alive")
@@ -179,26 +160,26 @@ def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lo
 @pytest.mark.parametrize(
     ("setup", "redo", "who", "stops"),
     [
-        pytest.param(DDP, "lazy", 1, stop_both, marks=slow),
-        pytest.param(DDP, "lazy", 1, stop_agent, marks=slow),
-        pytest.param(FSDP, "lazy", 2, stop_both, marks=slow),
-        pytest.param(FSDP, "lazy", 0, stop_both, marks=slow),
-        pytest.param(FSDP, "lazy", 0, stop_agent, marks=slow),
-        pytest.param(FSDP, "eager", 1, stop_both, marks=slow),
-        pytest.param(DDP, "eager", 1, stop_agent, marks=slow),
+        pytest.param(DDP, "lazy", 1, peers_lab.stop_both, marks=slow),
+        pytest.param(DDP, "lazy", 1, peers_lab.stop_agent, marks=slow),
+        pytest.param(FSDP, "lazy", 2, peers_lab.stop_both, marks=slow),
+        pytest.param(FSDP, "lazy", 0, peers_lab.stop_both, marks=slow),
+        pytest.param(FSDP, "lazy", 0, peers_lab.stop_agent, marks=slow),
+        pytest.param(FSDP, "eager", 1, peers_lab.stop_both, marks=slow),
+        pytest.param(DDP, "eager", 1, peers_lab.stop_agent, marks=slow),
     ],
     ids=named,
 )
 def test_training_goes_on_without_a_node_that_stands_still_and_with_it_when_it_is_back(
-    lab: Lab, setup: Setup, redo: str, who: int, stops: Callable[[PeersRank], None]
+    lab: Lab, setup: Setup, redo: str, who: int, stops: Callable[[peers_lab.PeersRank], None]
 ) -> None:
     """Where it would wait for that node's acknowledgements. A node that is lost after that is recovered."""
     agent = AgentConfig(linger_seconds=60.0, liveness_seconds=2.0)
-    settings = peers_config(3, 1, redo, agent=agent, ack_timeout_seconds=2.0)
-    job = peers_job(lab, setup, settings, last_step=20)
+    settings = peers_lab.peers_config(3, 1, redo, agent=agent, ack_timeout_seconds=2.0)
+    job = peers_lab.peers_job(lab, setup, settings, last_step=20)
     expected = reference(lab, job)
-    acts = [Act(who, 3, "forward", stops), Act(who, 10, "forward", continue_both)]
-    died = fail(lab, replace(job, acts=acts, protected_at=(2, 16)), Death("node3", 17, "backward"))
+    acts = [peers_lab.Act(who, 3, "forward", stops), peers_lab.Act(who, 10, "forward", peers_lab.continue_both)]
+    died = peers_lab.fail(lab, replace(job, acts=acts, protected_at=(2, 16)), Death("node3", 17, "backward"))
     assert len(noted(died, "acted")[who]) == 2
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 16]] * 4
-    recovers(lab, died, expected)
+    peers_lab.recovers(lab, died, expected)

@@ -17,25 +17,8 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.status import PeersStatus
 from memckpt.session import link
-from tests.support.cluster import netns
+from tests.support.cluster import netns, peers_lab
 from tests.support.cluster.netns import Network
-from tests.support.cluster.peers_lab import (
-    Act,
-    PeersJob,
-    PeersRank,
-    bounds,
-    fail,
-    finishes,
-    goes_on,
-    peers_config,
-    peers_job,
-    ranks_of,
-    recovers,
-    replicator_of,
-    revive_agents,
-    told,
-    train,
-)
 from tests.support.cluster.sharded_cases import Setup
 from tests.support.trainings.engine_harness import Child, Lab
 from tests.support.trainings.killed_ranks import Death, logs, noted, reference, run_ranks
@@ -67,12 +50,12 @@ class Trouble:
     """
 
     name: str
-    begin: Callable[[PeersJob], None]
-    end: Callable[[PeersJob], None]
+    begin: Callable[[peers_lab.PeersJob], None]
+    end: Callable[[peers_lab.PeersJob], None]
     silent: bool = True
 
 
-def _network(job: PeersJob) -> Network:
+def _network(job: peers_lab.PeersJob) -> Network:
     assert job.network is not None
     return job.network
 
@@ -87,8 +70,8 @@ TROUBLES = [
     ),
     Trouble(
         "stopped",
-        lambda job: os.kill(replicator_of(job, "node1"), signal.SIGSTOP),
-        lambda job: os.kill(replicator_of(job, "node1"), signal.SIGCONT),
+        lambda job: os.kill(peers_lab.replicator_of(job, "node1"), signal.SIGSTOP),
+        lambda job: os.kill(peers_lab.replicator_of(job, "node1"), signal.SIGCONT),
     ),
 ]
 #: A replicator that is stopped here is not to be replaced.
@@ -96,7 +79,7 @@ PATIENT = AgentConfig(linger_seconds=60.0, liveness_seconds=600.0)
 troubles = pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
 
 
-def until(job: PeersJob, what: Callable[[PeersStatus], bool], *names: str) -> None:
+def until(job: peers_lab.PeersJob, what: Callable[[PeersStatus], bool], *names: str) -> None:
     """Wait until something is true of what these nodes' agents say of their peers."""
     assert job.run_dir is not None
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -117,7 +100,7 @@ def degraded(trouble: Trouble) -> Callable[[PeersStatus], bool]:
     return is_degraded
 
 
-def lags(job: PeersJob) -> list[int]:
+def lags(job: peers_lab.PeersJob) -> list[int]:
     """By how many records training was ahead of what is acknowledged, at each commit."""
     return [each["step"] + 1 - each["acknowledged"] for rank in noted(job, "committed") for each in rank]
 
@@ -131,21 +114,21 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     No states are sent in place of records: on a busy machine they would be, and the last one of them lies behind where
     this training stands and waits. Peers that are back get a whole window before it does.
     """
-    config = peers_config(1, 1, ack="proceed", every_steps=1, agent=PATIENT)
-    job = peers_job(lab, Setup(world_size=2), config, network=network, last_step=180)
+    config = peers_lab.peers_config(1, 1, ack="proceed", every_steps=1, agent=PATIENT)
+    job = peers_lab.peers_job(lab, Setup(world_size=2), config, network=network, last_step=180)
     expected = reference(lab, job)
 
-    def looks(rank: PeersRank) -> None:
+    def looks(rank: peers_lab.PeersRank) -> None:
         until(rank.job, lambda status: degraded(trouble)(status) and status.gap is not None, "node0")
         until(rank.job, degraded(trouble), "node1")
         until(rank.job, lambda status: all(link.behind_bytes <= MOST_BEHIND_BYTES for link in status.links), "node0")
 
     acts = [
-        Act(0, 3, "forward", lambda rank: trouble.begin(rank.job)),
-        Act(0, 170, "forward", looks),
-        Act(0, 172, "forward", lambda rank: trouble.end(rank.job)),
+        peers_lab.Act(0, 3, "forward", lambda rank: trouble.begin(rank.job)),
+        peers_lab.Act(0, 170, "forward", looks),
+        peers_lab.Act(0, 172, "forward", lambda rank: trouble.end(rank.job)),
     ]
-    died = fail(
+    died = peers_lab.fail(
         lab,
         replace(job, acts=acts, acknowledged_at=(172, 173, 174), protected_at=(2, 175)),
         Death("node1", 177, "backward"),
@@ -153,13 +136,13 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     assert len(noted(died, "acted")[0]) == len(acts)
     assert max(lags(died)) > SLOTS
     assert "the replicator is gone" not in logs(lab)
-    recovers(lab, died, expected)
+    peers_lab.recovers(lab, died, expected)
 
 
 @troubles
 def test_training_waits_for_peers_that_are_away(lab: Lab, network: Network, trouble: Trouble) -> None:
-    config = peers_config(2, 1, agent=PATIENT, ack_timeout_seconds=600.0)
-    job = peers_job(lab, Setup(world_size=3), config, network=network)
+    config = peers_lab.peers_config(2, 1, agent=PATIENT, ack_timeout_seconds=600.0)
+    job = peers_lab.peers_job(lab, Setup(world_size=3), config, network=network)
     expected = reference(lab, job)
 
     class Ends(logging.Handler):
@@ -176,45 +159,45 @@ def test_training_waits_for_peers_that_are_away(lab: Lab, network: Network, trou
         if rank == 0 and trouble.silent:
             logging.getLogger("memckpt").addHandler(Ends())
 
-    acts = [Act(0, 3, "forward", lambda rank: trouble.begin(rank.job))]
+    acts = [peers_lab.Act(0, 3, "forward", lambda rank: trouble.begin(rank.job))]
     attempt = replace(job, acts=acts, prepare=prepare, protected_at=(2, 9))
-    finishes(lab, attempt, expected)
+    peers_lab.finishes(lab, attempt, expected)
     assert max(lags(attempt)) <= SLOTS
     if trouble.silent:
-        assert "training waits for peers" in told(lab)
+        assert "training waits for peers" in peers_lab.told(lab)
 
 
 # A node that is cut off, given up, and comes back
 
 
-def cut_off(lab: Lab, job: PeersJob, lost: int) -> Child:
+def cut_off(lab: Lab, job: peers_lab.PeersJob, lost: int) -> Child:
     """Run an attempt until a node is cut off and all other ranks are dead; the rank that is left."""
-    ranks = run_ranks(lab, job.world_size, partial(train, job), job.directory, patience=None, hangs=lost)
-    assert {child.wait() for rank, child in enumerate(ranks) if rank != lost} == {-signal.SIGKILL}, told(lab)
+    ranks = run_ranks(lab, job.world_size, partial(peers_lab.train, job), job.directory, patience=None, hangs=lost)
+    assert {child.wait() for rank, child in enumerate(ranks) if rank != lost} == {-signal.SIGKILL}, peers_lab.told(lab)
     return ranks[lost]
 
 
 @pytest.mark.promise("up to m whole nodes of a group: trainers, agents, memory (peers)")
 def test_a_node_that_was_given_up_and_comes_back_changes_nothing(lab: Lab, network: Network) -> None:
-    job = peers_job(lab, Setup(world_size=3), peers_config(2, 1), network=network)
+    job = peers_lab.peers_job(lab, Setup(world_size=3), peers_lab.peers_config(2, 1), network=network)
     expected = reference(lab, job)
 
-    def cut(rank: PeersRank) -> None:
+    def cut(rank: peers_lab.PeersRank) -> None:
         network.cut(1)
-        for pid in ranks_of(rank.job, ["node0", "node2"]):
+        for pid in peers_lab.ranks_of(rank.job, ["node0", "node2"]):
             os.kill(pid, signal.SIGKILL)
         signal.pause()
 
-    first = replace(job, acts=[Act(1, 6, "backward", cut)], protected_at=(4,))
-    revive_agents(lab, first)
+    first = replace(job, acts=[peers_lab.Act(1, 6, "backward", cut)], protected_at=(4,))
+    peers_lab.revive_agents(lab, first)
     stale = cut_off(lab, first, 1)
     assert stale.alive()
 
-    def comes_back(rank: PeersRank) -> None:
+    def comes_back(rank: peers_lab.PeersRank) -> None:
         network.mend(1)
         until(rank.job, lambda status: status.refused > 0, "node0", "node2")
 
-    def is_whole(rank: PeersRank) -> None:
+    def is_whole(rank: peers_lab.PeersRank) -> None:
         def unspoilt(status: PeersStatus) -> bool:
             known = {link.node for link in status.links} | {node for node, _, _ in status.kept}
             return status.protected and "node1" not in known
@@ -222,12 +205,14 @@ def test_a_node_that_was_given_up_and_comes_back_changes_nothing(lab: Lab, netwo
         until(rank.job, unspoilt, "node0", "node2", "node3")
 
     names = ("node0", "node3", "node2")
-    acts = [Act(0, 8, "forward", comes_back), Act(0, 9, "forward", is_whole)]
-    second = fail(lab, first.again(lab, names=names, acts=acts, protected_at=(7, 8)), Death("node3", 9, "backward"))
-    goes_on(second, *bounds(first))
+    acts = [peers_lab.Act(0, 8, "forward", comes_back), peers_lab.Act(0, 9, "forward", is_whole)]
+    second = peers_lab.fail(
+        lab, first.again(lab, names=names, acts=acts, protected_at=(7, 8)), Death("node3", 9, "backward")
+    )
+    peers_lab.goes_on(second, *peers_lab.bounds(first))
     assert len(noted(second, "acted")[0]) == 2
     assert stale.alive()
 
     # Its agent is still there, with what it has of the timeline that was left: it takes part again.
-    recovers(lab, second, expected, names=())
+    peers_lab.recovers(lab, second, expected, names=())
     assert stale.wait() == -signal.SIGKILL

@@ -12,17 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.protocol.replication import (
-    BadSourceSeen,
-    Describe,
-    Fill,
-    Filled,
-    FromFragments,
-    Holds,
-    Join,
-    WantedState,
-    WatermarkAdvanced,
-)
+from memckpt.protocol import replication
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Fragment
 from memckpt.replication.pacing.pace import Pacer
@@ -215,10 +205,10 @@ def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch
 
 
 def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
-    wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
+    wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
     regions = node.records[0].duplicates()
-    node.replicator._handle(Describe(wanted), [])
-    node.replicator._fill(Fill(wanted, node.records[0].spec), regions)
+    node.replicator._handle(replication.Describe(wanted), [])
+    node.replicator._fill(replication.Fill(wanted, node.records[0].spec), regions)
     serving = node.records[1].duplicates()
     again = node.records[1].duplicates()
     node.replicator._send_generation(node.records[1].serve(5), serving)
@@ -230,10 +220,10 @@ def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
 
 def test_what_the_agent_holds_counts_where_memory_for_others_is_reserved(node: Node) -> None:
     node.replicator._memory.budget = 1 << 20
-    node.replicator._handle(Holds((1 << 20) - 4096), [])
+    node.replicator._handle(replication.Holds((1 << 20) - 4096), [])
     with pytest.raises(MemoryBudgetError):
         node.replicator._memory._reserve(8192)
-    node.replicator._handle(Holds(0), [])
+    node.replicator._handle(replication.Holds(0), [])
     node.replicator._memory._reserve(8192).close()
 
 
@@ -281,9 +271,9 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         node.keep("a", 3)
         node.send_own()
         node.replicator._send_generation(node.records[1].serve(5), node.records[1].duplicates())
-        wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0),), 2, 2))
-        node.replicator._handle(Describe(wanted), [])
-        node.replicator._fill(Fill(wanted, node.records[0].spec), node.records[0].duplicates())
+        wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0),), 2, 2))
+        node.replicator._handle(replication.Describe(wanted), [])
+        node.replicator._fill(replication.Fill(wanted, node.records[0].spec), node.records[0].duplicates())
         for message in messages:
             if isinstance(message, dict):
                 if isinstance(message.get("owner"), int):
@@ -306,8 +296,10 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
 def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
     """Or they would wait for a node that loses its memory while this one is not whole, and all others for them."""
     with closing(Node("a")) as node:
-        node.replicator._join(Join(node.job, rejoin=True))
-        assert [one.waits_suspended for one in node.wire.told if isinstance(one, WatermarkAdvanced)] == [True]
+        node.replicator._join(replication.Join(node.job, rejoin=True))
+        assert [one.waits_suspended for one in node.wire.told if isinstance(one, replication.WatermarkAdvanced)] == [
+            True
+        ]
 
 
 def test_owners_send_in_turns() -> None:
@@ -336,8 +328,8 @@ def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
 
 
 def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
-    wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
-    node.replicator._fill(Fill(wanted, node.records[0].spec), node.records[0].duplicates())
+    wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
+    node.replicator._fill(replication.Fill(wanted, node.records[0].spec), node.records[0].duplicates())
     [reader] = node.replicator._fetching._readers
     reader.taken_bytes = reader.expected_bytes // 4
     megabytes = f"{reader.expected_bytes / 1e6:.1f} MB"
@@ -345,16 +337,16 @@ def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
 
 
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
-    wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
-    node.replicator._fill(Fill(wanted, node.records[0].spec), node.records[0].duplicates())
+    wanted = replication.WantedState((0,), 5, replication.FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
+    node.replicator._fill(replication.Fill(wanted, node.records[0].spec), node.records[0].duplicates())
     asked = [one for one in node.line.sent["a"] if isinstance(one, AskManifest)]
     assert len(asked) == 3
     node.says("a", *(GotNone(one.request, "gone") for one in asked))
     node.says("c", *(GotNone(one.request, "gone") for one in asked))
     [filled] = node.replicator._fetching.take_news()
-    assert isinstance(filled, Filled)
+    assert isinstance(filled, replication.Filled)
     assert "of ranks [0] cannot be had" in filled.problem
-    assert set(filled.bad) == {BadSourceSeen(peer, (0,), "ga") for peer in ("a", "c")}
+    assert set(filled.bad) == {replication.BadSourceSeen(peer, (0,), "ga") for peer in ("a", "c")}
     assert node.replicator._fetching._readers == []
 
 

@@ -20,27 +20,8 @@ from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.processes import helper_process
 from memckpt.processes.event_loop import EventLoop
 from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol import replication
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.replication import (
-    Described,
-    Filled,
-    Fragments,
-    GiveUp,
-    Halt,
-    Halted,
-    Holds,
-    Join,
-    Listen,
-    Listening,
-    ListFragments,
-    PeerJob,
-    PeerNode,
-    Recover,
-    RecoveryProgress,
-    ReplicatorLost,
-    SendGeneration,
-    WatermarkAdvanced,
-)
 from tests.support.trainings.recovery_lab import SPEC, Place, wanted
 
 
@@ -64,8 +45,8 @@ class Desk:
         self.loop = EventLoop(clock=lambda: self.now)
         self.peers = Peers(self.loop, groups, self._told)
 
-    def _told(self, message: WatermarkAdvanced | ReplicatorLost) -> None:
-        if isinstance(message, ReplicatorLost):
+    def _told(self, message: replication.WatermarkAdvanced | replication.ReplicatorLost) -> None:
+        if isinstance(message, replication.ReplicatorLost):
             self.lost.append(message.reason)
 
     def _start(self, module: str, loop: object, received: Any, ended: Any, *watched: object) -> FakeReplicator:
@@ -85,7 +66,7 @@ class Desk:
         self.join(**other)
 
     def join(self, **other: Any) -> None:
-        self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
+        self.peers.join(replication.Join(msgspec.structs.replace(JOB, **other)))
 
 
 class FakeReplicator:
@@ -117,16 +98,18 @@ class FakeReplicator:
         self.asked.append(message)
         if self.stopped:
             raise AgentGoneError("it has shown no sign of life")
-        if isinstance(message, Listen):
-            return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
-        return Fragments(()) if isinstance(message, ListFragments) else Halted()
+        if isinstance(message, replication.Listen):
+            return replication.Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
+        return replication.Fragments(()) if isinstance(message, replication.ListFragments) else replication.Halted()
 
     def close(self, last: object = None) -> None:
         self.closed = True
 
 
-LISTEN = Listen("a1", "a", "127.0.0.1", 0, None)
-JOB = PeerJob("a1", (PeerNode("a", FakeReplicator.address, ("a",)),), (), 1, 1, "", True, None, 0.01, 0)
+LISTEN = replication.Listen("a1", "a", "127.0.0.1", 0, None)
+JOB = replication.PeerJob(
+    "a1", (replication.PeerNode("a", FakeReplicator.address, ("a",)),), (), 1, 1, "", True, None, 0.01, 0
+)
 
 
 @pytest.fixture
@@ -142,14 +125,14 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Callable[[Desk], None]) -> None:
     answers: list[Any] = []
     desk.begin()
-    desk.peers.recover(Recover(5, (), (wanted(0), wanted(1)), None), answers.append)
-    desk.peers.replicator_said(Described((0,), SPEC, recovery=1))
+    desk.peers.recover(replication.Recover(5, (), (wanted(0), wanted(1)), None), answers.append)
+    desk.peers.replicator_said(replication.Described((0,), SPEC, recovery=1))
     [room] = desk.places[(0,)].rooms
     assert not room.closed
     end(desk)
     assert room.closed
     assert [bool(one.problem) for one in answers] == [True]
-    desk.peers.replicator_said(Filled((0,), recovery=1))
+    desk.peers.replicator_said(replication.Filled((0,), recovery=1))
     assert not room.filled
 
 
@@ -197,11 +180,11 @@ def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_lis
     assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
     assert desk.peers.replicator.listen(LISTEN) == before
     desk.join()
-    assert [type(one) for one in desk.started[1].sent] == [Join]
+    assert [type(one) for one in desk.started[1].sent] == [replication.Join]
     # From now on peers are told where another one listens.
     desk.started[1].ended("killed")
     assert desk.started[2].asked[0] == LISTEN
-    assert [type(one) for one in desk.started[2].sent] == [Join]
+    assert [type(one) for one in desk.started[2].sent] == [replication.Join]
     assert not desk.lost
 
 
@@ -217,7 +200,7 @@ def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> No
     desk.started[0].stopped = True
     desk.turn_at(2.0)
     assert [one.closed for one in desk.started] == [True, False]
-    assert [type(one) for one in desk.started[1].sent] == [Join]
+    assert [type(one) for one in desk.started[1].sent] == [replication.Join]
 
 
 @pytest.mark.promise(
@@ -271,7 +254,7 @@ def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(desk:
             assert len(desk.started) == living
             desk.turn_at(deadline)
         assert len(desk.started) == living + 1
-        assert [type(one) for one in desk.started[-1].sent] == [Join]
+        assert [type(one) for one in desk.started[-1].sent] == [replication.Join]
         assert desk.loop.deadline() is None
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
     desk.now += 60  # the last one has lived
@@ -285,7 +268,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 ) -> None:
     group: Any = SimpleNamespace(held=None, ranks=(0,))
     desk.begin()
-    desk.peers.replicator_said(WatermarkAdvanced(7, True))
+    desk.peers.replicator_said(replication.WatermarkAdvanced(7, True))
     desk.make = broken
     desk.started[0].ended("killed")
     for _ in range(3):
@@ -301,8 +284,8 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk.make = FakeReplicator
     # A trainer that is back does not wait for the clock.
     assert desk.peers.replicator.listen(LISTEN).address == FakeReplicator.address
-    desk.peers.join(Join(JOB, rejoin=True))
-    assert [type(one) for one in desk.started[-1].sent] == [Join]
+    desk.peers.join(replication.Join(JOB, rejoin=True))
+    assert [type(one) for one in desk.started[-1].sent] == [replication.Join]
     assert desk.loop.deadline() is None
     desk.started[-1].ended("killed")
     desk.peers.begin_attempt()
@@ -311,7 +294,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 
 def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
     group = holding(base=4, newest=9, slots=3)
-    desk.make = dies_of(SendGeneration)
+    desk.make = dies_of(replication.SendGeneration)
     desk.begin(wait=False)
     for _ in range(3):
         desk.peers.sync(group)
@@ -320,11 +303,11 @@ def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: D
     # Nobody is there who could answer: redo goes on as far as the slots ask for.
     assert desk.peers.redo_limit(group) == 9 - (3 - 2)
     desk.make = FakeReplicator
-    desk.peers.recover(Recover(5, (), (), None), lambda answer: None)  # it is not waited with any more
+    desk.peers.recover(replication.Recover(5, (), (), None), lambda answer: None)  # it is not waited with any more
     desk.peers.sync(group)
-    assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
+    assert [type(one) for one in desk.started[-1].sent[:2]] == [replication.Join, replication.SendGeneration]
     assert desk.peers.redo_limit(group) == 0
-    assert isinstance(desk.started[-1].sent[-1], GiveUp)
+    assert isinstance(desk.started[-1].sent[-1], replication.GiveUp)
 
 
 def test_without_a_replica_nothing_has_to_go_on_and_the_state_that_a_generation_begins_with_is_sent(desk: Desk) -> None:
@@ -333,7 +316,7 @@ def test_without_a_replica_nothing_has_to_go_on_and_the_state_that_a_generation_
         group = holding(base=4, newest=9, slots=3, mode=mode)
         desk.peers.sync(group)
         assert desk.peers.redo_limit(group) == 0
-        assert isinstance(desk.started[-1].sent[-1], GiveUp) is given_up
+        assert isinstance(desk.started[-1].sent[-1], replication.GiveUp) is given_up
 
 
 @pytest.mark.parametrize(("acknowledged", "read"), [(3, [4]), (4, []), (7, [])])
@@ -343,16 +326,16 @@ def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged
     """The replica may go on from it at any time."""
     group = holding(base=4, newest=9, slots=8)
     desk.begin(wait=False)
-    desk.peers.replicator_said(WatermarkAdvanced(acknowledged, True))
+    desk.peers.replicator_said(replication.WatermarkAdvanced(acknowledged, True))
     desk.started[0].ended("killed")
     desk.peers.sync(group)
-    (sent,) = [one for one in desk.started[-1].sent if isinstance(one, SendGeneration)]
+    (sent,) = [one for one in desk.started[-1].sent if isinstance(one, replication.SendGeneration)]
     assert list(sent.records) == read
 
 
 def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
     group = holding(base=4, newest=9, slots=3)
-    desk.make = dies_of(GiveUp)
+    desk.make = dies_of(replication.GiveUp)
     desk.begin(wait=False)
     desk.peers.sync(group)
     desk.make = broken
@@ -373,7 +356,7 @@ def hand_out_something(desk: Desk, monkeypatch: pytest.MonkeyPatch, first: Calla
 def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies(FakeReplicator):
         def ask(self, message: object, *arguments: Any) -> Any:
-            if isinstance(message, ListFragments) and not isinstance(self.asked[-1], Listen):
+            if isinstance(message, replication.ListFragments) and not isinstance(self.asked[-1], replication.Listen):
                 self.ended("it was not in its right mind")
                 raise AgentGoneError("what it said has led to its end")
             return super().ask(message, *arguments)
@@ -382,14 +365,14 @@ def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch
     desk.begin()
     hand_out_something(desk, monkeypatch)
     answers: list[Any] = []
-    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    desk.peers.recover(replication.Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]
     assert [one.closed for one in desk.started] == [True, False]
 
 
 def test_a_replicator_knows_what_else_is_held_here(desk: Desk) -> None:
     def told() -> list[int]:
-        return [one.nbytes for one in desk.started[-1].sent if isinstance(one, Holds)]
+        return [one.nbytes for one in desk.started[-1].sent if isinstance(one, replication.Holds)]
 
     desk.peers.replicator.tell_own(5)  # there is none yet
     desk.begin()
@@ -407,14 +390,17 @@ def test_without_a_replicator_where_peers_look_for_it_the_start_ends(desk: Desk)
     desk.started[0].ended("killed")
     assert all(one.closed for one in desk.started)
     assert len(desk.lost) == 1
-    for ask in (desk.join, lambda: desk.peers.recover(Recover(5, (), (wanted(0),), None), desk.lost.append)):
+    for ask in (
+        desk.join,
+        lambda: desk.peers.recover(replication.Recover(5, (), (wanted(0),), None), desk.lost.append),
+    ):
         with pytest.raises(PeerError, match=r"killed.*the port is taken"):
             ask()
-    desk.peers.join(Join(JOB, rejoin=True))
+    desk.peers.join(replication.Join(JOB, rejoin=True))
     desk.make = FakeReplicator
     desk.peers.begin_attempt()
     desk.begin()
-    assert [type(one) for one in desk.started[-1].sent] == [Join]
+    assert [type(one) for one in desk.started[-1].sent] == [replication.Join]
 
 
 def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_handed_out(
@@ -423,14 +409,14 @@ def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_hand
     answers: list[Any] = []
     desk.begin()
     hand_out_something(desk, monkeypatch, lambda: desk.started[0].ended("killed"))
-    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    desk.peers.recover(replication.Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]
 
 
 def test_a_replicator_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None:
     class Dies(FakeReplicator):
         def ask(self, message: Any, *arguments: Any) -> Any:
-            if isinstance(message, Halt):
+            if isinstance(message, replication.Halt):
                 self.ended("it was not in its right mind")
                 raise AgentGoneError("what it said has led to its end")
             return super().ask(message, *arguments)
@@ -468,7 +454,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
 
     def take(message: Any) -> None:
         received.append(message)
-        if isinstance(message, WatermarkAdvanced):
+        if isinstance(message, replication.WatermarkAdvanced):
             process.close()
 
     with closing(EventLoop()) as loop:
@@ -479,13 +465,13 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
 
 def test_an_answer_is_not_waited_for_from_a_process_that_was_let_go_of(helper: Any) -> None:
     process, started, received = helper
-    started.channel.send(RecoveryProgress(1))
-    started.channel.send(WatermarkAdvanced(1, True))
+    started.channel.send(replication.RecoveryProgress(1))
+    started.channel.send(replication.WatermarkAdvanced(1, True))
     with pytest.raises(AgentGoneError):
-        process.ask(Halt(), Halted, 10.0)
-    assert [type(one) for one in received] == [RecoveryProgress, WatermarkAdvanced]
+        process.ask(replication.Halt(), replication.Halted, 10.0)
+    assert [type(one) for one in received] == [replication.RecoveryProgress, replication.WatermarkAdvanced]
     with pytest.raises(AgentGoneError):
-        process.ask(Halt(), Halted, 10.0)
+        process.ask(replication.Halt(), replication.Halted, 10.0)
 
 
 def test_last_words_are_heard_and_those_that_make_no_sense_end_nothing(
@@ -493,10 +479,10 @@ def test_last_words_are_heard_and_those_that_make_no_sense_end_nothing(
 ) -> None:
     process, started, received = helper
     heard: list[Any] = []
-    started.channel.send(RecoveryProgress(1))
+    started.channel.send(replication.RecoveryProgress(1))
     started.channel.sock.send(b"i no message")
     process.close(heard.append)
-    assert heard == [RecoveryProgress(1)]
+    assert heard == [replication.RecoveryProgress(1)]
     assert received == []
     assert "cannot be decoded" in caplog.text
     assert process._channel.fileno() < 0
@@ -504,16 +490,16 @@ def test_last_words_are_heard_and_those_that_make_no_sense_end_nothing(
 
 def test_a_process_that_lives_gets_longer_to_answer(helper: Any, caplog: pytest.LogCaptureFixture) -> None:
     process, started, _ = helper
-    started.looked = lambda: started.channel.send(Halted())
+    started.looked = lambda: started.channel.send(replication.Halted())
     with caplog.at_level(logging.WARNING):
-        assert process.ask(Halt(), Halted, 0.01, patience=20.0) == Halted()
+        assert process.ask(replication.Halt(), replication.Halted, 0.01, patience=20.0) == replication.Halted()
     assert "it is alive" in caplog.text
     started.looked = lambda: -9
     with pytest.raises(AgentGoneError, match="no answer"):
-        process.ask(Halt(), Halted, 0.01, patience=20.0)
+        process.ask(replication.Halt(), replication.Halted, 0.01, patience=20.0)
     started.looked = lambda: None
     with pytest.raises(AgentGoneError, match="no answer"):
-        process.ask(Halt(), Halted, 0.01, patience=0.02)
+        process.ask(replication.Halt(), replication.Halted, 0.01, patience=0.02)
 
 
 def test_a_process_that_sends_other_messages_is_not_waited_for_without_end(
@@ -521,11 +507,11 @@ def test_a_process_that_sends_other_messages_is_not_waited_for_without_end(
 ) -> None:
     process, started, received = helper
     monkeypatch.setattr(helper_process, "_LONGEST_ANSWER_SECONDS", 0.0)
-    started.channel.send(RecoveryProgress(1))
-    started.channel.send(Halted())
+    started.channel.send(replication.RecoveryProgress(1))
+    started.channel.send(replication.Halted())
     with pytest.raises(AgentGoneError, match="sends other messages"):
-        process.ask(Halt(), Halted, 10.0)
-    assert received == [RecoveryProgress(1)]
+        process.ask(replication.Halt(), replication.Halted, 10.0)
+    assert received == [replication.RecoveryProgress(1)]
 
 
 @pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no more"), OSError(errno.ENOMEM, "no memory")])

@@ -21,19 +21,10 @@ from memckpt.state.spec import StateSpec
 from tests.support.cluster.sharded_cases import Setup, job_of
 from tests.support.cluster.waiting import LIMIT_SECONDS, until
 from tests.support.storage.stored_runs import goes_on, newest, stored
+from tests.support.trainings import killed_ranks
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, kill_both, kill_self
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import (
-    Death,
-    check_same,
-    fresh_directory,
-    logs,
-    reference,
-    results,
-    run,
-    start_agents,
-)
 
 
 def agent_of(control: Control) -> int:
@@ -166,10 +157,10 @@ def test_an_agent_that_is_told_to_end_says_so_before_it_saves(
 )
 def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(lab: Lab) -> None:
     job = job_of(lab, Setup(world_size=2), stored("lazy", every_steps=None))
-    expected = reference(lab, job)
-    start_agents(lab, job)
-    died = replace(job, deaths=[Death("all", 6, "backward")])
-    assert run(lab, died) == [-signal.SIGKILL] * 2
+    expected = killed_ranks.reference(lab, job)
+    killed_ranks.start_agents(lab, job)
+    died = replace(job, deaths=[killed_ranks.Death("all", 6, "backward")])
+    assert killed_ranks.run(lab, died) == [-signal.SIGKILL] * 2
 
     def prepare(rank: int) -> None:
         original = AgentLink.connect
@@ -185,11 +176,11 @@ def test_ranks_that_come_before_and_after_their_agent_was_told_to_end_go_to_one(
         if rank == 1:
             AgentLink.connect = connect  # type: ignore[method-assign]  # in a forked child
 
-    last = replace(job, directory=fresh_directory(lab), number=1, prepare=prepare)
-    assert run(lab, last) == [0, 0], logs(lab)[-6000:]
-    check_same(results(last), expected)
-    assert {each["resumed"] for each in results(last)} == {6}
-    assert logs(lab).count("they go to the next one") == 2
+    last = replace(job, directory=killed_ranks.fresh_directory(lab), number=1, prepare=prepare)
+    assert killed_ranks.run(lab, last) == [0, 0], killed_ranks.logs(lab)[-6000:]
+    killed_ranks.check_same(killed_ranks.results(last), expected)
+    assert {each["resumed"] for each in killed_ranks.results(last)} == {6}
+    assert killed_ranks.logs(lab).count("they go to the next one") == 2
 
 
 @pytest.mark.promise(

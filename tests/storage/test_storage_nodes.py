@@ -16,19 +16,9 @@ from memckpt.config import StorageConfig
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
 from tests.support.storage.stored_runs import catalog_of
+from tests.support.trainings import killed_ranks
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import (
-    Death,
-    check_same,
-    fresh_directory,
-    next_attempt,
-    reference,
-    results,
-    run,
-    start_agents,
-    train,
-)
 from tests.support.trainings.rank_trainings import DdpJob
 
 REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
@@ -49,7 +39,7 @@ def die_when_stored(training: Any, step: int) -> None:
 
 def job_of(lab: Lab, redo: str, **settings: object) -> DdpJob:
     storage = StorageConfig(**settings)  # type: ignore[arg-type]
-    return DdpJob(fresh_directory(lab), lab.run_dir, config(redo, storage=storage), nodes=2)
+    return DdpJob(killed_ranks.fresh_directory(lab), lab.run_dir, config(redo, storage=storage), nodes=2)
 
 
 @pytest.mark.promise("several nodes have the same record in storage, or none")
@@ -62,8 +52,8 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
     monkeypatch.setattr(schedule, "_ANNOUNCE_SECONDS", 0.5)
     monkeypatch.setattr(schedule, "_LOOK_SECONDS", 0.05)
     job = replace(job_of(lab, redo, min_seconds=0.2, overhead=1.0), each_step=die_when_stored, last_step=20_000)
-    both = start_agents(lab, job)
-    codes = run(lab, job)
+    both = killed_ranks.start_agents(lab, job)
+    codes = killed_ranks.run(lab, job)
     assert codes[0] == -9
     assert codes[1] != 0
     until(lambda: bool(catalog_of(lab).complete))
@@ -71,26 +61,26 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
         kill_and_wait(agent.pid)
     newest = catalog_of(lab).complete[0]
     assert {name: part.ranks for name, part in newest.parts.items()} == {"node0": (0,), "node1": (1,)}
-    start_agents(lab, job)
-    last = next_attempt(lab, job, each_step=None, last_step=newest.step + 9)
-    assert run(lab, last) == [0, 0]
-    check_same(results(last), reference(lab, last), newest.step)
+    killed_ranks.start_agents(lab, job)
+    last = killed_ranks.next_attempt(lab, job, each_step=None, last_step=newest.step + 9)
+    assert killed_ranks.run(lab, last) == [0, 0]
+    killed_ranks.check_same(killed_ranks.results(last), killed_ranks.reference(lab, last), newest.step)
 
 
 @pytest.mark.slow
 @REDO
 def test_what_dead_trainers_left_on_two_nodes_goes_to_storage(lab: Lab, redo: str) -> None:
     """Neither agent knows how far the other one is: they save what the other may need, and agree by what is there."""
-    job = replace(job_of(lab, redo, every_steps=1000), deaths=[Death("all", 8, "backward")])
-    both = start_agents(lab, job)
-    assert run(lab, job) == [-9, -9]
+    job = replace(job_of(lab, redo, every_steps=1000), deaths=[killed_ranks.Death("all", 8, "backward")])
+    both = killed_ranks.start_agents(lab, job)
+    assert killed_ranks.run(lab, job) == [-9, -9]
     until(lambda: bool(catalog_of(lab).complete))
     for agent in both:
         kill_and_wait(agent.pid)
-    start_agents(lab, job)
-    last = next_attempt(lab, job)
-    assert run(lab, last) == [0, 0]
-    check_same(results(last), reference(lab, last), 8)
+    killed_ranks.start_agents(lab, job)
+    last = killed_ranks.next_attempt(lab, job)
+    assert killed_ranks.run(lab, last) == [0, 0]
+    killed_ranks.check_same(killed_ranks.results(last), killed_ranks.reference(lab, last), 8)
 
 
 @pytest.mark.promise("several nodes have the same record in storage, or none")
@@ -103,9 +93,9 @@ def test_nodes_of_different_speed_killed_at_random(lab: Lab, redo: str, mode: st
     job = replace(job_of(lab, redo, every_steps=7, mode=mode, batch_steps=3), each_step=slow_second, last_step=400)
     began = []
     for number in range(5):
-        attempt = replace(job, directory=fresh_directory(lab), number=number)
-        both = start_agents(lab, job)
-        ranks = [lab.fork(lambda rank=rank, a=attempt: train(a, rank), f"rank{rank}") for rank in range(2)]
+        attempt = replace(job, directory=killed_ranks.fresh_directory(lab), number=number)
+        both = killed_ranks.start_agents(lab, job)
+        ranks = [lab.fork(lambda rank=rank, a=attempt: killed_ranks.train(a, rank), f"rank{rank}") for rank in range(2)]
         delay = chance.uniform(3.0, 9.0)
         with contextlib.suppress(TimeoutError):
             ranks[0].wait(delay)
@@ -114,7 +104,7 @@ def test_nodes_of_different_speed_killed_at_random(lab: Lab, redo: str, mode: st
                 kill_and_wait(process.pid)
         began.append(catalog_of(lab).latest_attempt)
     assert began == sorted(began)
-    start_agents(lab, job)
-    last = next_attempt(lab, job, number=9, each_step=None)
-    assert run(lab, last) == [0, 0]
-    check_same(results(last), reference(lab, last))
+    killed_ranks.start_agents(lab, job)
+    last = killed_ranks.next_attempt(lab, job, number=9, each_step=None)
+    assert killed_ranks.run(lab, last) == [0, 0]
+    killed_ranks.check_same(killed_ranks.results(last), killed_ranks.reference(lab, last))

@@ -20,6 +20,7 @@ from memckpt.state.ambient import ambient_of, as_recorded, decode
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.cluster.waiting import until
 from tests.support.storage.stored_runs import leave_only_storage
+from tests.support.trainings import killed_ranks
 from tests.support.trainings.engine_audits import (
     HiddenWrite,
     PhasedTraining,
@@ -34,15 +35,6 @@ from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_optimizers import OPTIMIZER_CASES, local_momentum
 from tests.support.trainings.engine_steps import ACCUMULATION
 from tests.support.trainings.engine_training import Case, Training
-from tests.support.trainings.killed_ranks import (
-    Death,
-    check_same,
-    fresh_directory,
-    next_attempt,
-    reference,
-    results,
-    run,
-)
 from tests.support.trainings.planted_faults import around
 from tests.support.trainings.rank_trainings import DdpJob
 
@@ -247,13 +239,13 @@ def test_the_audit_goes_on_behind_a_failure_of_its_process(lab: Lab, faults: dic
 def test_ranks_replace_redo_after_the_same_record(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode, "_LOOK_RECORDS", 8)
     settings = config("lazy", PERIOD, audit_budget=1.0, resume_check="off")
-    job = DdpJob(fresh_directory(lab), lab.run_dir, settings, last_step=40)
-    expected = reference(lab, replace(job, optimizer=phased_in_trainers(None)))
+    job = DdpJob(killed_ranks.fresh_directory(lab), lab.run_dir, settings, last_step=40)
+    expected = killed_ranks.reference(lab, replace(job, optimizer=phased_in_trainers(None)))
     lab.start_agent()
     job = replace(job, optimizer=phased_in_trainers(lab.run_dir))
-    assert run(lab, replace(job, deaths=[Death("all", 36, "committed")])) == [-9, -9]
+    assert killed_ranks.run(lab, replace(job, deaths=[killed_ranks.Death("all", 36, "committed")])) == [-9, -9]
     logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
     assert all("steps cannot be redone here: the audit found" in log for log in logs), logs[0][-3000:]
-    last = next_attempt(lab, job)
-    assert run(lab, last) == [0, 0]
-    check_same(results(last), expected, 37)
+    last = killed_ranks.next_attempt(lab, job)
+    assert killed_ranks.run(lab, last) == [0, 0]
+    killed_ranks.check_same(killed_ranks.results(last), expected, 37)

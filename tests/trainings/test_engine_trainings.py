@@ -8,20 +8,11 @@ import pytest
 import torch
 
 from memckpt.capture.copier import HostCopier
+from tests.support.trainings import engine_steps
 from tests.support.trainings.engine_cases import PLAIN, SHAPE_CASES
 from tests.support.trainings.engine_child import Control, config
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_state import COMPILED, MOMENTUM_ENCODER_CASES, by_hand
-from tests.support.trainings.engine_steps import (
-    ACCUMULATION,
-    ANNOUNCED,
-    CLIP_GIVEN_NORM,
-    LIED,
-    OTHER_GRADIENT_CASES,
-    STEP_CASES,
-    UNKNOWN_CHANGE_CASES,
-    kills_of,
-)
 from tests.support.trainings.engine_training import Case
 
 #: Around the things that happen at steps 6, 8, 10, 15 and 16 in some of the cases.
@@ -59,12 +50,12 @@ def names(case: Case) -> str:
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", cases({case.name for case in SHAPE_CASES} - LAZY_LATER))
 def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
-    lab.survives(case, config("lazy"), kills_of(case, KILLS))
+    lab.survives(case, config("lazy"), engine_steps.kills_of(case, KILLS))
 
 
 @pytest.mark.parametrize("case", cases(EAGER_FIRST))
 def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
-    attempts = lab.survives(case, config("eager"), kills_of(case, KILLS))
+    attempts = lab.survives(case, config("eager"), engine_steps.kills_of(case, KILLS))
     assert {attempt.mode for attempt in attempts} == {"eager"}
     assert attempts[-1].end["drift"] == 0.0
 
@@ -73,7 +64,7 @@ def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("case", SHAPE_CASES, ids=names)
 def test_more_kills(lab: Lab, case: Case, redo: str) -> None:
-    lab.survives(case, config(redo), kills_of(case, MORE_KILLS))
+    lab.survives(case, config(redo), engine_steps.kills_of(case, MORE_KILLS))
 
 
 @pytest.mark.promise(
@@ -82,13 +73,13 @@ def test_more_kills(lab: Lab, case: Case, redo: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPE_CASES, ids=names)
 def test_step_tap_is_exact(lab: Lab, case: Case) -> None:
-    attempts = lab.survives(case, config("lazy", tap="step"), kills_of(case, KILLS[1:3]))
+    attempts = lab.survives(case, config("lazy", tap="step"), engine_steps.kills_of(case, KILLS[1:3]))
     assert attempts[-1].end["tap"] == "step"
 
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
-@pytest.mark.parametrize("case", STEP_CASES, ids=names)
+@pytest.mark.parametrize("case", engine_steps.STEP_CASES, ids=names)
 def test_steps_are_recorded_as_they_are_really_taken(lab: Lab, case: Case, redo: str) -> None:
     attempts = lab.survives(case, config(redo), [("after commit", 5), ("before batch", 8), ("after commit", 15)])
     assert {attempt.mode for attempt in attempts} <= {redo, "snapshot"}  # the latter during a self-test
@@ -102,7 +93,7 @@ def test_what_changes_at_every_step_is_captured(lab: Lab) -> None:
 @pytest.mark.promise("unannounced changes of gradients are noticed")
 @pytest.mark.promise("gradients changed between backward and step in an unknown way (own clipping, noise)")
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("case", UNKNOWN_CHANGE_CASES, ids=names)
+@pytest.mark.parametrize("case", engine_steps.UNKNOWN_CHANGE_CASES, ids=names)
 def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab, case: Case) -> None:
     kills = [("after commit", 2), ("backward", 3), ("after commit", 7), ("forward", 11)]
     attempts = lab.survives(case, config("lazy"), kills)
@@ -115,7 +106,7 @@ def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab,
 @pytest.mark.promise("CPU, bf16 or fp16 parameters")
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
-@pytest.mark.parametrize("case", OTHER_GRADIENT_CASES, ids=names)
+@pytest.mark.parametrize("case", engine_steps.OTHER_GRADIENT_CASES, ids=names)
 def test_gradients_of_another_dtype_than_their_parameters(lab: Lab, case: Case, redo: str) -> None:
     lab.survives(case, config(redo), KILLS)
 
@@ -133,14 +124,14 @@ def test_frozen_tensors_that_are_written_behind_the_counters_back(lab: Lab, case
 
 
 def test_clipping_by_a_norm_that_was_taken_before_is_known_to_streaming(lab: Lab) -> None:
-    ended = lab.train(CLIP_GIVEN_NORM, config("lazy"), last_step=3)
+    ended = lab.train(engine_steps.CLIP_GIVEN_NORM, config("lazy"), last_step=3)
     assert ended.end["tap"] == "streaming"
     lab.stop()
 
 
 @pytest.mark.promise("gradients changed between backward and step in an unknown way (own clipping, noise)")
 def test_own_clipping_is_noticed_on_the_first_logged_record(lab: Lab) -> None:
-    case = UNKNOWN_CHANGE_CASES[0]
+    case = engine_steps.UNKNOWN_CHANGE_CASES[0]
     # The first record begins the generation, the second is the first that carries gradients.
     ended = lab.train(case, config("lazy"), last_step=2)
     assert ended.end["tap"] == "step"
@@ -153,14 +144,14 @@ def test_own_clipping_is_noticed_on_the_first_logged_record(lab: Lab) -> None:
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_accumulation_resumes_at_the_last_optimizer_step(lab: Lab, redo: str) -> None:
     kills = [("after commit", 4), ("after commit", 9), ("forward", 11), ("before step", 15), ("backward", 16)]
-    attempts = lab.survives(ACCUMULATION, config(redo), kills, expected=[3, 9, 9, 12, 15])
+    attempts = lab.survives(engine_steps.ACCUMULATION, config(redo), kills, expected=[3, 9, 9, 12, 15])
     done = [each["step"] for attempt in attempts for each in attempt.of("commit") if each["done"]]
     assert all(step % 3 == 0 for step in done)
     not_done = [each["step"] for attempt in attempts for each in attempt.of("commit") if not each["done"]]
     assert all(step % 3 for step in not_done)
 
 
-@pytest.mark.parametrize("case", [ANNOUNCED, LIED], ids=names)
+@pytest.mark.parametrize("case", [engine_steps.ANNOUNCED, engine_steps.LIED], ids=names)
 def test_gradients_that_are_only_added_to_are_not_copied(lab: Lab, case: Case) -> None:
     """Where no gradient was copied that a step then uses, it is taken behind that step."""
 
@@ -176,20 +167,20 @@ def test_gradients_that_are_only_added_to_are_not_copied(lab: Lab, case: Case) -
     kills = [("after commit", 4), ("forward", 11), ("before step", 15), ("backward", 16)]
     attempts = lab.survives(case, config("lazy"), kills, expected=[3, 9, 12, 15], prepare=prepare)
     copied = {one["step"] for attempt in attempts for one in attempt.of("copy") if one["backward"]}
-    assert copied == (set() if case is LIED else set(range(6, 25, 3)))
+    assert copied == (set() if case is engine_steps.LIED else set(range(6, 25, 3)))
     assert attempts[-1].end["tap"] == "streaming"
 
 
 @pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
-@pytest.mark.parametrize("case", [PLAIN, ACCUMULATION], ids=names)
+@pytest.mark.parametrize("case", [PLAIN, engine_steps.ACCUMULATION], ids=names)
 def test_without_a_kill_training_is_what_it_is_without_memckpt(lab: Lab, case: Case, redo: str) -> None:
     lab.check_same(case, lab.train(case, config(redo)))
 
 
 @pytest.mark.promise("attaching changes no bit of the training")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*SHAPE_CASES, *UNKNOWN_CHANGE_CASES], ids=names)
+@pytest.mark.parametrize("case", [*SHAPE_CASES, *engine_steps.UNKNOWN_CHANGE_CASES], ids=names)
 def test_neutral_for_every_training(lab: Lab, case: Case) -> None:
     lab.check_same(case, lab.train(case, config("lazy")))
 

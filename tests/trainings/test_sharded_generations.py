@@ -17,21 +17,9 @@ from torch.distributed.tensor import DTensor
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.session.staging import Staging
 from tests.support.cluster.sharded_cases import Distributed, Setup, job_of, named
+from tests.support.trainings import killed_ranks
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import (
-    Death,
-    check_same,
-    fresh_directory,
-    logs,
-    next_attempt,
-    noted,
-    reference,
-    results,
-    run,
-    start_agents,
-    survives,
-)
 
 FSDP2, FSDP4 = Setup(table=True), Setup(world_size=4, table=True)
 HSDP, TP, FSDP_TP = Setup("hsdp", 4, table=True), Setup("tp", table=True), Setup("fsdp-tp", 4, table=True)
@@ -91,8 +79,8 @@ def test_a_record_that_one_rank_cannot_redo_begins_a_generation(
     """
     alone = setup.kind != "hsdp" or nodes > 1
     job = job_of(lab, setup, config(redo), nodes=nodes, each_step=CHANGES[change, ranks])
-    deaths = [Death("all", CHANGED_AT, "committed"), Death("all", CHANGED_AT + 3)]
-    survives(lab, job, deaths, [CHANGED_AT + alone, CHANGED_AT + 3])
+    deaths = [killed_ranks.Death("all", CHANGED_AT, "committed"), killed_ranks.Death("all", CHANGED_AT + 3)]
+    killed_ranks.survives(lab, job, deaths, [CHANGED_AT + alone, CHANGED_AT + 3])
 
 
 def die_in_second_generation(rank: int, others: int, told: int) -> None:
@@ -161,18 +149,20 @@ def test_a_rank_dies_in_a_generation_that_the_others_have_complete(
 ) -> None:
     """Their agents must not have let go of the older one: it is all that the dead rank's has."""
     job = job_of(lab, setup, config(redo), nodes=nodes, each_step=CHANGES[change_table, (0, 1, 2, 3)])
-    expected = reference(lab, job)
+    expected = killed_ranks.reference(lab, job)
     if redo == "eager":
-        start_agents(lab, job)
+        killed_ranks.start_agents(lab, job)
     told, tell = os.pipe()
     try:
-        first = replace(job, directory=fresh_directory(lab), prepare=dying(who, setup.world_size, told, tell))
-        assert run(lab, first)[who] == -signal.SIGKILL
+        first = replace(
+            job, directory=killed_ranks.fresh_directory(lab), prepare=dying(who, setup.world_size, told, tell)
+        )
+        assert killed_ranks.run(lab, first)[who] == -signal.SIGKILL
     finally:
         os.close(told)
         os.close(tell)
-    assert f"rank {who} dies in its second generation" in logs(lab)
-    second = next_attempt(lab, first)
-    assert run(lab, second) == [0] * setup.world_size
-    assert [rank[0]["step"] for rank in noted(second, "restored")] == [CHANGED_AT] * setup.world_size
-    check_same(results(second), expected)
+    assert f"rank {who} dies in its second generation" in killed_ranks.logs(lab)
+    second = killed_ranks.next_attempt(lab, first)
+    assert killed_ranks.run(lab, second) == [0] * setup.world_size
+    assert [rank[0]["step"] for rank in killed_ranks.noted(second, "restored")] == [CHANGED_AT] * setup.world_size
+    killed_ranks.check_same(killed_ranks.results(second), expected)

@@ -25,21 +25,10 @@ from tests.support.cluster.netns import Network
 from tests.support.cluster.processes import command, kill_and_wait
 from tests.support.cluster.sharded_cases import Setup, ShardedJob, check_verdict
 from tests.support.cluster.waiting import until
+from tests.support.trainings import killed_ranks
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
-from tests.support.trainings.killed_ranks import (
-    PROCESS_GROUP_SECONDS,
-    Death,
-    Rank,
-    check_same,
-    fresh_directory,
-    logs,
-    node,
-    noted,
-    reference,
-    results,
-    run,
-)
+from tests.support.trainings.killed_ranks import node
 
 #: Port of replicators that have a network namespace to themselves.
 _PORT = 4077
@@ -97,7 +86,7 @@ class PeersJob(ShardedJob):
             "prepare": None,
             "wait_at": None,
         }
-        planned |= {"directory": fresh_directory(lab), "number": self.number + 1, **changes}
+        planned |= {"directory": killed_ranks.fresh_directory(lab), "number": self.number + 1, **changes}
         return replace(self, **planned)
 
 
@@ -112,7 +101,7 @@ def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) ->
     """The first attempt, one rank per node; the launcher ends all ranks when one has died."""
     settings.setdefault("nodes", setup.world_size)
     settings.setdefault("launcher", True)
-    return PeersJob(fresh_directory(lab), lab.run_dir, config, setup=setup, **settings)
+    return PeersJob(killed_ranks.fresh_directory(lab), lab.run_dir, config, setup=setup, **settings)
 
 
 def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
@@ -124,7 +113,7 @@ def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
 # In a rank
 
 
-class PeersRank(Rank):
+class PeersRank(killed_ranks.Rank):
     """One rank of an attempt."""
 
     job: PeersJob
@@ -165,13 +154,13 @@ class PeersRank(Rank):
     def await_acknowledgements(self) -> None:
         """Wait until the newest record is with the peers of every node."""
         while self.session._link.connection.watermark < self.step + 1:
-            assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not acknowledged for long"
+            assert self.listen(killed_ranks.PROCESS_GROUP_SECONDS * 0.6), "not acknowledged for long"
 
     def await_protection(self) -> None:
         """Wait until all committed records are with the peers of every node."""
         client = self.session._link.connection
         while not client.whole or client.watermark < self.step + 1:
-            assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
+            assert self.listen(killed_ranks.PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
         self.journal.note("protected", step=self.step, acknowledged=client.watermark)
 
     def listen(self, seconds: float) -> bool:
@@ -374,7 +363,7 @@ def start(lab: Lab, job: PeersJob) -> list[int]:
     """Run the attempt; returns the exit codes of its ranks."""
     if job.config is not None and (job.config.redo == "eager" or job.network is not None):
         revive_agents(lab, job)
-    return run(lab, job, train)
+    return killed_ranks.run(lab, job, train)
 
 
 def bounds(attempt: PeersJob) -> tuple[int, int]:
@@ -383,19 +372,19 @@ def bounds(attempt: PeersJob) -> tuple[int, int]:
     Lowest: the newest record that any rank knew to be acknowledged. Highest: the newest that all have committed; a
     killed rank may not have noted its last one.
     """
-    committed = noted(attempt, "committed")
-    restored = [rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")]
-    known = [each["acknowledged"] for rank in committed + noted(attempt, "protected") for each in rank]
+    committed = killed_ranks.noted(attempt, "committed")
+    restored = [rank[0]["step"] if rank else 0 for rank in killed_ranks.noted(attempt, "restored")]
+    known = [each["acknowledged"] for rank in committed + killed_ranks.noted(attempt, "protected") for each in rank]
     newest = [rank[-1]["step"] + 1 if rank else begin for rank, begin in zip(committed, restored, strict=True)]
     return max([*known, *restored], default=0), min(newest) + 1
 
 
-def fail(lab: Lab, job: PeersJob, *deaths: Death) -> PeersJob:
+def fail(lab: Lab, job: PeersJob, *deaths: killed_ranks.Death) -> PeersJob:
     """Run an attempt in which these die, each for real."""
     attempt = replace(job, deaths=deaths)
     codes = start(lab, attempt)
     assert -signal.SIGKILL in codes, codes
-    assert any(noted(attempt, "killed")), f"nothing died where it was to:\n{told(lab)}"
+    assert any(killed_ranks.noted(attempt, "killed")), f"nothing died where it was to:\n{told(lab)}"
     return attempt
 
 
@@ -404,7 +393,7 @@ def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers", 
 
     `ahead`: see :func:`check_verdict`.
     """
-    restored = noted(attempt, "restored")
+    restored = killed_ranks.noted(attempt, "restored")
     starts = {rank[0]["step"] if rank else 0 for rank in restored}
     assert len(starts) == 1, f"ranks went on at {sorted(starts)}"
     (begin,) = starts
@@ -418,13 +407,13 @@ def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers", 
 def finishes(lab: Lab, attempt: PeersJob, expected: Sequence[Any]) -> None:
     """Run an attempt to its end, which must equal that of the undisturbed training."""
     assert start(lab, attempt) == [0] * attempt.world_size, told(lab)
-    check_same(results(attempt), expected)
+    killed_ranks.check_same(killed_ranks.results(attempt), expected)
 
 
 def loses(lab: Lab, job: PeersJob, step: int, who: str = "node1") -> tuple[PeersJob, list[Any]]:
     """Lose nodes in a step, when all of the step before is protected; what the undisturbed training gives, too."""
-    expected = reference(lab, job)
-    return fail(lab, replace(job, protected_at=(step - 1,)), Death(who, step, "backward")), expected
+    expected = killed_ranks.reference(lab, job)
+    return fail(lab, replace(job, protected_at=(step - 1,)), killed_ranks.Death(who, step, "backward")), expected
 
 
 def recovers(lab: Lab, died: PeersJob, expected: Sequence[Any], *found: Any, **changes: Any) -> PeersJob:
@@ -437,12 +426,14 @@ def recovers(lab: Lab, died: PeersJob, expected: Sequence[Any], *found: Any, **c
 
 def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
     """Check that the attempt's losses equal those of the undisturbed training."""
-    for rank, (steps, theirs) in enumerate(zip(noted(attempt, "committed"), expected, strict=True)):
+    for rank, (steps, theirs) in enumerate(zip(killed_ranks.noted(attempt, "committed"), expected, strict=True)):
         wrong = [each["step"] for each in steps if each["loss"] != theirs["losses"][each["step"]]]
         assert not wrong, f"attempt {attempt.number}, rank {rank}: losses differ at steps {wrong}"
 
 
-def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_before: int | None = None) -> PeersJob:
+def survives(
+    lab: Lab, job: PeersJob, deaths: Sequence[killed_ranks.Death], *, protected_before: int | None = None
+) -> PeersJob:
     """Lose nodes one after another; each attempt resumes at the acknowledged step or later.
 
     Args:
@@ -453,11 +444,13 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_befo
     Returns:
         The last attempt.
     """
-    expected = reference(lab, job)
+    expected = killed_ranks.reference(lab, job)
     attempt, low, high = job, 0, 0
     for number, death in enumerate([*deaths, None]):
         waits = () if death is None or protected_before is None else (death.step - protected_before,)
-        attempt = replace(job, directory=fresh_directory(lab), number=job.number + number, protected_at=waits)
+        attempt = replace(
+            job, directory=killed_ranks.fresh_directory(lab), number=job.number + number, protected_at=waits
+        )
         if death is None:
             finishes(lab, attempt, expected)
         else:
@@ -471,8 +464,8 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_befo
 
 def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
     """Lose more nodes than tolerated, and check that all ranks resume at step 4, which is in storage."""
-    expected = reference(lab, job)
-    died = fail(lab, job, Death(lost, 7, "backward"))
+    expected = killed_ranks.reference(lab, job)
+    died = fail(lab, job, killed_ranks.Death(lost, 7, "backward"))
     last = died.again(lab)
     finishes(lab, last, expected)
     goes_on(last, 4, 4, "storage")
@@ -482,4 +475,4 @@ def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
 def told(lab: Lab) -> str:
     """All that trainers and agents have logged."""
     agents = "".join(f"{path.name}:\n{path.read_text()}" for path in sorted(lab.run_dir.glob("agent-*.log")))
-    return logs(lab) + agents
+    return killed_ranks.logs(lab) + agents

@@ -8,16 +8,7 @@ from typing import Any
 import msgspec
 
 from memckpt.memory.generation import branch_off
-from memckpt.protocol.replication import (
-    CopyState,
-    FromFragments,
-    GiveUp,
-    PeerJob,
-    PeerNode,
-    PeerUnit,
-    SendGeneration,
-    StateCopied,
-)
+from memckpt.protocol import replication
 from memckpt.recovery.plan import NewAttempt, RestoreRecord, make_plan
 from memckpt.recovery.sources import Fetch
 from memckpt.replication.coding.blob import BlobReader, Room
@@ -124,7 +115,7 @@ class Job:
             if fetch.server is not None:
                 name, ranks = fetch.server
                 self._check_live(nodes[name], ranks, found.record, right, before)
-            if isinstance(fetch.source, FromFragments):
+            if isinstance(fetch.source, replication.FromFragments):
                 assert (fetch.server is not None) == self.setting.private
                 self._check_decoded(fetch, fetch.source, nodes, right)
 
@@ -134,7 +125,9 @@ class Job:
         assert reach[record] == right
         assert not before or reach[record - 1] == right[:-1]
 
-    def _check_decoded(self, fetch: Fetch, source: FromFragments, nodes: dict[str, Node], right: Chain) -> None:
+    def _check_decoded(
+        self, fetch: Fetch, source: replication.FromFragments, nodes: dict[str, Node], right: Chain
+    ) -> None:
         base = self.bases[source.generation]
         for record in range(fetch.record - fetch.before - source.period + 1, fetch.record + 1):
             virtual = record <= base
@@ -157,7 +150,7 @@ class Job:
             for unit, node in places.items()
         )
 
-    def _decode(self, ranks: Unit, source: FromFragments, record: int, nodes: dict[str, Node]) -> bytes:
+    def _decode(self, ranks: Unit, source: replication.FromFragments, record: int, nodes: dict[str, Node]) -> bytes:
         windows = {name: nodes[name].fragment_store.window(ranks, source.generation) for name, _ in source.fragments}
         manifests = {name: one.manifest(record) for name, one in windows.items() if one is not None}
         [manifest] = {one for one in manifests.values() if one is not None}
@@ -209,10 +202,10 @@ class Job:
         self.staging, self.anew = set(), set(places)
         self.ordered = {}
         self.network = Network(names)
-        self.job = PeerJob(
+        self.job = replication.PeerJob(
             attempt=nonce,
-            nodes=tuple(PeerNode(name, "", (name,)) for name in names),
-            units=tuple(PeerUnit(index, unit, self.setting.private) for index, unit in enumerate(places)),
+            nodes=tuple(replication.PeerNode(name, "", (name,)) for name in names),
+            units=tuple(replication.PeerUnit(index, unit, self.setting.private) for index, unit in enumerate(places)),
             data=self.setting.data,
             tolerate=self.setting.tolerate,
             backend="isa_l_rs_cauchy",
@@ -257,7 +250,7 @@ class Job:
         job = msgspec.structs.replace(self.job, record=record)
         self.ordered.pop(node.name, None)
 
-        def ask(message: CopyState) -> None:
+        def ask(message: replication.CopyState) -> None:
             self.ordered[node.name] = message.record
 
         self.members[node.name] = ReplicationNode(node.name, job, node.fragment_store, port, passed, rejoined, ask)
@@ -296,7 +289,7 @@ class Job:
             sent = name in self.members
             if redo_limit < generation.base < needed and not generation.given_up and sent:
                 generation.given_up = True
-                self.members[name].give_up(GiveUp(unit, generation.name))
+                self.members[name].give_up(replication.GiveUp(unit, generation.name))
             redo_limit = max(redo_limit, needed)
         limit = min(generation.newest - 1, redo_limit) - self.setting.trails
         generation.limit = max(generation.limit, limit)
@@ -347,7 +340,9 @@ class Job:
         self.bases[name] = self.bases[name + "/own"] = record
         spec = self.setting.spec(unit)
         plain = msgspec.msgpack.encode(past)
-        states.take_copy(StateCopied(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
+        states.take_copy(
+            replication.StateCopied(unit, record, name, spec, 10 * record, {}, (), plain, self.history), []
+        )
 
     def slow_down(self, unit: Unit) -> None:
         """Make a unit's links too slow for its records, as far as nodes know."""
@@ -379,7 +374,7 @@ class Job:
         setting, generation = self.setting, node.live[unit].generations[-1]
         spec = setting.spec(unit)
         member = self.members[node.name]
-        told = SendGeneration(unit, generation.name, 1, spec, generation.base, {}, (), b"", self.history)
+        told = replication.SendGeneration(unit, generation.name, 1, spec, generation.base, {}, (), b"", self.history)
         window = member.plan.window(told)
         member._sources[unit] = generation  # type: ignore[assignment]
         sizes = sizes_of(spec, setting.private)

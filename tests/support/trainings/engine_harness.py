@@ -26,16 +26,7 @@ from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.session import session as session_module
-from tests.support.cluster.processes import (
-    CHILD_SECONDS,
-    be_subreaper,
-    children,
-    command,
-    kill_and_wait,
-    memory_of_ours,
-    reap,
-    run_child,
-)
+from tests.support.cluster import processes
 from tests.support.faults.frozen import differences
 from tests.support.trainings.engine_child import REFERENCE_SEED, Attempt, kill_self, train
 from tests.support.trainings.engine_training import Case
@@ -89,7 +80,7 @@ class Child:
         self._handle = os.pidfd_open(pid)
         self._code: int | None = None
 
-    def wait(self, limit: float = CHILD_SECONDS + 10) -> int:
+    def wait(self, limit: float = processes.CHILD_SECONDS + 10) -> int:
         """Its exit code, negative for a signal.
 
         Raises:
@@ -119,12 +110,12 @@ class Lab:
         self.device = "cpu"
         self._node = os.environ.get(NODE_VARIABLE)
         os.environ[NODE_VARIABLE] = "node"
-        self._strangers = children()
+        self._strangers = processes.children()
         self._children: list[Child] = []
         #: Report directories of the attempts of each run, in order.
         self._attempts: dict[Path, list[Path]] = {}
         self._reports = 0
-        be_subreaper(True)
+        processes.be_subreaper(True)
 
     # Processes
 
@@ -136,7 +127,7 @@ class Lab:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            run_child(body, log)
+            processes.run_child(body, log)
         child = Child(pid, log)
         self._children.append(child)
         return child
@@ -304,21 +295,21 @@ class Lab:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 left.append(f"process {child.pid} of {child.log.name}:\n{child.log.read_text()[-1500:]}")
-                kill_and_wait(child.pid)
+                processes.kill_and_wait(child.pid)
                 child.wait()
-        for pid in children() - self._strangers:
-            name = command(pid)
-            if not reap(pid, max(0.0, deadline - time.monotonic())):
+        for pid in processes.children() - self._strangers:
+            name = processes.command(pid)
+            if not processes.reap(pid, max(0.0, deadline - time.monotonic())):
                 left.append(f"process {pid}: {name}")
-                kill_and_wait(pid)
-                reap(pid, 5.0)
-        left += [f"mapping {line}" for line in memory_of_ours("self")]
+                processes.kill_and_wait(pid)
+                processes.reap(pid, 5.0)
+        left += [f"mapping {line}" for line in processes.memory_of_ours("self")]
         left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "memckpt" in name]
         left += [str(path) for path in self.directory.rglob("agent-*.json.*")]
         return left
 
     def close(self) -> None:
-        be_subreaper(False)
+        processes.be_subreaper(False)
         os.environ.pop(NODE_VARIABLE)
         if self._node is not None:
             os.environ[NODE_VARIABLE] = self._node

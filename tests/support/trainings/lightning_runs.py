@@ -33,22 +33,10 @@ from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.session.resume import chosen, first_steps
 from memckpt.state import rng
 from tests.support.faults.check_lines import unproved
+from tests.support.trainings import lightning_cases
 from tests.support.trainings.compressed import note_encodings
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.killed_programs import Ended, Kill, Run, finish, values
-from tests.support.trainings.lightning_cases import (
-    AveragePlainly,
-    Control,
-    Curriculum,
-    Net,
-    NetWithHooks,
-    ShardedNet,
-    ShardedNetWithHooks,
-    Tally,
-    Watch,
-    held_by_this_rank,
-    strategy_of,
-)
 from tests.support.trainings.lightning_data import Case, Data, train_loader, validation_loader
 
 EPOCHS = 3
@@ -74,11 +62,15 @@ class LightningRun(Run):
 def train(run: LightningRun) -> dict[str, Any]:
     """Train the case to its end, in this process; dies at its planned point."""
     case = run.case
-    control = Control(run)
+    control = lightning_cases.Control(run)
     if run.ranks > 1:  # as torchrun does
         os.environ.update(GROUP_RANK="0", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test")
     pl.seed_everything(1, workers=case.seed_workers, verbose=False)
-    plain, sharded = (NetWithHooks, ShardedNetWithHooks) if case.user_hooks else (Net, ShardedNet)
+    plain, sharded = (
+        (lightning_cases.NetWithHooks, lightning_cases.ShardedNetWithHooks)
+        if case.user_hooks
+        else (lightning_cases.Net, lightning_cases.ShardedNet)
+    )
     if case.compression is not None:
         note_encodings(run.directory / f"encodings-{run.rank}")
     model: Any = (plain if case.strategy == "ddp" else sharded)(case, control)
@@ -91,9 +83,9 @@ def train(run: LightningRun) -> dict[str, Any]:
     return outcome(trainer, model, control)
 
 
-def make_trainer(run: LightningRun, control: Control) -> Any:
+def make_trainer(run: LightningRun, control: lightning_cases.Control) -> Any:
     case = run.case
-    callbacks: list[pl.Callback] = [Watch(control)]
+    callbacks: list[pl.Callback] = [lightning_cases.Watch(control)]
     if run.protected:
         config = replace(CONFIG, storage=StorageConfig() if run.storage else None, compression=case.compression)
         callbacks.insert(
@@ -101,7 +93,7 @@ def make_trainer(run: LightningRun, control: Control) -> Any:
             MemCheckpoint(run.directory / "run", resume=run.resume, config=config, attributes=case.attributes),
         )
     elif case.compression is not None:
-        callbacks.append(AveragePlainly(case.compression))
+        callbacks.append(lightning_cases.AveragePlainly(case.compression))
     files = ModelCheckpoint(
         run.directory / "files",
         monitor="val_loss" if case.validate else None,
@@ -122,14 +114,14 @@ def make_trainer(run: LightningRun, control: Control) -> Any:
     if case.accumulation_schedule is not None:
         callbacks.append(GradientAccumulationScheduler(case.accumulation_schedule))
     if case.attributes:
-        callbacks.append(Curriculum())
+        callbacks.append(lightning_cases.Curriculum())
     if case.user_hooks:
-        callbacks.append(Tally())
+        callbacks.append(lightning_cases.Tally())
     if case.logger:
         callbacks.append(LearningRateMonitor())
     arguments: dict[str, Any] = {"max_epochs": EPOCHS, "accelerator": "cpu", **case.trainer}
     if run.ranks > 1 or case.strategy != "ddp":
-        strategy = "ddp" if case.strategy == "ddp" else strategy_of(case.strategy, run.ranks)
+        strategy = "ddp" if case.strategy == "ddp" else lightning_cases.strategy_of(case.strategy, run.ranks)
         arguments |= {"strategy": strategy, "devices": run.ranks}
     if not case.validate:
         arguments["limit_val_batches"] = 0
@@ -148,17 +140,19 @@ def _half_more(epoch: int) -> float:
     return 1.5
 
 
-def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
+def outcome(trainer: Any, model: lightning_cases.Net, control: lightning_cases.Control) -> dict[str, Any]:
     """All state that an interruption might have changed."""
     files = trainer.checkpoint_callback or ModelCheckpoint("nowhere")
     stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
     average = [each._average_model for each in trainer.callbacks if hasattr(each, "_average_model")]
-    tally = [each for each in trainer.callbacks if isinstance(each, Tally)]
+    tally = [each for each in trainer.callbacks if isinstance(each, lightning_cases.Tally)]
     loops = trainer.fit_loop.epoch_loop
     return {
-        "tensors": held_by_this_rank(dict(itertools.chain(model.named_parameters(), model.named_buffers()))),
+        "tensors": lightning_cases.held_by_this_rank(
+            dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+        ),
         "requires_grad": {name: each.requires_grad for name, each in model.named_parameters()},
-        "optimizers": held_by_this_rank([optimizer.state_dict() for optimizer in trainer.optimizers]),
+        "optimizers": lightning_cases.held_by_this_rank([optimizer.state_dict() for optimizer in trainer.optimizers]),
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()),
         "losses": dict(control.losses),

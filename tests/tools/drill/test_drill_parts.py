@@ -22,21 +22,9 @@ from memckpt.config.arguments import with_environment
 from memckpt.config.observers import OBSERVERS
 from memckpt.errors import ConfigurationError
 from memckpt.processes.handles import start_ticks
+from memckpt_tools.drill import lines
 from memckpt_tools.drill.comparison import Difference, Overhead, first_change, judge, sketch_distance
 from memckpt_tools.drill.job import DrillOrders, Job, kill_processes
-from memckpt_tools.drill.lines import (
-    DIGEST_BYTES,
-    SKETCHES,
-    Attempt,
-    Begun,
-    Point,
-    RankHistory,
-    Reader,
-    RunHistory,
-    Taken,
-    Tensors,
-    Writer,
-)
 from memckpt_tools.drill.probe import Attributes, Fingerprints, text_of
 from memckpt_tools.drill.supervisor import KINDS, Blow, Result, draw, parse_kinds
 from memckpt_tools.drill.text import (
@@ -50,41 +38,45 @@ from memckpt_tools.drill.text import (
 from tests.support.cluster.waiting import until
 
 KEYS = (("parameter", "weight"), ("state", "weight (exp_avg)"))
-BEGUN = Begun(1, 2, 0, 1, 0.0, None, "node")
+BEGUN = lines.Begun(1, 2, 0, 1, 0.0, None, "node")
 
 
-def taken(step: int, loss: float, weight: float, *, generator: str = "", repeated: bool = False) -> Taken:
+def taken(step: int, loss: float, weight: float, *, generator: str = "", repeated: bool = False) -> lines.Taken:
     """A step whose parameter has one element, and whose sketch therefore is that element."""
-    digests = b"".join(f"{value!r:>16}"[-DIGEST_BYTES:].encode() for value in (weight, 0.0))
-    sketches = torch.tensor([weight] * SKETCHES + [0.0] * SKETCHES, dtype=torch.float64).numpy().tobytes()
+    digests = b"".join(f"{value!r:>16}"[-lines.DIGEST_BYTES :].encode() for value in (weight, 0.0))
+    sketches = torch.tensor([weight] * lines.SKETCHES + [0.0] * lines.SKETCHES, dtype=torch.float64).numpy().tobytes()
     values = {"generators": {"torch": generator}}
-    return Taken(step, step, float(step), 0.0, (loss.hex(),), digests, sketches, values, 0.0, repeated, None, None)
+    return lines.Taken(
+        step, step, float(step), 0.0, (loss.hex(),), digests, sketches, values, 0.0, repeated, None, None
+    )
 
 
-def a_run(tmp_path: Path, *attempts: list[Taken]) -> RunHistory:
-    run = RunHistory(tmp_path)
-    run.ranks[0] = RankHistory([Attempt(BEGUN, None, [Point(each, KEYS) for each in one]) for one in attempts])
+def a_run(tmp_path: Path, *attempts: list[lines.Taken]) -> lines.RunHistory:
+    run = lines.RunHistory(tmp_path)
+    run.ranks[0] = lines.RankHistory(
+        [lines.Attempt(BEGUN, None, [lines.Point(each, KEYS) for each in one]) for one in attempts]
+    )
     return run
 
 
-def plain(slip: float = 0.0, steps: int = 4) -> list[Taken]:
+def plain(slip: float = 0.0, steps: int = 4) -> list[lines.Taken]:
     return [taken(step, 1.0 / step + slip, step + slip) for step in range(1, steps + 1)]
 
 
 def test_lines_are_read_as_they_come_and_torn_ones_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
-    writer = Writer(path)
-    reader = Reader(path)
+    writer = lines.Writer(path)
+    reader = lines.Reader(path)
     assert reader.poll() == []
     writer.write(BEGUN)
-    writer.write(Tensors(KEYS))
-    assert reader.poll() == [BEGUN, Tensors(KEYS)]
+    writer.write(lines.Tensors(KEYS))
+    assert reader.poll() == [BEGUN, lines.Tensors(KEYS)]
     writer.write(taken(1, 0.1, 2.0))
     writer.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])  # killed while it wrote
     assert reader.poll() == []
-    second = Writer(path)
+    second = lines.Writer(path)
     second.write(taken(2, 0.2, 3.0))
     assert reader.poll() == [taken(2, 0.2, 3.0)]
     second.close()
@@ -104,7 +96,7 @@ def test_fingerprints_tell_apart_and_how_far() -> None:
     assert torch.equal(torch.get_rng_state(), generators)
     assert {kind for kind, _ in keys} == {"parameter", "frozen", "buffer", "state"}
     assert ("state", "0.weight (exp_avg)") in keys
-    assert (len(digests), len(sketches)) == (len(keys) * DIGEST_BYTES, len(keys) * SKETCHES * 8)
+    assert (len(digests), len(sketches)) == (len(keys) * lines.DIGEST_BYTES, len(keys) * lines.SKETCHES * 8)
     assert fingerprints.fingerprint_state() == (keys, digests, sketches)
 
     weight = model[0].weight
@@ -117,11 +109,11 @@ def test_fingerprints_tell_apart_and_how_far() -> None:
     differing = [
         key
         for place, key in enumerate(keys)
-        if changed[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
-        != digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+        if changed[place * lines.DIGEST_BYTES : (place + 1) * lines.DIGEST_BYTES]
+        != digests[place * lines.DIGEST_BYTES : (place + 1) * lines.DIGEST_BYTES]
     ]
     assert differing == [("parameter", "0.weight")]
-    part = slice(index * SKETCHES * 8, (index + 1) * SKETCHES * 8)
+    part = slice(index * lines.SKETCHES * 8, (index + 1) * lines.SKETCHES * 8)
     assert 0.1 < sketch_distance(moved[part], sketches[part]) / 1e-4 < 10
 
 
