@@ -74,6 +74,13 @@ class Shelf:
         return self.window.records()
 
 
+def opened(records: Records, agent: Agent | None = None) -> Shelf:
+    """A holder with a window that is open."""
+    shelf = Shelf(agent=agent)
+    assert shelf.fragment_store.open(records.window("g", CODE)) is None
+    return shelf
+
+
 def sealed(
     record: int, stripe: int, stripes: int, data: bytes, index: int = 0, generation: str = "g", code: Code = CODE
 ) -> tuple[Fragment, bytes]:
@@ -84,8 +91,7 @@ def sealed(
 
 
 def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
-    shelf = Shelf()
-    assert shelf.fragment_store.open(records.window("g", CODE)) is None
+    shelf = opened(records)
     assert shelf.put(3, stripes=3) == [None, None, Stored((0, 1), "g", 3)]
     assert shelf.put(STATIC)[-1] == Stored((0, 1), "g", STATIC)
     [held] = shelf.fragment_store.held(lambda window: None)
@@ -142,8 +148,7 @@ def content(holder: FragmentStore) -> dict[tuple[int, int], tuple[Fragment, byte
 )
 def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records) -> None:
     agent = Agent()
-    shelf = Shelf(agent=agent)
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records, agent)
     most = sizes_of(SPEC, False).kept
     for record in range(3, 3 + most + 1):  # the first one's slot is taken by the last
         shelf.put(record, stripes=2, content=bytes([record]))
@@ -170,8 +175,7 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
 )
 def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> None:
     agent = Agent()
-    shelf = Shelf(agent=agent)
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records, agent)
     for record in (3, 4):
         shelf.put(record, stripes=2, content=b"x")
     expected = content(shelf.fragment_store)
@@ -208,8 +212,7 @@ def drop_beyond(holder: FragmentStore) -> None:
 )
 def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[FragmentStore], None]) -> None:
     agent = Agent()
-    shelf = Shelf(agent=agent)
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records, agent)
     shelf.put(3)
     shelf.put(4, stripes=3)
     drop(shelf.fragment_store)
@@ -225,8 +228,7 @@ def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[F
 def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, present: int) -> None:
     """Neither where a former record of the slot had more stripes."""
     agent = Agent()
-    shelf = Shelf(agent=agent)
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records, agent)
     for record in range(3, 3 + shelf.window.sizes.kept):
         shelf.put(record, stripes=3)
     newest = 3 + shelf.window.sizes.kept
@@ -248,8 +250,7 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
 
 def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
     agent = Agent()
-    shelf = Shelf(agent=agent)
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records, agent)
     shelf.fragment_store.unmap()
     agent.rooms[SLOTS] = MemoryRoom(100)
     with pytest.raises(ValueError, match="expected a room of"):
@@ -257,8 +258,7 @@ def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
 
 
 def test_half_a_record_is_none(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     first, payload = sealed(3, 0, 2, bytes(STRIPE_BYTES))
     assert shelf.fragment_store.put(first, 3, payload) is None
     window = shelf.window
@@ -275,8 +275,7 @@ def test_half_a_record_is_none(records: Records) -> None:
 
 
 def test_the_oldest_goes_when_the_room_is_full(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     shelf.put(STATIC)
     for record in range(1, 9):
         shelf.put(record)
@@ -290,8 +289,7 @@ def test_the_oldest_goes_when_the_room_is_full(records: Records) -> None:
 
 
 def test_large_records_get_more_room_once(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     for record in range(1, 21):
         assert isinstance(shelf.put(record, stripes=4, content=bytes([record]))[-1], Stored)
     assert shelf.open_rooms == 6
@@ -376,8 +374,7 @@ def test_whatever_a_layout_is_it_is_taken_or_refused(records: Records, junk: byt
 
 
 def test_a_fragment_that_cannot_be_is_refused(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     stripe = bytes(100)
     wrong = [
         sealed(3, 0, 1, stripe, index=1),
@@ -418,8 +415,7 @@ def test_nothing_is_taken_outside_of_its_attempt(records: Records) -> None:
     "before a new attempt is protected"
 )
 def test_an_attempt_goes_on_with_what_it_builds_on(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     for record in range(1, 6):
         shelf.put(record)
     shelf.put(STATIC)
@@ -459,8 +455,7 @@ def test_what_an_attempt_has_no_use_for_goes_where_there_is_no_room_for_both(rec
 
 
 def test_what_nobody_needs_any_more_goes(records: Records) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     shelf.put(STATIC)
     for record in range(1, 6):
         shelf.put(record)
@@ -498,8 +493,7 @@ def test_an_owner_has_only_so_many_generations(records: Records) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["put", "abandon", "passed"]), st.integers(1, 12)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_kept_is_what_came_less_what_went(records: Records, operations: list[tuple[str, int]]) -> None:
-    shelf = Shelf()
-    shelf.fragment_store.open(records.window("g", CODE))
+    shelf = opened(records)
     model: set[int] = set()
     past = 0
     for what, record in operations:
