@@ -191,11 +191,7 @@ def _s3_url(request: pytest.FixtureRequest) -> str:
 
 
 #: A place of each kind that a store can be at; what holds for one holds for all.
-PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
-    "local": _local_url,
-    "memory": _memory_url,
-    "s3": _s3_url,
-}
+PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {"local": _local_url, "memory": _memory_url, "s3": _s3_url}
 
 
 @pytest.fixture(params=PLACES)

@@ -151,10 +151,7 @@ def test_long_stalls_are_one_event_in_ten_seconds(run: Run) -> None:
         run.commit(step, 1000.0 * (step - 10))
         run.after(1)
     run.after(20)
-    assert [one for one in run.events() if isinstance(one, Stalled)] == [
-        Stalled(12, 2000.0, 1),
-        Stalled(14, 4000.0, 2),
-    ]
+    assert [one for one in run.events() if isinstance(one, Stalled)] == [Stalled(12, 2000.0, 1), Stalled(14, 4000.0, 2)]
 
 
 def test_a_drift_is_an_event_when_it_has_doubled(run: Run) -> None:

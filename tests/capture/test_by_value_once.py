@@ -48,12 +48,7 @@ def test_an_average_is_held_once_a_node() -> None:
 
 @pytest.mark.parametrize(
     "request_of",
-    [
-        {"mode": "eager"},
-        {"mode": "snapshot", "period": 1, "every": 5},
-        {"reads_late": True},
-        {"local_ranks": (0,)},
-    ],
+    [{"mode": "eager"}, {"mode": "snapshot", "period": 1, "every": 5}, {"reads_late": True}, {"local_ranks": (0,)}],
 )
 def test_elsewhere_each_rank_has_its_own(request_of: dict[str, Any]) -> None:
     assert averaged_spec(2, **request_of).shared == ()

@@ -60,12 +60,7 @@ def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_of",
-    [
-        {"mode": "eager"},
-        {"mode": "snapshot", "period": 1, "every": 5},
-        {"reads_late": True},
-    ],
+    "request_of", [{"mode": "eager"}, {"mode": "snapshot", "period": 1, "every": 5}, {"reads_late": True}]
 )
 def test_elsewhere_they_stay_as_long_as_their_record(request_of: dict[str, Any]) -> None:
     layout = Layout(averaged_spec(2, **request_of))

@@ -111,13 +111,7 @@ def faulty(
         lab = Lab(directory)  # what exists already is not the job's
         stack.callback(lab.close)
         cluster = Cluster(
-            lab,
-            job.setup,
-            job.config(store),
-            tolerated=job.tolerated,
-            network=network,
-            paced=paced,
-            truth=truth,
+            lab, job.setup, job.config(store), tolerated=job.tolerated, network=network, paced=paced, truth=truth
         )
         stack.callback(cluster.close)
         injector = Injector(cluster, store, switch, chance)

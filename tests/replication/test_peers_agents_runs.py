@@ -129,14 +129,7 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
 )
 @slow
 @pytest.mark.parametrize(
-    ("setup", "redo", "who"),
-    [
-        (DDP, "eager", 1),
-        (FSDP, "lazy", 1),
-        (FSDP, "lazy", 0),
-        (FSDP, "eager", 2),
-    ],
-    ids=named,
+    ("setup", "redo", "who"), [(DDP, "eager", 1), (FSDP, "lazy", 1), (FSDP, "lazy", 0), (FSDP, "eager", 2)], ids=named
 )
 def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lost(
     lab: Lab, setup: Setup, redo: str, who: int

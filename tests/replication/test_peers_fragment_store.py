@@ -206,9 +206,7 @@ def drop_beyond(holder: FragmentStore) -> None:
     "recovery; dropped or incomplete ones are not used"
 )
 @pytest.mark.parametrize(
-    "drop",
-    [lambda holder: holder.abandon((0, 1), "g", 4), drop_beyond],
-    ids=["withdrawn", "not gone on with"],
+    "drop", [lambda holder: holder.abandon((0, 1), "g", 4), drop_beyond], ids=["withdrawn", "not gone on with"]
 )
 def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[FragmentStore], None]) -> None:
     agent = Agent()

@@ -139,11 +139,7 @@ def test_the_backward_of_any_rank_counts() -> None:
 
 
 @settings(deadline=None)
-@given(
-    step_seconds=st.floats(0.001, 30.0),
-    refreshed=st.floats(0.001, 2.0),
-    steps=st.integers(0, 30),
-)
+@given(step_seconds=st.floats(0.001, 30.0), refreshed=st.floats(0.001, 2.0), steps=st.integers(0, 30))
 def test_a_stuck_trainer_does_not_stop_traffic(step_seconds: float, refreshed: float, steps: int) -> None:
     """Whatever a trainer marks, pieces go; a backward that never ends, or one that begins over and over."""
     pacer, now = Pacer(None), 1000.0

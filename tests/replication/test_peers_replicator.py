@@ -253,10 +253,7 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(GotNone, NUMBERS, st.just("because")),
 )
 CHANGES = st.dictionaries(
-    st.sampled_from(["owner", "node", "index", "data", "tolerate", "base"]),
-    NUMBERS,
-    min_size=1,
-    max_size=2,
+    st.sampled_from(["owner", "node", "index", "data", "tolerate", "base"]), NUMBERS, min_size=1, max_size=2
 )
 
 

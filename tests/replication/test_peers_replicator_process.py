@@ -263,9 +263,7 @@ def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(desk:
     assert not desk.started[-1].closed
 
 
-def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not_pass_the_watermark(
-    desk: Desk,
-) -> None:
+def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not_pass_the_watermark(desk: Desk) -> None:
     group: Any = SimpleNamespace(held=None, ranks=(0,))
     desk.begin()
     desk.peers.replicator_said(replication.WatermarkAdvanced(7, True))

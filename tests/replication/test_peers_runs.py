@@ -170,11 +170,7 @@ def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Se
 @slow
 @pytest.mark.parametrize(
     ("setup", "step", "place"),
-    [
-        (FSDP, 0, "backward"),
-        pytest.param(FSDP, 1, "stepped", marks=slow),
-        pytest.param(DDP, 0, "backward", marks=slow),
-    ],
+    [(FSDP, 0, "backward"), pytest.param(FSDP, 1, "stepped", marks=slow), pytest.param(DDP, 0, "backward", marks=slow)],
     ids=named,
 )
 def test_starts_over_when_a_node_is_lost_before_anything_is_protected(

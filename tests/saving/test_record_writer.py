@@ -17,11 +17,7 @@ from memckpt.agent.saving.writer.record_writer import BatchSize
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel, Message
-from memckpt.protocol.storing import (
-    Append,
-    Appended,
-    OpenLog,
-)
+from memckpt.protocol.storing import Append, Appended, OpenLog
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.local_store import LocalStore

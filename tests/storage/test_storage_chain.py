@@ -125,11 +125,7 @@ def test_a_checkpoint_beyond_a_hole_begins_a_chain_of_its_own_and_the_shorter_wa
 
 def test_a_chain_follows_attempts_that_branch_off_in_the_middle_of_a_batch() -> None:
     found = catalog(
-        checkpoint(T1, 2),
-        batch(T1, 3, 8),
-        batch(T2, 6, 7, follows=T1),
-        batch(T2, 8, 9),
-        batch(T3, 10, 10, follows=T2),
+        checkpoint(T1, 2), batch(T1, 3, 8), batch(T2, 6, 7, follows=T1), batch(T2, 8, 9), batch(T3, 10, 10, follows=T2)
     )
     assert reached(found)[0] == (3, 10, 2)
     point = stored_points(found)[0]

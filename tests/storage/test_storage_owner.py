@@ -279,11 +279,7 @@ def test_status_shows_that_the_store_is_another_run_s(tmp_path: Path, owned: tup
 def test_two_runs_with_one_storage_keep_apart(lab: Lab, tmp_path: Path) -> None:
     """The second is refused at its start; the first resumes from its own."""
     settings = stored("lazy", url=str(tmp_path / "shared"))
-    actions = {
-        ("after commit", 3): until_ordered,
-        ("after commit", 8): until_stored(5),
-        ("backward", 9): kill_both,
-    }
+    actions = {("after commit", 3): until_ordered, ("after commit", 8): until_stored(5), ("backward", 9): kill_both}
     died = lab.train(PLAIN, settings, actions=actions)
     refused = collect(*lab.begin(PLAIN, settings, run_dir=tmp_path / "second", seed=2))
     assert refused.code == 3

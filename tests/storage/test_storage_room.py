@@ -37,11 +37,7 @@ T1, T2 = Timeline(1, "a"), Timeline(2, "b")
 
 
 def save(
-    store: LocalStore,
-    record: int,
-    keep_every_steps: int | None = None,
-    timeline: Timeline = T1,
-    spec: StateSpec = SPEC,
+    store: LocalStore, record: int, keep_every_steps: int | None = None, timeline: Timeline = T1, spec: StateSpec = SPEC
 ) -> Saved:
     """Write a small checkpoint, as the writer process does it."""
     region = Region.create("test", Layout(spec).copy_bytes)

@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader
 import memckpt
 from memckpt.capture.taps.tap import StreamingTap
 from memckpt.config import AgentConfig
-from memckpt.errors import (
-    UnsupportedStateError,
-)
+from memckpt.errors import UnsupportedStateError
 from memckpt.processes.address import AgentAddress
 from tests.support.cluster.processes import kill_and_wait, memory_of_ours
 from tests.support.trainings.engine_cases import PLAIN

@@ -16,13 +16,7 @@ from torch import nn
 
 import memckpt
 from memckpt.config import AgentConfig
-from memckpt.errors import (
-    ForeignStateError,
-    MemoryBudgetError,
-    NothingHeldError,
-    RunBusyError,
-    UsageError,
-)
+from memckpt.errors import ForeignStateError, MemoryBudgetError, NothingHeldError, RunBusyError, UsageError
 from tests.support.trainings.engine_audits import as_if_large
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import Control, config, kill_self

@@ -86,11 +86,7 @@ def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
 @pytest.mark.promise("one rank, several, or all, on one node or more")
 @pytest.mark.parametrize(
     ("redo", "places"),
-    [
-        ("lazy", PLACES[1::2]),
-        pytest.param("lazy", PLACES, marks=slow),
-        pytest.param("eager", PLACES, marks=slow),
-    ],
+    [("lazy", PLACES[1::2]), pytest.param("lazy", PLACES, marks=slow), pytest.param("eager", PLACES, marks=slow)],
     ids=["some", "lazy", "eager"],
 )
 def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, redo: str, places: list[str]) -> None:

@@ -173,9 +173,7 @@ def test_carried_over_to_another_number_of_nodes(lab: Lab, before: Setup, after:
 
 @slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(FSDP4, FSDP2), (FSDP2, FSDP4), (HSDP, FSDP2), (FSDP2, DDP), (FSDP_TP, FSDP2)],
-    ids=named,
+    ("before", "after"), [(FSDP4, FSDP2), (FSDP2, FSDP4), (HSDP, FSDP2), (FSDP2, DDP), (FSDP_TP, FSDP2)], ids=named
 )
 def test_what_goes_on_in_another_way_is_protected_as_ever(lab: Lab, before: Setup, after: Setup) -> None:
     """Two trainings go on from the same storage: one undisturbed, one with a death. They end with the same bits."""

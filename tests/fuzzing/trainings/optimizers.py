@@ -174,10 +174,7 @@ OPTIMIZERS: dict[str, Opt] = {
         said="DIFFERENT",
     ),
     "hidden attribute": _each(
-        "Hidden",
-        'p.sub_(p.grad, alpha=group["lr"] / self.steps**0.5)',
-        init="self.steps = 0",
-        start="self.steps += 1",
+        "Hidden", 'p.sub_(p.grad, alpha=group["lr"] / self.steps**0.5)', init="self.steps = 0", start="self.steps += 1"
     ),
     "changes gradients": _each(
         "Normalizing",
@@ -252,10 +249,7 @@ OPTIMIZERS: dict[str, Opt] = {
         """,
         init="self.reduce = lambda grad: grad.abs().mean()",
     ),
-    "draws": _each(
-        "Langevin",
-        'p.sub_(p.grad + 0.01 * torch.randn_like(p), alpha=group["lr"])',
-    ),
+    "draws": _each("Langevin", 'p.sub_(p.grad + 0.01 * torch.randn_like(p), alpha=group["lr"])'),
     "lookahead around another": _own(
         "Lookahead(torch.optim.SGD({p}, lr=0.05))",
         """

@@ -83,10 +83,7 @@ PIECES: dict[str, Piece] = {
     "decay before step": Piece(between=_NO_GRAD.format("p.mul_(0.99)"), framework=True),
     "decay through data": Piece(between=_WEIGHTS.format("p.data.mul_(0.99)"), framework=True),
     "one weight through data": Piece(
-        between="model.head.weight.data[step % 5, step % 12] *= 0.5",
-        wants=LINEAR,
-        framework=True,
-        said="DIFFERENT",
+        between="model.head.weight.data[step % 5, step % 12] *= 0.5", wants=LINEAR, framework=True, said="DIFFERENT"
     ),
     "clamp before step": Piece(between=_NO_GRAD.format("p.clamp_(-0.2, 0.2)"), wants=LINEAR, framework=True),
     "rate before step": Piece(
@@ -415,7 +412,7 @@ PIECES: dict[str, Piece] = {
                 trainer = torch.optim.Adam(probe.parameters(), lr=0.1)
                 probe(torch.randn(4, 5)).sum().backward()
                 trainer.step()
-        """),
+        """)
     ),
     "second optimizer unknown": Piece(
         made="model.other = nn.Linear(12, 5)\nmodel.hidden = None",
@@ -441,24 +438,18 @@ PIECES: dict[str, Piece] = {
         clash=_f("loss", "autocast"),
     ),
     "flush denormal": Piece(
-        top="torch.set_flush_denormal(True)",
-        loss="F.cross_entropy(model(x), y) * 1e-19",
-        clash=_f("loss"),
+        top="torch.set_flush_denormal(True)", loss="F.cross_entropy(model(x), y) * 1e-19", clash=_f("loss")
     ),
     "tiny losses": Piece(loss="F.cross_entropy(model(x), y) * 1e-20", clash=_f("loss")),
     "default dtype": Piece(
-        top="torch.set_default_dtype(torch.float64)",
-        start="x = x.double()",
-        wants=frozenset({"default"}),
+        top="torch.set_default_dtype(torch.float64)", start="x = x.double()", wants=frozenset({"default"})
     ),
     "deterministic": Piece(top="torch.use_deterministic_algorithms(True)"),
     # commits
     "numbered": Piece(commit="session.commit(step=step)", clash=_f("commit")),
     "every other step committed": Piece(commit="if step % 2 == 0:\n    session.commit(step=step)", clash=_f("commit")),
     "batches left out": Piece(
-        start="if step in (2, 19):\n    continue",
-        commit="session.commit(step=step)",
-        clash=_f("commit"),
+        start="if step in (2, 19):\n    continue", commit="session.commit(step=step)", clash=_f("commit")
     ),
     # storage of tensors
     "flat parameters": Piece(
@@ -539,7 +530,7 @@ PIECES: dict[str, Piece] = {
                 with torch.inference_mode():
                     for held_out in torch.utils.data.DataLoader(torch.zeros(8, 12), batch_size=4, shuffle=True):
                         model(held_out)
-        """),
+        """)
     ),
     "cyclic with momentum": _schedule(
         "schedule = torch.optim.lr_scheduler.CyclicLR(opts[0], 0.001, 0.05, 3, cycle_momentum='momentum' in "

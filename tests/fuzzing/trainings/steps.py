@@ -563,7 +563,7 @@ FRAMES: dict[str, dict[str, Frame]] = {
                     for p in self.parameters():
                         if p.grad is not None:
                             p.grad.div_(p.grad.norm() + 1e-3)
-            """),
+            """)
         ),
         "own accumulation": Frame(
             methods=code("""
@@ -591,14 +591,10 @@ FRAMES: dict[str, dict[str, Frame]] = {
             clash=frozenset({"copy"}),
         ),
         "accumulates by schedule": Frame(
-            lines="callbacks.append(pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3}))",
-            accumulates=True,
+            lines="callbacks.append(pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3}))", accumulates=True
         ),
     },
-    "manual": {
-        "plainly": Frame(),
-        "part of an epoch": Frame("limit_train_batches=5", batches=5),
-    },
+    "manual": {"plainly": Frame(), "part of an epoch": Frame("limit_train_batches=5", batches=5)},
     "accelerate": {
         "plainly": Frame(),
         "accumulates": Frame("gradient_accumulation_steps=3"),

@@ -16,23 +16,13 @@ from torch.optim import Optimizer
 
 from memckpt.agent.saving.writer.checkpoint_writer import save
 from memckpt.memory.region import Region
-from memckpt.protocol.storing import (
-    Save,
-)
+from memckpt.protocol.storing import Save
 from memckpt.recovery.from_storage import StoredState
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import attributes, dtype_name, hyperparameters
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
-from memckpt.state.spec import (
-    OptimizerSpec,
-    OwnerSpec,
-    ParamSpec,
-    Shard,
-    StateSpec,
-    StateTensorSpec,
-    TensorSpec,
-)
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage.base import StoredNames, by_value_tensors, state_tensors
 from memckpt.storage.batch import FileTensor, by_value_name, gradient_name, meta_name, rank_state_name, write_batch

@@ -21,10 +21,7 @@ from memckpt.memory.region import Allowance, Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.attempt import Attempt
 from memckpt.protocol.channel import Message
-from memckpt.protocol.storing import (
-    Append,
-    OpenLog,
-)
+from memckpt.protocol.storing import Append, OpenLog
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.records import RecordMeta, SubStep, encode_meta
 from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec

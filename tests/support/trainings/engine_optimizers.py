@@ -333,8 +333,5 @@ HIDDEN_CASES = [
     case_of("on-parameters", make=OnParameters),
     case_of("inner", make=Inner),
 ]
-QUASI_CASES = [
-    case_of("lbfgs", Quasi, steps=12),
-    case_of("lbfgs-wolfe", Quasi, steps=12, line_search="strong_wolfe"),
-]
+QUASI_CASES = [case_of("lbfgs", Quasi, steps=12), case_of("lbfgs-wolfe", Quasi, steps=12, line_search="strong_wolfe")]
 UNFREEZING = case_of("unfreezing", Unfreezing)

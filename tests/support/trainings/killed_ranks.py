@@ -531,11 +531,7 @@ def check_verdicts(attempts: Sequence[Job], died: bool = False, reasons: Sequenc
 
 
 def survives(
-    lab: Lab,
-    job: AnyJob,
-    deaths: Sequence[Death],
-    resumed: Sequence[int] | None = None,
-    unchecked: Sequence[str] = (),
+    lab: Lab, job: AnyJob, deaths: Sequence[Death], resumed: Sequence[int] | None = None, unchecked: Sequence[str] = ()
 ) -> AnyJob:
     """Check that each attempt ends as planned, the next one resumes where it must, and the last result is right.
 

@@ -174,10 +174,7 @@ class Net(pl.LightningModule):
         if case.built_early == "estimated" and not self.trainer.estimated_stepping_batches > 0:
             raise AssertionError("expected an estimate")
         if case.manual:
-            return [
-                AdamW(self.backbone.parameters(), 1e-2),
-                SGD(self.head.parameters(), 1e-2, momentum=0.9),
-            ]
+            return [AdamW(self.backbone.parameters(), 1e-2), SGD(self.head.parameters(), 1e-2, momentum=0.9)]
         if case.model == "finetuned":
             optimizer: Optimizer = AdamW(self.head.parameters(), 1e-2)
         elif case.model == "groups":

@@ -89,8 +89,7 @@ def make_trainer(run: LightningRun, control: lightning_cases.Control) -> Any:
     if run.protected:
         config = replace(CONFIG, storage=StorageConfig() if run.storage else None, compression=case.compression)
         callbacks.insert(
-            0,
-            MemCheckpoint(run.directory / "run", resume=run.resume, config=config, attributes=case.attributes),
+            0, MemCheckpoint(run.directory / "run", resume=run.resume, config=config, attributes=case.attributes)
         )
     elif case.compression is not None:
         callbacks.append(lightning_cases.AveragePlainly(case.compression))

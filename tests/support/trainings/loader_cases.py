@@ -250,11 +250,7 @@ class Workers:
     def arguments(self) -> dict[str, Any]:
         if not self.count:
             return {}
-        return {
-            "num_workers": self.count,
-            "persistent_workers": self.persistent,
-            "multiprocessing_context": self.start,
-        }
+        return {"num_workers": self.count, "persistent_workers": self.persistent, "multiprocessing_context": self.start}
 
     def __str__(self) -> str:
         return f"{self.count}{'-persistent' if self.persistent else ''}" + (
@@ -283,10 +279,7 @@ MAKERS: dict[str, Callable[[dict[str, Any]], DataLoader[Any]]] = {
     "batch-sampler": lambda kw: DataLoader(Augmented(), batch_sampler=ShuffledBatches(), **kw),
     "random-object": lambda kw: DataLoader(Augmented(), batch_sampler=OwnRandomBatches(), **kw),
     "distributed": lambda kw: DataLoader(
-        Augmented(2 * SAMPLES),
-        BATCH,
-        sampler=DistributedSampler(range(2 * SAMPLES), num_replicas=2, rank=1),
-        **kw,
+        Augmented(2 * SAMPLES), BATCH, sampler=DistributedSampler(range(2 * SAMPLES), num_replicas=2, rank=1), **kw
     ),
     "epoch-counter": lambda kw: DataLoader(Augmented(), BATCH, sampler=EpochCounter(), **kw),
     "reshuffled": lambda kw: DataLoader(Augmented(), BATCH, sampler=Reshuffled(SAMPLES), **kw),

@@ -438,9 +438,7 @@ CAPTURE: dict[str, Fault] = {
     "by-value-stale": by_value(torch._foreach_copy_),
     "by-value-exchanged": by_value(exchange_alike),
     "by-hand-unseen": unseen(
-        lambda model: model.twins[0].weight,
-        left_out(Changes, "look_at_commit"),
-        left_out(Changes, "look_before_step"),
+        lambda model: model.twins[0].weight, left_out(Changes, "look_at_commit"), left_out(Changes, "look_before_step")
     ),
     "static-unseen": unseen(
         lambda model: model.frozen.weight, into(StaticWatch, "changed", lambda original, watch: [])

@@ -10,16 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import ConfigurationError
-from memckpt_tools.simulation.failures import (
-    NODE,
-    PROCESS,
-    RACK,
-    ZONE,
-    Cluster,
-    FailureModel,
-    Failures,
-    Lifetime,
-)
+from memckpt_tools.simulation.failures import NODE, PROCESS, RACK, ZONE, Cluster, FailureModel, Failures, Lifetime
 from memckpt_tools.simulation.run import Estimate
 
 DAY = 86400.0
@@ -149,10 +140,7 @@ def test_racks_and_zones_are_runs_of_nodes() -> None:
         (lambda: Cluster(nodes=8, nodes_per_rack=9), "nodes_per_rack: expected 1 to 8 nodes .* found 9"),
         (lambda: Cluster(nodes=8, racks_per_zone=2), "racks_per_zone: expected nodes_per_rack beside it, found 2"),
         (lambda: Cluster(nodes=8, nodes_per_rack=4, racks_per_zone=3), "racks_per_zone: .* 1 to 2 racks .* found 3"),
-        (
-            lambda: draw(FailureModel(racks=Lifetime(DAY)), Cluster(nodes=8)),
-            "racks: expected nodes_per_rack .* None",
-        ),
+        (lambda: draw(FailureModel(racks=Lifetime(DAY)), Cluster(nodes=8)), "racks: expected nodes_per_rack .* None"),
         (lambda: draw(FailureModel(zones=Lifetime(1)), Cluster(nodes=8)), "zones: expected racks_per_zone .* None"),
         (lambda: draw(FailureModel.of_nodes(1.0), Cluster(nodes=1000)), "mean time between failures: .* in seconds"),
     ],

@@ -250,10 +250,7 @@ def test_bad_values_are_named() -> None:
     for make, message in (
         (lambda: Repair(repair_seconds=-1), "repair_seconds: expected a number, 0 to .* found -1"),
         (lambda: Repair(spares=-1), "spares: expected a whole number, 0 to .* found -1"),
-        (
-            lambda: Training(step_seconds=450, duration_seconds=1),
-            "step_seconds: .* 0.0001 to 300, found 450",
-        ),
+        (lambda: Training(step_seconds=450, duration_seconds=1), "step_seconds: .* 0.0001 to 300, found 450"),
         (
             lambda: Training(step_seconds=1, duration_seconds=0),
             "duration_seconds: expected a number, more than 0, .* found 0",

@@ -173,10 +173,7 @@ def test_times_add_up(
     listed: list[Tier], repair: Repair, overhead: float, step_seconds: float, mean: float, seed: int
 ) -> None:
     model = FailureModel(
-        nodes=Lifetime(7 * mean),
-        processes=Lifetime(7 * mean),
-        racks=Lifetime(20 * mean),
-        zones=Lifetime(1e6),
+        nodes=Lifetime(7 * mean), processes=Lifetime(7 * mean), racks=Lifetime(20 * mean), zones=Lifetime(1e6)
     )
     training = Training(step_seconds=step_seconds, duration_seconds=1e5)
     setup = Setup(cluster=SEVEN, failures=model, training=training, repair=repair)
