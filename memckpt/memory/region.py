@@ -11,7 +11,9 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import resource
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -81,11 +83,13 @@ class Region:
         try:
             fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
-            return cls(fd, nbytes)
+            region = cls(fd, nbytes)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
             raise no_room(name, nbytes, error) from error
+        _interleave(region)
+        return region
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Region:
@@ -119,6 +123,10 @@ class Region:
         return opened
 
     @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    @property
     def taken_bytes(self) -> int:
         """Bytes of memory that the kernel has allocated to it."""
         return os.fstat(self.fd).st_blocks * 512
@@ -130,7 +138,7 @@ class Region:
             self._populating.start()
 
     def _populate(self) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        address = self.address
         for offset in range(0, self.nbytes, _POPULATE_CHUNK):
             if self._closing.is_set():
                 return
@@ -152,6 +160,34 @@ class Region:
         # A tensor may still view the mapping; the mmap object then unmaps with the last of them.
         with contextlib.suppress(BufferError):
             self.map.close()
+
+
+#: Numbers of the system calls mbind and get_mempolicy, which libc has no names for, and of two policies.
+_MBIND, _GET_MEMPOLICY = {"x86_64": (237, 239), "aarch64": (235, 236)}.get(platform.machine(), (0, 0))
+_BY_DEFAULT, _INTERLEAVE = 0, 3
+
+
+def _memory_nodes() -> int:
+    """The NUMA nodes that this process may take memory of, as bits."""
+    with open("/proc/self/status") as status:
+        found = next((line.split()[1] for line in status if line.startswith("Mems_allowed:")), "1")
+    return int(found.replace(",", ""), 16)
+
+
+def _interleave(region: Region) -> None:
+    """Spread the memory over the NUMA nodes, unless the process was started with another policy (numactl).
+
+    Else all of it lies on the node of the thread that reserves it, and copies of all accelerators go there. Advice
+    only: a container may forbid it.
+    """
+    nodes, own = _memory_nodes(), ctypes.c_int(_BY_DEFAULT)
+    if not _MBIND or nodes & (nodes - 1) == 0:
+        return
+    _libc.syscall(_GET_MEMPOLICY, ctypes.byref(own), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+    if own.value == _BY_DEFAULT:
+        mask = nodes.to_bytes(nodes.bit_length() // 64 * 8 + 8, sys.byteorder)
+        where = ctypes.c_void_p(region.address), ctypes.c_ulong(region.nbytes)
+        _libc.syscall(_MBIND, *where, _INTERLEAVE, mask, ctypes.c_ulong(8 * len(mask) + 1), 0)
 
 
 # In a forked child the ranges are not mapped. The Python objects are kept alive there forever, so that no finalizer
