@@ -1,8 +1,7 @@
-"""The log between checkpoints: what an attempt that goes back or elsewhere may go on with; processes that fail."""
+"""The log between checkpoints: processes that fail, and how long they may take."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -15,8 +14,7 @@ from memckpt.agent.saving.writer import record_writer as records
 from memckpt.errors import AgentError
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.trainer import Drift
-from memckpt.state.records import Timeline, decode_meta
-from memckpt.storage.batch import RecordReader, gradient_name, meta_name
+from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import encode_commit
@@ -25,21 +23,20 @@ from memckpt.storage.store import Store
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
 from tests.support.storage.stored_parts import part_of
 
-T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
+T1 = Timeline(1, "a")
 TIMEOUT_SECONDS = 1800.0
 
 
 class Node:
-    """A log, what is trained, and two places for it. Values of records are those of the attempt, then the record's."""
+    """A log, what is trained, and the process that writes."""
 
     def __init__(self, directory: Path) -> None:
-        self.here, self.elsewhere = (LocalStore(directory / name) for name in ("here", "elsewhere"))
+        self.store = LocalStore(directory)
         self.filled = Filled()
         self.processes: list[RecordsProcess] = []
         self.failing: Exception | None = None
         self.log = RecordLog("n", self._start, lambda: None)
-        self.timeline = T1
-        self.configure(self.here, T1)
+        self.log.configure(self.store.url, 3, TIMEOUT_SECONDS, T1)
 
     def _start(self) -> HelperProcess:
         self.processes.append(RecordsProcess(self.log.appended))
@@ -51,19 +48,9 @@ class Node:
     def process(self) -> RecordsProcess:
         return self.processes[-1]
 
-    def configure(self, store: LocalStore, timeline: Timeline, batch_steps: int = 3) -> None:
-        self.store, self.timeline = store, timeline
-        self.log.configure(store.url, batch_steps, TIMEOUT_SECONDS, timeline)
-
-    def resume(self, timeline: Timeline, record: int, follows: Timeline, store: LocalStore | None = None) -> None:
-        """As the agent does it for an attempt that goes on from memory."""
-        self.configure(store or self.store, timeline)
-        self.filled.settle(record)
-        self.log.branch(record, follows)
-
     def train(self, until: int, work: bool = True) -> None:
         for record in range(self.filled.newest + 1, until + 1):
-            self.filled.commit(record, value_of(self.timeline, record))
+            self.filled.commit(record)
             self.log.collect(self.filled.held)
             if work:
                 self.work()
@@ -78,7 +65,7 @@ class Node:
         self.work()
 
     def checkpoint(self, record: int) -> None:
-        part = part_of(record, timeline=self.timeline, node="n", content=self.filled.held.spec.content())
+        part = part_of(record, timeline=T1, node="n", content=self.filled.held.spec.content())
         self.store.write(part.commit_path, encode_commit(part))
         self.log.checkpoint_saved(record)
 
@@ -104,84 +91,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def value_of(timeline: Timeline, record: int) -> float:
-    return timeline.number * 1000.0 + record
-
-
 def batches_of(store: Store) -> list[tuple[Timeline, int, int]]:
     return [(one.timeline, one.first, one.last) for one in read_catalog(store).batches]
-
-
-def newest(store: Store) -> tuple[Timeline, int] | None:
-    points = stored_points(read_catalog(store))
-    return (points[0].timeline, points[0].record) if points else None
-
-
-def gradients(store: Store, timeline: Timeline, record: int) -> list[float]:
-    """What would be redone on the way to a stored state: the value of each record."""
-    points = stored_points(read_catalog(store), also=record)
-    point = next(one for one in points if (one.timeline, one.record) == (timeline, record))
-    reader, found = RecordReader(store), []
-    for number, batch in point.gradient_batches(point.checkpoint.part_serving(0)):
-        meta = decode_meta(reader.data(batch, meta_name(number)))
-        gradient = reader.data(batch, gradient_name(number, meta.sub_steps[0], "w"))
-        found.append(struct.unpack("4f", gradient)[0])
-        assert meta.plain == repr(found[-1]).encode()
-    return found
-
-
-# Another place
-
-
-def test_what_was_on_its_way_goes_to_the_place_it_was_meant_for(node: Node) -> None:
-    """Two attempts end while the process is still busy with the first one's; the third one writes elsewhere."""
-    node.train(3, work=False)
-    node.resume(T2, 3, T1)
-    node.train(4, work=False)
-    node.resume(T3, 4, T2, node.elsewhere)
-    node.train(5, work=False)
-    node.work()
-    node.flush()
-    assert {timeline for timeline, _, _ in batches_of(node.elsewhere)} == {T3}
-    assert batches_of(node.here) == [(T1, 1, 3), (T2, 4, 4)]
-
-
-# Back behind the log
-
-
-def test_what_has_not_been_handed_on_of_an_abandoned_future_is_dropped(node: Node) -> None:
-    """Memory held less than was logged, or an older step was asked for: its slots are filled anew."""
-    node.train(3)
-    node.checkpoint(3)
-    node.train(6, work=False)  # 4 is with the process, 5 and 6 wait
-    node.resume(T2, 4, T1)
-    assert not node.process.closed, "what it reads stays as it is"
-    node.train(7, work=False)
-    node.work()
-    node.flush()
-    assert node.log.covers(7)
-    assert gradients(node.here, T2, 7) == [value_of(T1, 4), *(value_of(T2, record) for record in (5, 6, 7))]
-    logged = {
-        (timeline, record) for timeline, first, last in batches_of(node.here) for record in range(first, last + 1)
-    }
-    assert not {(T1, 5), (T1, 6)} & logged
-
-
-def test_a_process_that_reads_an_abandoned_future_is_ended(node: Node) -> None:
-    """It would take the new attempt's gradients for the old one's: the slot says the right number and generation."""
-    node.train(3)
-    node.checkpoint(3)
-    node.train(4)
-    node.train(6, work=False)  # 5 is with the process
-    reads = node.process
-    node.resume(T2, 4, T1)
-    assert reads.closed
-    assert not node.log.based
-    node.train(6, work=False)
-    node.work()
-    node.flush()
-    assert [one for one in batches_of(node.here) if one[0] == T1 and one[2] > 4] == []
-    assert newest(node.here) in [(T1, 3), (T1, 4)]
 
 
 def test_a_flush_of_nothing_ends_at_once(node: Node) -> None:
@@ -200,9 +111,9 @@ def test_what_is_logged_after_a_finding_of_the_audit_says_so(node: Node) -> None
     node.filled.held.drift = Drift(6, 2.0, "w", steps=(4, 5))
     node.train(9)
     node.flush()
-    said = {point.record: point.inexact for point in stored_points(read_catalog(node.here))}
+    said = {point.record: point.inexact for point in stored_points(read_catalog(node.store))}
     assert said[9] == "the audit found w off by 2 units in the last place when steps 4 to 5 were redone"
-    (base,) = (point for point in stored_points(read_catalog(node.here), also=6) if point.record == 6)
+    (base,) = (point for point in stored_points(read_catalog(node.store), also=6) if point.record == 6)
     assert base.inexact == ""
 
 
@@ -228,7 +139,7 @@ def test_a_process_that_cannot_be_started_is_tried_again_after_a_while_and_not_a
     node.train(76)
     assert len(node.processes) == 3
     assert node.log.alarm == ""
-    assert batches_of(node.here)[-1] == (T1, 74, 76)
+    assert batches_of(node.store)[-1] == (T1, 74, 76)
 
 
 def test_a_process_that_dies_is_followed_by_another_one_after_a_while(node: Node, clock: Clock) -> None:
@@ -244,7 +155,7 @@ def test_a_process_that_dies_is_followed_by_another_one_after_a_while(node: Node
     clock.passes(record_log._RETRY_SECONDS)
     node.train(43)
     assert len(node.processes) == 2
-    assert batches_of(node.here) == [(T1, 41, 43)]
+    assert batches_of(node.store) == [(T1, 41, 43)]
 
 
 def test_a_process_that_takes_nothing_any_more_is_ended(node: Node, clock: Clock) -> None:

@@ -55,6 +55,8 @@ class LogMachine(RuleBasedStateMachine):
         self.values: Iterator[int] = itertools.count(1)
         #: Of each timeline the value of every record on the way to its newest one.
         self.trained: dict[Timeline, dict[int, float]] = {}
+        #: Where each timeline's records belong.
+        self.places: dict[Timeline, str] = {}
         self.history: tuple[Branch, ...] = ()
         self.number = 0
         #: The oldest record that a checkpoint of this attempt can be of.
@@ -93,7 +95,7 @@ class LogMachine(RuleBasedStateMachine):
         self.began_at = base + 1
 
     def _configure(self, url: str, timeline: Timeline) -> None:
-        self.url = url
+        self.url = self.places[timeline] = url
         self.log.configure(url, 3, TIMEOUT_SECONDS, timeline)
 
     def _begin_generation(self, base: int) -> None:
@@ -162,6 +164,17 @@ class LogMachine(RuleBasedStateMachine):
         self.trained[timeline] = kept
         self.history = branch_off(self.history, record, timeline)
 
+    @rule(count=st.integers(2, 4), backs=st.lists(st.integers(0, 2), min_size=1, max_size=2), elsewhere=st.booleans())
+    def attempts_end_while_the_process_is_busy(self, count: int, backs: list[int], elsewhere: bool) -> None:
+        """It has a record, and others wait; slots of some of them are filled anew before it goes on."""
+        self.work(9)
+        self.checkpoint(0)
+        for number, back in enumerate(backs):
+            self.train(count, waits=False)
+            self.resume_from_memory(back, torn=False, elsewhere=elsewhere and number > 0)
+        self.train(count, waits=False)
+        self.work(9)
+
     @rule(what=st.sampled_from(["generation", "storage", "process", "full", "room", "time", "time"]))
     def something_else_happens(self, what: str) -> None:
         match what:
@@ -214,7 +227,9 @@ class LogMachine(RuleBasedStateMachine):
         for url in self.urls:
             store = open_store(url)
             reader = RecordReader(store)
-            points = stored_points(read_catalog(store))
+            catalog = read_catalog(store)
+            assert {self.places[batch.timeline] for batch in catalog.batches} <= {url}
+            points = stored_points(catalog)
             for point in points:
                 self._check(point, reader)
             if url == self.url and self.log.based and self.log.written is not None:
