@@ -8,6 +8,7 @@ import pytest
 
 from memckpt.capture import spec_request
 from memckpt.compression import PowerSGD, RandomK, TopK
+from tests.support.cluster import sharded_cases
 from tests.support.trainings import rank_trainings
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
@@ -29,6 +30,7 @@ JOBS = {
     "ddp-powersgd": lambda lab: ddp(lab, compression=PowerSGD()),
     "ddp-average": lambda lab: replace(ddp(lab), averages=True),
     "ddp-eager": lambda lab: ddp(lab, redo="eager"),
+    "fsdp": lambda lab: sharded_cases.job_of(lab, sharded_cases.Setup(), config(resume_check="off")),
 }
 
 

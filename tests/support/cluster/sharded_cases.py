@@ -194,7 +194,8 @@ class Distributed(RankTraining):
         half = setup.world_size // 2
         match setup.kind:
             case "fsdp":
-                self._shard(init_device_mesh("cpu", (setup.world_size,), mesh_dim_names=("shard",)))
+                kind = torch.get_default_device().type
+                self._shard(init_device_mesh(kind, (setup.world_size,), mesh_dim_names=("shard",)))
             case "hsdp":
                 self._shard(init_device_mesh("cpu", (2, half), mesh_dim_names=("replicate", "shard")))
             case "tp":
@@ -324,7 +325,15 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> None:
 
 
 def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    if value.device.type != "late":
+        return value.full_tensor()
+    # Torch's functional collectives know no process group that is written in Python.
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, value.to_local().detach().cpu())
+    (placement,) = value.placements
+    return torch.cat(shards, placement.dim)  # type: ignore[attr-defined]
 
 
 def _local(value: Any) -> Any:
@@ -383,7 +392,8 @@ class ShardedJob(Job):
         return training
 
     def undisturbed(self, directory: Path) -> ShardedJob:
-        return ShardedJob(directory, None, setup=self.setup, last_step=self.last_step, each_step=self.each_step)
+        calm: dict[str, Any] = {"last_step": self.last_step, "each_step": self.each_step, "device": self.device}
+        return ShardedJob(directory, None, setup=self.setup, **calm)
 
     def problem(self, attempts: Sequence[Job], died: bool, reasons: Sequence[str]) -> str:
         check_verdict(self)
