@@ -191,8 +191,8 @@ class Tuning:
         self._has_told_times = True
         layout, copies = writer.layout, times.copy_seconds / _TIMED_RECORDS
         anchors = copies * layout.anchor_bytes / (layout.anchor_bytes + layout.gradient_bytes)
-        waited = times.wait_seconds / _TIMED_RECORDS
-        link = LinkTime(copies - anchors, anchors, max(step_seconds - waited, 1e-9), writer.spec.period)
+        waited = min(copies, times.wait_seconds / _TIMED_RECORDS)
+        link = LinkTime(copies - anchors, anchors, max(step_seconds - waited, step_seconds / 1000), writer.spec.period)
         halves, ranks = torch.float32 in writer.grad_dtypes, len(self._ranks.local_ranks)
         if self._ranks.rank == 0:
             _start.info("memckpt: %s", link.describe(times.nbytes / _TIMED_RECORDS, waited, halves, ranks))

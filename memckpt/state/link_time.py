@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-#: Wait, as a share of compute, that is worth a remedy.
+#: Wait, as a share of a step, that is worth a remedy.
 _WORTH = 0.01
 
 
@@ -35,9 +35,9 @@ class LinkTime:
         return max(0.0, late + self.gradient_seconds - backward)
 
     @property
-    def overhead(self) -> float:
-        """The wait as a share of compute."""
-        return self.exposed_seconds / self.compute_seconds
+    def share(self) -> float:
+        """The wait as a share of a step."""
+        return self.exposed_seconds / (self.compute_seconds + self.exposed_seconds)
 
     def describe(self, nbytes: float, waits: float, halves: bool, ranks: int) -> str:
         """What hides of copies of `nbytes` a step, and what would help, in words.
@@ -47,15 +47,15 @@ class LinkTime:
         step, copies = self.compute_seconds + waits, self.copy_seconds
         found = (
             f"copies to the host take {copies * 1e3:.3g} ms of a step of {step:.3g} s, at "
-            f"{nbytes / copies / 1e9:.3g} GB/s; {max(0.0, 1 - waits / copies):.0%} of that hides behind compute"
+            f"{nbytes / copies / 1e9:.3g} GB/s; {1 - waits / copies:.0%} of that hides behind compute"
         )
-        if waits <= _WORTH * self.compute_seconds:
+        if waits <= _WORTH * step:
             return found
-        found += f", and the device waits {waits * 1e3:.3g} ms for the rest"
-        if self.overhead <= _WORTH:
+        found += f", and a step waits {waits * 1e3:.3g} ms for the rest"
+        if self.share <= _WORTH:
             return f"{found}: it is what backward makes last, the gradient of a tied embedding for instance"
-        remedies = [f"{name} (to {one.overhead:.1%})" for name, one in self._remedies(halves, ranks)]
-        return f"{found}, {self.overhead:.1%} of compute by the formula; less with {', '.join(remedies)}"
+        remedies = [f"{name} (to {one.share:.1%})" for name, one in self._remedies(halves, ranks)]
+        return f"{found}, {self.share:.1%} of it by the formula; less with {', '.join(remedies)}"
 
     def _remedies(self, halves: bool, ranks: int) -> Iterable[tuple[str, LinkTime]]:
         for name, ways in (
@@ -67,9 +67,9 @@ class LinkTime:
                 {one: self._divided(one / ranks) for one in (2, 4, 8) if one > ranks},
             ),
         ):
-            ways = {count: one for count, one in ways.items() if one.overhead < 0.9 * self.overhead}
+            ways = {count: one for count, one in ways.items() if one.share < 0.95 * self.share}
             if ways:  # the first that suffices, else what helps most
-                count = next((each for each, one in ways.items() if one.overhead <= _WORTH), max(ways))
+                count = next((each for each, one in ways.items() if one.share <= _WORTH), max(ways))
                 yield name.format(count), ways[count]
 
     def _with_period(self, period: int) -> LinkTime:

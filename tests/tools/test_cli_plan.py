@@ -138,7 +138,7 @@ def test_it_says_what_hides_of_the_copies_and_what_would_help() -> None:
     assert "less with anchor_period_steps=64" in said
     long = planned("--parameters", "1.5B", "--gpus-per-node", "1", "--copy", "50", "--step-seconds", "1")
     (said,) = [note for note in long["notes"] if "copies to the host" in note]
-    assert "90% of that hides behind compute, and the device waits 16.5 ms for the rest: it is what backward" in said
+    assert "90% of that hides behind compute, and a step waits 16.5 ms for the rest: it is what backward" in said
     assert not any("copies to" in note for note in planned("--parameters", "1e9", "--gpus-per-node", "0")["notes"])
 
 
