@@ -159,8 +159,8 @@ class Follower:
 
     def committing(self) -> None:
         """Note that the user has called commit()."""
-        last = bool(self._loader.end_of_dataloader)
-        self._prefetch.committed(self._taken if self.active else 0, ended=not self._iterates, last=last)
+        since, last = self._taken if self.active else 0, bool(self._loader.end_of_dataloader)
+        self._prefetch.committed(since, inside=self.active, ended=not self._iterates, last=last)
         self._taken = 0
         if self._prefetch.depth:
             dataloader.look_ahead(self._base, self._lookahead + self._prefetch.depth * self._per_batch)
@@ -244,6 +244,7 @@ class Follower:
                 self._taken += 1
                 self._prefetch.took(batch)
                 yield batch
+            self._prefetch.ended()
             self._training.ended += 1
         finally:
             self._iterates = False

@@ -21,6 +21,7 @@ from memckpt.recovery.comparison import ComparedKind
 from memckpt.session.rank_state import OWN, RankState
 from memckpt.session.ranks import Ranks
 from memckpt.session.resume.report import HeldState
+from memckpt.state import rng
 
 #: Name of its state in the rank state.
 STATE = f"{OWN}loop"
@@ -36,6 +37,10 @@ _MOVES = (
 _WRITTEN = (
     "training writes to the tensor {0}.{1} of a dataset, which starts over; if samples depend on it, "
     "register('data', dataset, attributes=['{1}'])"
+)
+_DRAWN = (
+    "the loop drew from the global generators after iter() of a loader and before its first batch, and a resume takes "
+    "these draws twice; draw behind the batch, or from a torch.Generator that is registered"
 )
 LoaderT = TypeVar("LoaderT")
 #: The place in a state that has none.
@@ -60,6 +65,8 @@ class Loop:
         self._ranks = ranks
         self._restore_rng = restore_rng
         self._followers = Followers(self._go_live)
+        self._followers.on_open, self._followers.on_look = self._note_open, self._resume_again
+        self._rng_at_open: rng.RngState | None = None
         self._watch = PlaceWatch()
         self._said: set[str] = set()
         self._begun = False
@@ -152,7 +159,16 @@ class Loop:
         """Restore the global generators: what the loop drew above its batches, the killed process had drawn before."""
         if self._rng_pending:
             self._rng_pending = False
+            if self._rng_at_open is not None and rng.capture() != self._rng_at_open:
+                self._warn(_DRAWN)
             self._restore_rng()
+
+    def _note_open(self) -> None:
+        if self._rng_pending:
+            self._rng_at_open = rng.capture()
+
+    def _resume_again(self) -> None:
+        self._rng_pending = True
 
     # Epochs
 
@@ -210,6 +226,11 @@ class Loop:
         if self._followers.ended != self._ended_at_commit:
             reason = "an epoch, or another iteration over a loader, ended before it"
             self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
+
+    def prove(self) -> None:
+        """Note that the repeated step of the resume was equal, and so the batch that it took."""
+        for each in self._followers:
+            each.prove()
 
     def end_commit(self) -> None:
         """Note that the commit was one."""

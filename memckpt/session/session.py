@@ -501,6 +501,8 @@ class Session:
             except AgentGoneError as error:
                 lost = str(error)
         self._proof.tell_verdict()
+        if self.check.verdict == "equal":
+            self._loop.prove()
         if lost:
             self._protection.lose_agent(point, lost)
         self._protection.begin_next_unless_begun(point.record)

@@ -284,6 +284,165 @@ def test_a_look_at_the_data_before_the_loop_is_no_batch_fetched_ahead(lab: Lab) 
     assert "not be exact" not in survives(lab, loop, [("committed", 3), ("committed", 2)], "off")
 
 
+def _epochs(process: Process, exact: bool = True) -> Iterator[tuple[str, Any, Any]]:
+    """Names of batches, the loader, and its batches, over two epochs."""
+    loader = process.session.loader(make("shuffle", NONE))
+    report = process.session.restore()
+    assert report is None or report.exact == exact
+    for epoch in process.session.epochs(2):
+        for number, batch in enumerate(loader, start=process.session.batch):
+            yield f"{epoch}.{number}", loader, batch
+    process.session.close()
+
+
+def _takes_a_picture(process: Process) -> None:
+    for name, loader, batch in _epochs(process):
+        process.backward(name, batch)
+        if name[-1] in "14":
+            process.note(f"picture {name}", next(iter(loader)))
+        process.step()
+        process.session.commit()
+        process.at("committed")
+
+
+def _evaluates_and_keeps(process: Process) -> None:
+    kept = None
+    for name, loader, batch in _epochs(process):
+        process.backward(name, batch)
+        process.step()
+        if name[-1] in "14":
+            kept = iter(loader)
+            process.note(f"evaluated {name}", next(kept))
+        process.session.commit()
+        process.at("committed")
+
+
+def _evaluates_all(process: Process) -> None:
+    for name, loader, batch in _epochs(process):
+        process.backward(name, batch)
+        process.step()
+        if name[-1] == "2":
+            process.note(f"evaluated {name}", [*loader])
+        process.session.commit()
+        process.at("committed")
+
+
+@pytest.mark.parametrize("loop", [_takes_a_picture, _evaluates_and_keeps, _evaluates_all])
+def test_a_look_at_the_same_loader_does_not_lose_the_place_in_its_pass(lab: Lab, loop: Any) -> None:
+    assert "not be exact" not in survives(lab, loop, [("committed", 2), ("committed", 3), ("committed", 5)])
+
+
+def test_a_look_above_the_pass_leaves_the_place_to_it(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        for epoch in process.session.epochs(2):
+            next(iter(loader))
+            for number, batch in enumerate(loader, start=process.session.batch):
+                process.take(f"{epoch}.{number}", batch)
+        process.session.close()
+
+    survives(lab, loop, [("committed", 1), ("committed", 3), ("committed", 3)], "off")
+
+
+def test_lists_of_batches_up_to_the_end_of_each_pass(lab: Lab) -> None:
+    """The last list is shorter, and the loader's end is known before its step."""
+
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        process.session.restore()
+        for epoch in process.session.epochs(6):
+            batches = iter(loader)
+            while taken := list(itertools.islice(batches, 4)):
+                for batch in taken:
+                    process.backward(f"epoch {epoch}", batch)
+                process.step()
+                process.session.commit()
+                process.at("committed")
+        process.session.close()
+
+    assert BATCHES % 4
+    survives(lab, loop, [("committed", 5), ("committed", 2), ("committed", 3)], "off")
+
+
+def test_accumulation_of_another_number_each_time_fetches_nothing_ahead(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        session = process.session
+        batches = _forever(session.loader(make("shuffle", NONE)))
+        report = session.restore()
+        for step in range(report.step + 1 if report else 1, 9):
+            for number in range((3, 1, 2)[step % 3]):
+                process.backward(f"step {step}.{number}", next(batches))
+            process.step()
+            session.commit()
+            process.at("committed")
+        session.close()
+
+    assert " exact" not in survives(lab, loop, [("committed", 1), ("committed", 3), ("committed", 2)], "off")
+
+
+def test_a_repeated_step_proves_the_batch_that_was_fetched_ahead(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        loader = process.session.loader(make("shuffle", NONE))
+        report = process.session.restore()
+        batches = ([part + 0 for part in batch] for batch in _forever(loader))
+        following = next(batches)
+        for step in range(report.step + 1 if report else 1, 10):
+            batch, following = following, next(batches)
+            process.take(f"step {step}", batch)
+        process.session.close()
+
+    assert "no reason any more" in survives(lab, loop, [("committed", 4), ("committed", 3)])
+
+
+def _draws_before_a_batch(process: Process) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    process.session.restore()
+    batches = iter(loader)
+    for _ in range(4):
+        torch.rand(())
+        process.take("batch", next(batches))
+    process.session.close()
+
+
+def _leaves_a_validation(process: Process) -> None:
+    validation = process.session.loader(DataLoader(Augmented(6), BATCH))
+    for name, _, batch in _epochs(process, exact=False):
+        process.take(name, batch)
+        if name == "0.1":
+            kept = iter(validation)
+            process.note("validated", next(kept))
+
+
+def _counts_anew(process: Process) -> None:
+    loader = process.session.loader(make("shuffle", NONE))
+    process.session.restore()
+    for _ in process.session.epochs(1):
+        for _, batch in enumerate(loader):
+            process.take("batch", batch)
+    process.session.close()
+
+
+@pytest.mark.promise(
+    "a plain loop of which it is not known how many batches it has fetched ahead; one that draws from the global "
+    "generators between `iter()` and the first batch; a pass over a second loader that may have been left"
+)
+@pytest.mark.promise("a loop that counts the batches of a pass with `enumerate()` from 0 again")
+@pytest.mark.parametrize(
+    ("loop", "kill", "said"),
+    [
+        (_draws_before_a_batch, 2, "before its first batch, and a resume takes these draws twice"),
+        (_leaves_a_validation, 4, "its pass has given batches for one step, and none since"),
+        (_counts_anew, 2, "enumerate() counts from 0 again"),
+    ],
+)
+def test_what_a_loop_does_otherwise_behind_a_resume_is_said(lab: Lab, loop: Any, kill: int, said: str) -> None:
+    def body(dies: tuple[str, int] | None) -> None:
+        loop(process_of(lab, dies, "off"))
+
+    assert said in "".join(dies_and_goes_on(lab, body, ("committed", kill)))
+
+
 @pytest.mark.promise("a loader in `itertools.cycle`, which hands out again the batches that it has kept")
 @pytest.mark.parametrize("how", ["zip", "alone", "zipped inside"])
 def test_a_cycle_that_keeps_batches_is_told_from_its_first_commit_on(lab: Lab, how: str) -> None:

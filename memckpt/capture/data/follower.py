@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from memckpt.capture.data.iteration import LoaderRecord, record_of
 from memckpt.capture.data.places import Place
 from memckpt.capture.data.prefetch import Prefetch
 from memckpt.errors import DataPositionError, ForeignStateError, UsageError
+
+_log = logging.getLogger("memckpt")
 
 
 class Followed(Protocol):
@@ -62,6 +65,10 @@ class Followed(Protocol):
 FollowedT = TypeVar("FollowedT", bound=Followed)
 
 
+def _nothing() -> None:
+    pass
+
+
 class FollowedLoaders(Generic[FollowedT]):
     """The followed loaders of one training, in the order in which they were given.
 
@@ -70,11 +77,14 @@ class FollowedLoaders(Generic[FollowedT]):
             generators.
 
     Attributes:
+        on_open: called when an iteration has begun that continues, before its first batch.
+        on_look: called when one that continued was left again before a commit: another one continues.
         ended: number of iterations over them, and of epochs, that have ended.
     """
 
     def __init__(self, on_live: Callable[[], None]) -> None:
         self.on_live = on_live
+        self.on_open = self.on_look = _nothing
         self.ended = 0
         self._all: list[FollowedT] = []
 
@@ -147,6 +157,10 @@ _CYCLED = (
 )
 
 
+_LEFT = (
+    "its pass has given batches for one step, and none since; if it was left there (a validation that is broken off), "
+    "the first pass behind a resume goes on in it: let go of its iterator"
+)
 #: Why a pass that goes on need not be the one that the dead process was in.
 TAKEN_LATE = (
     "the commit was in the middle of a pass over it, and since the resume an epoch or another pass has ended before it "
@@ -224,6 +238,8 @@ class Follower:
         #: States after which iterations continue that have not given a batch yet, in the order of their first ones.
         self._held: list[dict[str, Any]] = []
         self._to_open: list[dict[str, Any]] = []
+        #: What the newest iteration has taken of these, until a commit or its end.
+        self._taken_up: tuple[weakref.ref[Iteration], dict[str, Any]] | None = None
         self._opened: int | None = None
         #: Ended iterations at the resume.
         self._resumed_at = 0
@@ -241,8 +257,10 @@ class Follower:
         self._looked_in = -1
         self._taken_to_the_end = 0
         self._at = (0, 0)
+        #: Number of the iteration that the last commit was in; -1: in none.
+        self._at_commit = -1
         self._ended = False
-        self._cycled = False
+        self._cycled = self._said_left = False
         self._record_of(loader).around = self._open
 
     @staticmethod
@@ -258,7 +276,18 @@ class Follower:
         """The iteration that the user is in; None between two of them."""
         newest = None if self._newest is None else self._newest()
         waiting = self._prefetch.at_end or self._prefetch.waits(self._taken_to_the_end)
-        return None if newest is None or (newest.ended and not waiting) else newest
+        beside = self._beside(newest)
+        if newest is None or (newest.ended and not waiting):
+            return beside
+        # One that is kept, as by a progress bar, has not been in a commit yet, and the other has given a batch.
+        looks = self._at_commit >= 0 and newest.number != self._at_commit and not newest.steps
+        return beside if looks and beside is not None and beside.taken else newest
+
+    def _beside(self, ended: Iteration | None) -> Iteration | None:
+        """The iteration that goes on behind a look at the data: the one of the last commit, or the first of all."""
+        running = [each for each in self._alive if each is not ended and not each.ended and not each.left]
+        running = [each for each in running if each.number == self._at_commit or (self._at_commit < 0 and each.taken)]
+        return running[-1] if running else None
 
     @property
     def _alive(self) -> list[Iteration]:
@@ -267,10 +296,14 @@ class Follower:
     @property
     def _running(self) -> list[Iteration]:
         """The iterations that the user is in, in the order in which they have begun: several under `zip`, say."""
-        newest = self._iteration
-        if newest is None:
+        iteration = self._iteration
+        if iteration is None:
             return []
-        return [each for each in self._alive if each is newest or (not each.ended and (each.taken or each.steps > 1))]
+        newest = None if self._newest is None else self._newest()  # a look, where it is another one
+        others = [
+            each for each in self._alive if each is not newest and not each.ended and (each.taken or each.steps > 1)
+        ]
+        return [each for each in self._alive if each is iteration or each in others]
 
     @property
     def active(self) -> bool:
@@ -280,7 +313,13 @@ class Follower:
     @property
     def batches(self) -> int:
         """Number of batches of the current iteration that the user was given, and has trained."""
-        return max(self._at[1] - self._prefetch.ahead, 0)
+        return max(self._here[1] - self._prefetch.ahead, 0)
+
+    @property
+    def _here(self) -> tuple[int, int]:
+        """Number of the iteration that the user is in, or was in last, and of its batches."""
+        iteration = self._iteration
+        return self._at if iteration is None else (iteration.number, iteration.batches)
 
     @property
     def waits(self) -> bool:
@@ -291,8 +330,8 @@ class Follower:
         """The user's position in it."""
         iteration = self._iteration
         if iteration is None or self._cycled:
-            return Place(self._at, False, self._ended)
-        return Place(self._at, True, iteration.left or iteration.batches >= self._length())
+            return Place(self._here, False, self._ended)
+        return Place(self._here, True, iteration.left or iteration.batches >= self._length())
 
     def _length(self) -> float:
         try:
@@ -322,20 +361,25 @@ class Follower:
 
     def committing(self) -> None:
         """Note that the user has called commit()."""
+        self._taken_up = None
         depth = self._prefetch.depth
         running = self._running
         since = max((each.taken - each.counted for each in running), default=0)
         for each in running:
             each.counted = each.taken
-        ended = bool(running) and running[-1].ended
-        last = bool(running) and running[-1].batches >= self._length()
-        self._prefetch.committed(since + self._taken_to_the_end if running else 0, ended=ended, last=last)
+        since = since + self._taken_to_the_end if running else 0
+        ended, last = (running[-1].ended, running[-1].batches >= self._length()) if running else (False, False)
+        self._prefetch.committed(since, inside=bool(running), ended=ended, last=last)
         self._taken_to_the_end = 0
         if self._prefetch.depth != depth and self._prefetch.depth is not None:
             dataloader.look_ahead(self.loader, self._prefetch.depth)
 
     def committed(self) -> None:
         """Note that a commit was one, and has ended."""
+        iteration = self._iteration
+        self._at_commit = -1 if iteration is None else iteration.number
+        if iteration is not None:
+            self._newest, self._at = weakref.ref(iteration), self._here
         for each in self._alive:
             each.steps += each.taken > 0
             each.taken = each.counted = 0
@@ -351,7 +395,8 @@ class Follower:
         if self.loader.num_workers:
             return []
         before, self._numbers = self._numbers, self._record_of(self.loader).own.numbers()
-        same, self._looked_in = self._looked_in == self._at[0], self._at[0]
+        here = self._here[0]
+        same, self._looked_in = self._looked_in == here, here
         if not same or not self.active:
             return []
         return [
@@ -375,12 +420,29 @@ class Follower:
     def unreplayable(self) -> str | None:
         """One line on why an exact resume cannot be promised; None if no reason is known."""
         reason = dataloader.unreplayable(self.loader) or (_CYCLED if self._cycled else self._prefetch.doubt)
-        if not reason and self._prefetch.ahead and (len(self._running) > 1 or self._at[1] < self._prefetch.ahead):
+        if not reason and self._prefetch.ahead and (len(self._running) > 1 or self._here[1] < self._prefetch.ahead):
             reason = _MIXED
+        if not reason and self._may_be_left():
+            reason, self._said_left = _LEFT, True
         return f"{self.name}: {reason}" if reason else None
+
+    def _may_be_left(self) -> bool:
+        """Whether the loop may have left its iteration, which something refers to, and goes on in another loader."""
+        here = self._iteration
+        if here is None or here.steps != 1 or here.taken:
+            return False
+        others = (each._iteration for each in self._training if each is not self)
+        return any(each is not None and each.steps > 1 for each in others)
+
+    def prove(self) -> None:
+        """Note that the repeated step of a resume was equal."""
+        self._prefetch.prove()
 
     def disproved(self) -> str | None:
         """What :meth:`unreplayable` has said and is known not to be so; None if there is nothing."""
+        here = self._iteration
+        if self._said_left and here is not None and here.steps > 1:
+            return f"{self.name}: {_LEFT}"
         return f"{self.name}: {self._prefetch.disproved}" if self._prefetch.disproved else None
 
     def remark(self) -> str | None:
@@ -420,6 +482,11 @@ class Follower:
     def _open(self, make: Callable[[], Iterator[Any]]) -> Iteration:
         """The result of `iter()` over the loader; `make` is its own."""
         held: dict[str, Any] | None = None
+        taken_up, self._taken_up = self._taken_up, None
+        if not self._held and taken_up is not None and taken_up[0]() is None:
+            # It was a look at the data, as the killed process may have taken one before its pass.
+            self._held, self._to_open, self._opened = [taken_up[1]], [], self._training.ended
+            self._training.on_look()
         if self._held and self._opened is not None and self._opened != self._training.ended:
             self._leave_held(make)
         elif self._held:
@@ -431,6 +498,7 @@ class Follower:
             # Code that ran since `hold` may have moved the loader's own generators.
             self._resume(held)
         self._trailing = None
+        self._training.on_open()
         iteration = Iteration(self, make(), held, self._iterations)
         iteration.may_cycle = _may_cycle(sys._getframe(2))  # the caller of the loader's __iter__
         self._iterations += 1
@@ -464,10 +532,21 @@ class Follower:
                 f"{self.name} was asked for another batch after commit(epoch_over=True); leave the loop over it "
                 "there, or commit without"
             )
-        if any(iteration.held is each for each in self._held):
-            self._held = [each for each in self._held if each is not iteration.held]
-            if not _fetched(iteration.held):
+        held = iteration.held
+        if held is not None and any(held is each for each in self._held):
+            self._held = [each for each in self._held if each is not held]
+            self._taken_up, self._at_commit = (weakref.ref(iteration), held), iteration.number
+            if not _fetched(held):
                 self._training.on_live()
+            if iteration.batches and _any_around(
+                iteration, lambda one: type(one) is enumerate and _counted_by(one) == 0
+            ):
+                _log.warning(
+                    "memckpt: %s goes on behind batch %d of its pass, and enumerate() counts from 0 again; where the "
+                    "count matters, write enumerate(loader, session.batch)",
+                    self.name,
+                    iteration.batches,
+                )
         if iteration.may_cycle:
             iteration.may_cycle = False
             self._cycled = self._cycled or _is_in_cycle(iteration)
@@ -476,13 +555,16 @@ class Follower:
         try:
             batch = next(iteration.inner)
         except StopIteration:
+            self._taken_up = None
             if not iteration.ended:
                 iteration.ended = self._ended = True
                 since = iteration.taken - iteration.counted
-                if iteration.steps or self._prefetch.keeps(since):  # else it was a look at the data
+                self._prefetch.ended()
+                looks = self._beside(iteration) is not None
+                if not looks and (iteration.steps or self._prefetch.keeps(since)):  # else it was a look at the data
                     self._taken_to_the_end += since
                 iteration.taken = iteration.counted = 0
-                self._trailing = iteration if self._prefetch.waits(self._taken_to_the_end) else None
+                self._trailing = iteration if self._prefetch.ahead or self._taken_to_the_end else None
                 self._training.ended += 1
             raise
         if not iteration.taken and not iteration.steps:
@@ -519,12 +601,22 @@ def _may_cycle(frame: FrameType) -> bool:
 
 def _is_in_cycle(iteration: Iteration) -> bool:
     """Whether ``itertools.cycle`` takes its batches, at once or through functions of Python."""
+    return _any_around(iteration, lambda one: type(one) is itertools.cycle)
+
+
+def _counted_by(counter: enumerate[Any]) -> int:
+    reduced: Any = counter.__reduce__()  # as pickle has it: the class, the iterator and the count
+    return int(reduced[1][1])
+
+
+def _any_around(iteration: Iteration, test: Callable[[Any], bool]) -> bool:
+    """Whether one of the iterators around an iteration passes a test."""
     found: list[Any] = [iteration]
     for _ in range(_DEEPEST):
         found = [one for one in gc.get_referrers(*found) if type(one) in _AROUND]
-        if not found or any(type(one) is itertools.cycle for one in found):
+        if not found or any(map(test, found)):
             break
-    return any(type(one) is itertools.cycle for one in found)
+    return any(map(test, found))
 
 
 #: What may hold an iterator (`zip` holds a tuple of them), and how many of these are looked through.

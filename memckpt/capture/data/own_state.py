@@ -160,7 +160,8 @@ class OwnObjects:
                 continue
             kind = type(reached.found)
             generator = issubclass(kind, rng.GENERATOR_TYPES)
-            if reached.owner is not None and (generator or reached.found is None):
+            # A loader's sampler may be replaced, too, as Accelerate does.
+            if reached.owner is not None and (generator or reached.found is None or reached.key in _EDGES):
                 self._watch(reached)
             if issubclass(kind, _LEAVES) or kind.__module__.partition(".")[0] in _NOT_SEARCHED:
                 continue

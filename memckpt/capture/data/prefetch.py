@@ -53,9 +53,17 @@ class Prefetch:
         self._first = self._taken = self._commits = 0
         self._begins = self._seen_alive = False
         self._unclear = ""
+        #: Counts of gradients at the newest batch, the newest commit, and the end of an iteration.
         self._made: int | None = None
-        #: Whether gradients were made behind each batch, before the next one was taken: none waits, most probably.
-        self._one_at_a_time = True
+        self._made_at_commit = Gradients.made
+        self._made_at_end: int | None = None
+        #: Gradients behind each batch before the next one was taken; 0: not always as many, or none.
+        self._gap: int | None = None
+        #: Whether gradients were made behind the last commit before a batch was taken.
+        self._used_earlier_batch = False
+        self._took_again = False
+        #: Batches taken before a commit at the end of an iteration, if these were fewer than before the first one.
+        self._short = 0
         # What is still referred to is taken to be in use: a loop that leaves batches out drops them.
         self._batches: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_DEEPEST + 1)
 
@@ -65,35 +73,60 @@ class Prefetch:
 
     def took(self, batch: Any) -> None:
         """Note a batch."""
+        if self._made is None:
+            self._used_earlier_batch = Gradients.made > self._made_at_commit
         self._compare_gradients()
-        self._made = Gradients.made
+        self._made, self._made_at_end = Gradients.made, None
         if self.depth is None:
             tensor = _tensor_in(batch)
             if tensor is not None:
                 self._batches.append(weakref.ref(tensor))
 
+    def ended(self) -> None:
+        """Note that the iteration has no further batch, before it is known whether some of its batches wait."""
+        self._made_at_end = Gradients.made
+
+    def prove(self) -> None:
+        """Note that the repeated step of a resume was equal: its batch was the one that had waited."""
+        if self._took_again:
+            self._disprove(_UNCLEAR.partition("{")[0])
+
+    def _disprove(self, beginning: str) -> None:
+        if self.doubt.startswith(beginning):
+            self.disproved, self.doubt = self.doubt, ""
+
     def _compare_gradients(self) -> None:
         if self._made is not None:
-            self._one_at_a_time = self._one_at_a_time and Gradients.made > self._made
+            gap = Gradients.made - self._made
+            self._gap = gap if self._gap in (None, gap) else 0
+
+    @property
+    def _one_at_a_time(self) -> bool:
+        """Whether as many gradients were made behind each batch before the next one was taken: none waits."""
+        return bool(self._gap) and not self._used_earlier_batch
 
     def waits(self, since: int) -> bool:
         """Whether a batch of an iteration that has ended has yet to be trained, `since` having been taken since."""
-        return self.ahead > 0 or (bool(self.depth) and since > 0)
+        trains = self._first or self._each  # and is no loader for validation
+        behind_end = trains and self._made_at_end is not None and Gradients.made > self._made_at_end
+        return self.ahead > 0 or (since > 0 and bool(self.depth or behind_end))
 
-    def committed(self, since: int, *, ended: bool, last: bool = False) -> None:
+    def committed(self, since: int, *, inside: bool, ended: bool, last: bool) -> None:
         """Note a commit, before its state is captured.
 
         Args:
             since: number of batches taken since the last one.
+            inside: whether it is in an iteration.
             ended: whether the iteration over them has ended.
             last: whether the iteration has no further batch.
         """
         self._compare_gradients()
-        self._made = None
         self.at_end = ended and self.waits(since)
         begins, self._begins = self._begins, False
+        trained, self._made_at_commit = Gradients.made > self._made_at_commit, Gradients.made
+        self._made = None
         if self.depth is None:
-            self._learn(since)
+            self._learn(since, trained and inside, ended or last)
         elif not self.depth and 0 < since < self._each and not (self._one_at_a_time or ended or last):
             # A loop that fetches ahead had left out as many batches before each commit until now.
             self._first = max(self._first, self._each)
@@ -102,9 +135,8 @@ class Prefetch:
             return
         if begins and (self._waiting <= 0 or since == self.depth + self._each):
             self._taken = self._commits = 0  # what still waited of the last iteration was left
-        if ended and not since and self.ahead and self.doubt.startswith(_UNCLEAR.partition("{")[0]):
-            # A batch that had been left out would not be trained behind the end.
-            self.disproved, self.doubt = self.doubt, ""
+        if ended and not since and self.ahead:  # a batch that had been left out would not be trained behind the end
+            self._disprove(_UNCLEAR.partition("{")[0])
         self._taken += since
         self._commits += 1
         if self._waiting not in range(self.depth + 1):
@@ -127,38 +159,58 @@ class Prefetch:
     def _waiting(self) -> int:
         return self._taken - self._commits * self._each
 
-    def _learn(self, since: int) -> None:
+    def _learn(self, since: int, trained: bool, last: bool) -> None:
+        """Learn from a commit.
+
+        Args:
+            since: number of batches taken since the last one.
+            trained: whether gradients were made behind it, inside an iteration.
+            last: whether the iteration has no further batch: a list of them may have been too short.
+        """
         alive = self._alive
         waits = since >= 2 and not self._one_at_a_time  # fetched ahead, left some out, or accumulated out of a list
         if not self._first:
             self._first = since
             self._seen_alive = alive >= 2
-            if since == 1:
-                self.depth = 0
+            if since and not waits:
+                self.depth, self._each = 0, since
+                self._disprove(_AMBIGUOUS.format(since))
             self.ahead = int(waits and alive >= 2)
             self._unclear = _AMBIGUOUS.format(since) if waits else ""
         elif waits and self._first == since and not self._taken:
             self._taken, self._commits = 2 * since, 2  # a loop that fetches ahead may have left out a batch
             self.ahead = 0
+        elif since and last and since < self._first:
+            self._short = since
         elif since:
             self._settle(since, alive)
+        elif self._short and trained:  # it was no list: the last batch had waited
+            short, self._short = self._short, 0
+            self._settle(short, alive)
+            self._taken, self._commits = self._taken + short, self._commits + 1
+        elif trained and not last and not self._taken:
+            self._settle(1, alive=0)  # several are taken at a time, and trained one by one, in what order ever
 
     def _settle(self, since: int, alive: int) -> None:
         self._each = since
         self._taken, self._commits = self._taken or self._first, self._commits or 1
         self.ahead, self._unclear = 0, ""
         self.depth = min(max(self._first - since, 0), _DEEPEST)
-        if self.depth and not (self._seen_alive and alive > self.depth):
+        if not self.depth:
+            self._disprove(_AMBIGUOUS.format(since))
+        elif not (self._seen_alive and alive > self.depth):
             self.doubt = _UNCLEAR.format(self._first, since, self.depth)
         self._batches.clear()
 
     def state(self) -> dict[str, Any]:
         """What is known, as plain values."""
-        return {"depth": self.depth, "each": self._each, "unclear": self._unclear or self.doubt}
+        known = {"depth": self.depth, "each": self._each}
+        first = self._first if self._taken and self.depth is None else 0
+        return {**known, "first": first, "unclear": self._unclear or self.doubt, "ahead": self.ahead}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what the killed process knew, and did not know."""
-        self.doubt = state["unclear"]
+        self.doubt, self._took_again, self._first = state["unclear"], state["ahead"] > 0, state["first"]
         if state["depth"] is not None:
             self.depth, self._each = state["depth"], state["each"]
 
